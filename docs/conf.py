@@ -21,7 +21,7 @@ include_patterns = [
     "CHANGELOG.md",
     "benchmarks/**.md",
     "docs/**.md",
-    "fsdp2/_errors/*.md",
+    "fsdp2/_core/errors/*.md",
 ]
 exclude_patterns = [".*", "build", "dist", "tests", "scripts", "examples", "runs"]
 
@@ -87,7 +87,7 @@ NAVIGATION = {
         ],
         "Look up": [
             "reference/index",
-            "../fsdp2/_errors/README",
+            "../fsdp2/_core/errors/README",
             "glossary",
             "differences",
             "compatibility",
@@ -128,7 +128,7 @@ NAVIGATION = {
     },
     "docs/decisions/README": {"": ["0*"]},
     "benchmarks/README": {"": ["results/*", "results/gpu/*"]},
-    "fsdp2/_errors/README": {
+    "fsdp2/_core/errors/README": {
         "": [
             "arguments",
             "sharding",
@@ -144,7 +144,7 @@ NAVIGATION = {
 }
 """What pages lead to. It is here and not in the pages: a code host would show it as code."""
 
-LISTED = {"fsdp2/_errors/README"}
+LISTED = {"fsdp2/_core/errors/README"}
 """Pages that show where they lead, down to headings: here, each code with its title."""
 
 BUILDS_ON = {

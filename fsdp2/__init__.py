@@ -13,27 +13,25 @@ import typing as _typing
 
 if _sys.argv[:2] == ["-m", "explain"] and "fsdp2" in _sys.orig_argv:
     # `python -m fsdp2 explain`: the text of an error needs no torch, which takes seconds to load
-    _importlib.import_module("fsdp2._base.explain").main(_sys.argv[2:])
+    _importlib.import_module("fsdp2._core.base.paragraphs").main(_sys.argv[2:])
     _sys.exit()
 
-from fsdp2 import _pickles as _pickles
-from fsdp2._api.comm_hooks import Compress, register_comm_hook
-from fsdp2._api.finalization import GradientReductionHandle
-from fsdp2._api.fully_shard import fully_shard, register_fsdp_forward_method
-from fsdp2._api.inspect import units
-from fsdp2._api.module import FSDPModule, UnshardHandle
-from fsdp2._api.no_sync import no_sync
-from fsdp2._api.replacement import REPLACES as _REPLACES
-from fsdp2._api.replacement import replace_torch
-from fsdp2._api.settings import share_comm_ctx
-from fsdp2._base.errors import (
+from fsdp2._core import pickles as _pickles
+from fsdp2._core.api.comm_hooks import Compress, register_comm_hook
+from fsdp2._core.api.fully_shard import fully_shard, register_fsdp_forward_method
+from fsdp2._core.api.inspect import units
+from fsdp2._core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp2._core.api.replacement import REPLACES as _REPLACES
+from fsdp2._core.api.replacement import replace_torch
+from fsdp2._core.api.settings import no_sync, share_comm_ctx
+from fsdp2._core.base.errors import (
     ConfigError,
     ConfigTypeError,
     FSDPError,
     StateError,
     UnsupportedError,
 )
-from fsdp2._base.policy import (
+from fsdp2._core.base.policy import (
     Aligned,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -42,8 +40,8 @@ from fsdp2._base.policy import (
     ShardPlacementResult,
     Whole,
 )
-from fsdp2._comm.comms import AllGather, Comm, ReduceScatter
-from fsdp2._comm.process_mesh import LostRank
+from fsdp2._core.comm.comms import AllGather, Comm, ReduceScatter
+from fsdp2._core.comm.process_mesh import LostRank
 
 if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
     from fsdp2 import checkpoint as checkpoint
@@ -52,16 +50,16 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2 import plans as plans
     from fsdp2 import recordings as recordings
     from fsdp2 import wrap as wrap
-    from fsdp2._activations import offload_activations
     from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
-    from fsdp2._plan.plan import plan
-    from fsdp2._record.recording import record
-    from fsdp2._record.recordings import read_recordings
-    from fsdp2._transfer.full_params import full_params
-    from fsdp2._transfer.materialize import materialize
-    from fsdp2._transfer.summon import summon_full_params
-    from fsdp2._transfer.sync import sync_from_rank0
+    from fsdp2._core.api.activations import offload_activations
+    from fsdp2._core.transfer.materialize import materialize, sync_from_rank0
+    from fsdp2._core.transfer.summon import full_params, summon_full_params
+    from fsdp2._tools.plan.plan import plan
+    from fsdp2._tools.record.recording import record
+    from fsdp2._tools.record.recordings import read_recordings
     from fsdp2.optim._clip import clip_grad_norm_
+
+_sys.modules[_pickles.PLACE] = _pickles  # where pickles look
 
 __all__ = [
     "Aligned",
@@ -117,14 +115,14 @@ _LATER = {  # the same as the imports for type checkers above: name, and the mod
     "CompiledModel": "_compiled.compile",
     "clip_grad_norm_": "optim._clip",
     "compile": "_compiled.compile",
-    "full_params": "_transfer.full_params",
-    "materialize": "_transfer.materialize",
-    "offload_activations": "_activations",
-    "plan": "_plan.plan",
-    "read_recordings": "_record.recordings",
-    "record": "_record.recording",
-    "summon_full_params": "_transfer.summon",
-    "sync_from_rank0": "_transfer.sync",
+    "full_params": "_core.transfer.summon",
+    "materialize": "_core.transfer.materialize",
+    "offload_activations": "_core.api.activations",
+    "plan": "_tools.plan.plan",
+    "read_recordings": "_tools.record.recordings",
+    "record": "_tools.record.recording",
+    "summon_full_params": "_core.transfer.summon",
+    "sync_from_rank0": "_core.transfer.materialize",
 }
 
 if not _typing.TYPE_CHECKING:  # or every misspelt name would pass the type checker

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import fsdp2
-from fsdp2._api.replacement import REPLACES
+from fsdp2._core.api.replacement import REPLACES
 
 USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
 COMMANDS = ("plan", "report", "explain", "doctor")
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str]) -> None:
         return
     if program in COMMANDS and not is_module:
         # Not at the top: every rank of a program starts here, and would load plans and recordings.
-        from fsdp2 import _commands
+        from fsdp2._tools import commands
 
-        _commands.run(program, rest)
+        commands.run(program, rest)
         return
     if not program or program.startswith("-"):
         _refuse(f"found {program or 'no program'}")
@@ -63,7 +63,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _reach_children() -> None:
-    startup = str(Path(fsdp2.__file__).parent / "_startup")
+    startup = str(Path(fsdp2.__file__).parent / "_tools" / "startup")
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([startup, *(p for p in known if p and p != startup)])
     os.environ[REPLACES] = "1"

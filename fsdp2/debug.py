@@ -15,17 +15,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._agreement.agreement import SAME_ON_EVERY_RANK
-from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo
-from fsdp2._api.settings import refuse_during_step, sharded_units
-from fsdp2._base import torch_autograd, torch_compiler
-from fsdp2._base.arguments import check_count, check_flag, check_process_group
-from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.warn import warn
-from fsdp2._comm.mesh import MeshAxis
-from fsdp2._comm.process_mesh import carrying, named
-from fsdp2._comm.wire import Wire
-from fsdp2._engine.tree import Unit
+from fsdp2._core.agreement.agreement import SAME_ON_EVERY_RANK
+from fsdp2._core.api.inspect import GroupInfo, ShardInfo, UnitInfo
+from fsdp2._core.api.settings import refuse_during_step, sharded_units
+from fsdp2._core.base import torch_autograd, torch_compiler
+from fsdp2._core.base.arguments import check_count, check_flag, check_process_group
+from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.warn import warn
+from fsdp2._core.comm.mesh import MeshAxis
+from fsdp2._core.comm.process_mesh import carrying, named
+from fsdp2._core.comm.wire import Wire
+from fsdp2._core.engine.tree import Unit
 
 __all__ = [
     "GroupInfo",

@@ -15,23 +15,21 @@ gather its parameters, so what was said of it holds for each of its modules.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._api.checks import is_container
-from fsdp2._api.fully_shard import check_call, fully_shard
-from fsdp2._api.ignored import Ignored
-from fsdp2._base import torch_comm, torch_modules
-from fsdp2._base.arguments import (
+from fsdp2._core.api.checks import is_container
+from fsdp2._core.api.fully_shard import check_call, fully_shard
+from fsdp2._core.api.policies import Asking, Choice, Chosen, Ignored, WrapPolicy, run_policy
+from fsdp2._core.base import torch_comm, torch_modules
+from fsdp2._core.base.arguments import (
     check_count,
     check_device_type,
     check_module,
@@ -39,24 +37,18 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, ConfigTypeError
-from fsdp2._base.names import children_first, class_name
-from fsdp2._base.warn import warn
-from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
-from fsdp2._comm.process_mesh import Grid, operation
-from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.tree import unit_of
-from fsdp2._param_group.param import OwnerMark
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.names import children_first
+from fsdp2._core.comm.mesh import default_device_type, default_mesh, require_process_group
+from fsdp2._core.comm.process_mesh import Grid, operation
+from fsdp2._core.engine.between_steps import units_below
+from fsdp2._core.engine.tree import unit_of
+from fsdp2._core.params.param import OwnerMark
 
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 
-Choice = dict[str, Any]
-Chosen = dict[nn.Module, Choice]
-WrapPolicy = (
-    Collection[type[nn.Module]]
-    | torch_modules.CustomPolicy
-    | Callable[[nn.Module], bool | Choice]
-    | Callable[[nn.Module, bool, int], bool]
+_SHARDING = Asking(
+    "shard_model", "all of it becomes one unit", "True, False, or a dict of keywords of fully_shard"
 )
 
 DEFAULTS = {  # of the keywords of fully_shard
@@ -181,112 +173,6 @@ def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen)
             _choose(child, choice, ignored, chosen)
     elif module not in chosen or choice:
         chosen[module] = choice
-
-
-# --- reading policies -----------------------------------------------------------------------------
-
-
-class Asking(NamedTuple):
-    """Who asks a policy, for messages: a function, what comes of no module, what is an answer."""
-
-    who: str
-    if_none: str
-    answers: str
-
-
-_SHARDING = Asking(
-    "shard_model", "all of it becomes one unit", "True, False, or a dict of keywords of fully_shard"
-)
-
-
-def run_policy(policy: object, model: nn.Module, ignored: Ignored, asking: Asking) -> Chosen:
-    """Ask the policy about every module below the root."""
-    if isinstance(policy, torch_modules.CustomPolicy):
-        return _ask(torch_modules.custom_policy_function(policy), model, ignored, asking)
-    is_text = isinstance(policy, str | bytes | Tensor)
-    if isinstance(policy, Iterable) and not is_text and not callable(policy):
-        classes = tuple(policy)
-        wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
-        if wrong or not classes:
-            found = f"{described(wrong[0])} in it" if wrong else "none"
-            raise ConfigTypeError(
-                "FS101",
-                f"{asking.who}: expected classes of modules as policy, found {found}. Pass for "
-                "example {TransformerBlock}.",
-            )
-        if not any(isinstance(module, classes) for module in model.modules()):
-            names = ", ".join(sorted(c.__name__ for c in classes))
-            _warn_of_nothing(model, f"of class {names}", asking)
-        return _ask(lambda module: isinstance(module, classes), model, ignored, asking)
-    if isinstance(policy, type | nn.Module) or not callable(policy):
-        expected = "a set of module classes, a function, or a policy of torch.distributed.fsdp.wrap"
-        raise wrong_type(asking.who, "policy", expected, policy)
-    if _is_recursive(policy):
-        chosen: Chosen = {}
-        _recurse(policy, model, ignored, chosen)
-        name = torch_modules.name_of_class_policy(policy)
-        picks = functools.partial(policy, recurse=False, nonwrapped_numel=0)
-        if name is not None and not any(picks(module=module) for module in model.modules()):
-            _warn_of_nothing(model, f"what {name} names", asking)
-        return chosen
-    return _ask(policy, model, ignored, asking)
-
-
-def _warn_of_nothing(model: nn.Module, what: str, asking: Asking) -> None:
-    warn(
-        "FS228",
-        f"{asking.who}: no module of the {class_name(model)} is {what}, so {asking.if_none}. "
-        "Pass the classes of the model's blocks.",
-    )
-
-
-def _is_recursive(policy: Callable[..., Any]) -> bool:
-    """True for a policy of FSDP1, which takes ``(module, recurse, nonwrapped_numel)``."""
-    try:
-        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _ask(
-    function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignored, asking: Asking
-) -> Chosen:
-    chosen: Chosen = {}
-    for name, module in model.named_modules():
-        if module is model or module in ignored.modules:
-            continue
-        answer = function(module)
-        if not isinstance(answer, bool | dict):
-            raise ConfigError(
-                "FS213",
-                f"{asking.who}: the policy returned {described(answer)} for {name}. Return "
-                f"{asking.answers}.",
-            )
-        if answer:
-            chosen[module] = answer if isinstance(answer, dict) else {}
-    return chosen
-
-
-def _recurse(
-    policy: Callable[..., Any],
-    module: nn.Module,
-    ignored: Ignored,
-    chosen: Chosen,
-    is_root: bool = True,
-) -> int:
-    """Ask a recursive policy; return how many elements are in units at or below ``module``."""
-    numel = sum(param.numel() for param in module.parameters() if param not in ignored)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    taken = 0
-    for child in module.children():
-        if child not in ignored.modules and child not in chosen:
-            taken += _recurse(policy, child, ignored, chosen, is_root=False)
-    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        return taken
-    chosen[module] = {}
-    return numel
 
 
 # --- strategies -----------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from tests._ahead import AheadOfTests
-from tests._draw import Draw, Tally
-from tests._pool import RunOnRanks
-from tests._reach import Reach
-from tests._suite import SUITES, Suite
-from tests._where import Where
+from tests.kit.ahead import AheadOfTests
+from tests.kit.pool import RunOnRanks
+from tests.lab.draw import Draw, Tally
+from tests.lab.reach import Reach
+from tests.lab.suite import SUITES, Suite
+from tests.lab.where import Where
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def run_on_ranks(request: pytest.FixtureRequest) -> RunOnRanks:
-    """What runs a body on ranks; `tests._pool.ranks` is how a test uses it."""
+    """What runs a body on ranks; `tests.kit.pool.ranks` is how a test uses it."""
     (ahead,) = (
         p for p in request.config.pluginmanager.get_plugins() if isinstance(p, AheadOfTests)
     )

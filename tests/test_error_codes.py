@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from fsdp2._base.paragraphs import FOLDER, read_paragraphs
-from tests import _error_sites
-from tests._error_sites import sites
+from fsdp2._core.base.paragraphs import FOLDER, read_paragraphs
+from tests.lab import error_sites
+from tests.lab.error_sites import sites
 
 PARAGRAPHS = read_paragraphs()
 PARTS = ("*How you get here.* ", "*What to do.* ")
@@ -19,21 +19,24 @@ HIGHEST = {"1": 103, "2": 234, "3": 326, "4": 409, "5": 515, "6": 630, "7": 717,
 
 OF_OTHERS = {
     ("__init__.py", "AttributeError"): "Python's own words: a module without that name",
-    ("_base/torch_modules.py", "AttributeError"): "Python's own words: a class without that name",
-    ("_pickles.py", "AttributeError"): "Python's own words: a module without that name",
-    ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
-    ("_plan/command.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
-    ("_doctor/ranks.py", "LostRankError"): "becomes a verdict of the doctor",
-    ("_doctor/run.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
-    ("_agreement/agreement.py", "ReferenceError"): "becomes FS401",
-    ("_engine/torch_view.py", "AttributeError"): "has FS910",
-    ("_record/format.py", "ValueError"): "becomes FS914",
-    ("_record/rows.py", "ValueError"): "becomes FS914",
-    ("_record/trace.py", "ValueError"): "becomes FS917",
-    ("_pages/files.py", "OSError"): "of the system, with the path that the user gave",
-    ("_param_group/gradients.py", "RuntimeError"): "becomes FS319",
-    ("_param_group/parts.py", "ValueError"): "becomes FS221",
-    ("_base/regular_files.py", "OSError"): "becomes FS618, FS914 or FS917",
+    (
+        "_core/base/torch_modules.py",
+        "AttributeError",
+    ): "Python's own words: a class without that name",
+    ("_core/pickles.py", "AttributeError"): "Python's own words: a module without that name",
+    ("_core/base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
+    ("_tools/plan/command.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
+    ("_tools/doctor/ranks.py", "LostRankError"): "becomes a verdict of the doctor",
+    ("_tools/doctor/run.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
+    ("_core/agreement/agreement.py", "ReferenceError"): "becomes FS401",
+    ("_core/engine/torch_view.py", "AttributeError"): "has FS910",
+    ("_tools/record/format.py", "ValueError"): "becomes FS914",
+    ("_tools/record/rows.py", "ValueError"): "becomes FS914",
+    ("_tools/record/trace.py", "ValueError"): "becomes FS917",
+    ("_tools/pages/page.py", "OSError"): "of the system, with the path that the user gave",
+    ("_core/params/gradients.py", "RuntimeError"): "becomes FS319",
+    ("_core/params/parts.py", "ValueError"): "becomes FS221",
+    ("_core/base/regular_files.py", "OSError"): "becomes FS618, FS914 or FS917",
     (
         "checkpoint/_background.py",
         "TimeoutError",
@@ -58,7 +61,7 @@ OF_OTHERS = {
 
 
 def test_every_message_has_a_code() -> None:
-    missing = _error_sites.faults()
+    missing = error_sites.faults()
     assert not missing, "\n" + "\n".join(map(str, missing))
 
 
@@ -122,7 +125,7 @@ def test_files_are_of_one_family_each() -> None:
 
 def test_errors_of_others_are_known() -> None:
     """What is raised beside the error tree: each is caught here, or in words that are not ours."""
-    found = _error_sites.raised()
+    found = error_sites.raised()
     assert found == set(OF_OTHERS), (
         "Raise an FSDPError with a code; if users never see this one, add it to OF_OTHERS in "
         f"tests/test_error_codes.py with the reason: {sorted(found ^ set(OF_OTHERS))}"

@@ -24,11 +24,11 @@ import pytest
 import torch
 
 import fsdp2
-from fsdp2.checkpoint import _saving
-from tests._pool import find_free_port
+from fsdp2.checkpoint import _background
 from tests.accidents._accidents import MACHINE, Accident, Trial
 from tests.accidents._job import write_text
 from tests.accidents._trial import tried
+from tests.kit.pool import find_free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -127,7 +127,7 @@ def environment() -> dict[str, str]:
 
 
 FORKED = mp.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests._preload"])
+FORKED.set_forkserver_preload(["tests.kit.preload"])
 
 
 def be_a_rank(
@@ -165,7 +165,7 @@ def die_while_saving(moment: str) -> None:
     def die(*args: object, **kwargs: object) -> None:
         os._exit(DEAD)
 
-    setattr(_saving, moment, die)
+    setattr(_background, moment, die)
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp2
-from fsdp2._base.events import listen
-from tests._pool import ranks
+from fsdp2._core.base.events import listen
+from tests.kit.pool import ranks
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "from-fsdp1.md").read_text()

@@ -1,7 +1,7 @@
 """The floors of `docs/architecture.md` are those of the source: it is parsed, nothing is imported.
 
 A folder imports only from folders on lower floors, and no file is in a circle, whether the import
-runs or only a type checker reads it; private torch names appear in `_base/torch_*.py` alone.
+runs or only a type checker reads it; private torch names appear in `_core/base/torch_*.py` alone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdp2"
 TABLE = ROOT / "docs" / "architecture.md"
-FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
-OF_TORCH = {name for name in FILES if name.startswith("_base/torch_")}
+FILES = sorted(
+    str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.stat().st_size
+)
+OF_TORCH = {name for name in FILES if name.startswith("_core/base/torch_")}
 
 # Where `module._parameters[name] = ...` is what registering means, and a type's own field names.
 AGREED = {"_parameters", "_buffers", "_fields"}
@@ -37,8 +39,8 @@ def floors() -> dict[str, int]:
 
 
 def place_of(name: str) -> str:
-    """Return what has a floor: a file's folder, or a file beside the folders."""
-    return name.partition("/")[0]
+    """Return what has a floor: a wing, a room of a wing, or a file beside them."""
+    return next(p for p in (name, *map(str, PurePosixPath(name).parents)) if p in floors())
 
 
 @cache
@@ -130,18 +132,16 @@ def test_imports_come_from_lower_floors_only(name: str) -> None:
     upward = {other for other in others if floors()[place_of(other)] >= floors()[place]}
     beside = {
         "__init__.py": {  # what it makes public
-            "_activations.py",
             "debug.py",
             "plans.py",
             "recordings.py",
-            "_pickles.py",
-            "_plan",
-            "_record",
+            "_tools/plan",
+            "_tools/record",
         },
-        "plans.py": {"_plan"},
-        "recordings.py": {"_record"},
-        "__main__.py": {"_commands.py"},  # what it starts
-        "_commands.py": {"_doctor", "_plan"},
+        "plans.py": {"_tools/plan"},
+        "recordings.py": {"_tools/record"},
+        "__main__.py": {"_tools/commands.py"},  # what it starts
+        "_tools/commands.py": {"_tools/doctor", "_tools/plan"},
     }.get(name, set())
     assert {place_of(other) for other in upward} <= beside, (
         f"{name} (floor {floors()[place]}) imports {upward}"
@@ -174,7 +174,7 @@ def test_nothing_comes_from_torchs_own_fsdp(name: str) -> None:
         "wrap.ModuleWrapPolicy",
         "wrap.transformer_auto_wrap_policy",
     )
-    names = allowed if name == "_base/torch_modules.py" else ()
+    names = allowed if name == "_core/base/torch_modules.py" else ()
     whole = {"torch.distributed.fsdp"} if names else set()
     assert found == {f"torch.distributed.fsdp.{n}" for n in names} | whole
 
@@ -186,7 +186,7 @@ def test_private_torch_names_stay_in_their_files(name: str) -> None:
     assert not foreign_private_names(name)
 
 
-ENGINE = ("_engine/", "_param_group/", "_comm/")
+ENGINE = ("_core/engine/", "_core/params/", "_core/comm/")
 PATCHES = {"setattr", "delattr", "put"}
 
 
@@ -263,6 +263,6 @@ def test_the_rules_see_what_they_look_for() -> None:
     assert {"_dtensor_spec", "_StridedShard"} <= imported
     used = {name for n in OF_TORCH for name in foreign_private_names(n)}
     assert {"_local_tensor", "_base", "_execution_engine"} <= used
-    packed = imported_files("_param_group/gradient_packing.py")
-    assert {"_param_group/layout.py", "_base/torch_tensors.py"} <= packed
-    assert "_engine/tree.py" in imported_files("_engine/step.py")
+    packed = imported_files("_core/params/gradient_packing.py")
+    assert {"_core/params/layout.py", "_core/base/torch_tensors.py"} <= packed
+    assert "_core/engine/tree.py" in imported_files("_core/engine/step.py")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 import fsdp2
-from fsdp2._api.checks import check_comm
-from fsdp2._api.settings import ControlSurface
-from fsdp2._comm.wire import DefaultAllGather, DefaultReduceScatter
-from tests._torch_surface import (
+from fsdp2._core.api.checks import check_comm
+from fsdp2._core.api.settings import ControlSurface
+from fsdp2._core.comm.wire import DefaultAllGather, DefaultReduceScatter
+from tests.lab.torch_surface import (
     BUILT_BY_USERS,
     PINNED_VERSION,
     installed_surface,

@@ -158,7 +158,10 @@ def _kill(process: subprocess.Popen[bytes], rows: str) -> None:
 def _write(out: Path, about: str, outcomes: Sequence[Outcome]) -> None:
     """Write both files whole or not at all."""
     results = {"about": about, "stages": [asdict(outcome) for outcome in outcomes]}
-    parts = [f"# What one GPU answered\n\n{about}\n", *(_to_markdown(outcome) for outcome in outcomes)]
+    parts = [
+        f"# What one GPU answered\n\n{about}\n",
+        *(_to_markdown(outcome) for outcome in outcomes),
+    ]
     for name, text in (
         ("results.json", json.dumps(results, indent=1)),
         ("tables.md", "\n".join(parts)),

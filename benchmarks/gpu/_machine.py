@@ -1,6 +1,7 @@
 """The device that stages run on, and a CPU in its place in a rehearsal.
 
-Stages call CUDA through this file. Times in ms, memory in bytes. A CPU knows its time and nothing of its memory.
+Stages call CUDA through this file. Times in ms, memory in bytes. A CPU knows its time and nothing
+of its memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks._emulated import GATHER_KERNEL, SCATTER_KERNEL
+from benchmarks.kit.emulated import GATHER_KERNEL, SCATTER_KERNEL
 
 REHEARSES = os.environ.get("FSDP2_GPU_REHEARSES") == "1"
 KIND = "cpu" if REHEARSES else "cuda"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Skipped
-from tests import _meshes
+from tests.kit import meshes
 
 Question = Callable[[Path], Any]
 START_S = 60.0
@@ -110,10 +110,10 @@ def _answer(work: Callable[[], Any], rank: int) -> tuple[str, Any]:
 
 def _enter(rank: int, size: int, folder: str) -> str:
     torch.set_num_threads(1)
-    _meshes.BACKEND = _machine.BACKEND
-    _meshes.use_device(_machine.KIND)
+    meshes.BACKEND = _machine.BACKEND
+    meshes.use_device(_machine.KIND)
     dist.init_process_group(
-        _meshes.backend_of(_machine.KIND),
+        meshes.backend_of(_machine.KIND),
         store=dist.FileStore(f"{folder}/store", size),
         rank=rank,
         world_size=size,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import _llama, _noop
-from benchmarks._emulated import EmulatedGroup
-from benchmarks._models import Size, build, make_input
 from benchmarks.gpu import _machine
+from benchmarks.kit import llama as _llama
+from benchmarks.kit import noop
+from benchmarks.kit.emulated import EmulatedGroup
+from benchmarks.kit.models import Size, build, make_input
 
 LIBRARIES = ("torch", "torch tuned", "fsdp2")
 SMALL, LARGE, BLOCKS_8B = "32 small blocks", "0.9 B", "four 8B blocks"
@@ -36,7 +37,7 @@ def emulated(ranks: int, link: float = 0.0) -> Iterator[DeviceMesh]:
     def make(rank: int, size: int) -> EmulatedGroup:
         return EmulatedGroup(rank, size, cycles)
 
-    with _noop.ranks(ranks, make, device=_machine.KIND) as (_, mesh):
+    with noop.ranks(ranks, make, device=_machine.KIND) as (_, mesh):
         yield mesh
 
 

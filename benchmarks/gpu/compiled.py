@@ -17,10 +17,10 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from benchmarks._llama import Decoder
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Rows, Skipped
 from benchmarks.gpu._steps import llama
+from benchmarks.kit.llama import Decoder
 
 BACKEND = "aot_eager" if _machine.REHEARSES else "inductor"
 TOKENS = 32 if _machine.REHEARSES else 4096

@@ -15,14 +15,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks._rounds import rotate
 from benchmarks.gpu import _machine
 from benchmarks.gpu._ranks import Worlds
 from benchmarks.gpu._rows import Rows, Skipped
 from benchmarks.gpu._steps import BLOCKS_8B, emulated, make_step, size_of, warm_up
-from fsdp2._base import capabilities, torch_comm
-from fsdp2._base.capabilities import Capabilities, ZeroCopy
-from fsdp2._param_group import buffers, layout, reduce_plan
+from benchmarks.kit.rounds import rotate
+from fsdp2._core.base import capabilities, torch_comm
+from fsdp2._core.base.capabilities import Capabilities, ZeroCopy
+from fsdp2._core.params import buffers, layout, reduce_plan
 
 KIB = 1024
 THRESHOLDS = {"64 KiB": 64 * KIB, "512 KiB": 512 * KIB, "4 MiB": 4096 * KIB, "none": None}

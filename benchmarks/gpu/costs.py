@@ -1,4 +1,5 @@
-"""The figures of ``fsdp2._plan.costs`` that one GPU can tell, and plans beside measured steps."""
+"""The figures of ``fsdp2._tools.plan.costs`` that one GPU can tell, and plans beside measured
+steps."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from benchmarks import _llama
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Rows
 from benchmarks.gpu._steps import llama, warm_up
-from fsdp2._plan import costs
-from fsdp2._plan.hardware import HARDWARE, Hardware
+from benchmarks.kit import llama as _llama
+from fsdp2._tools.plan import costs
+from fsdp2._tools.plan.hardware import HARDWARE, Hardware
 
 ROUNDS = 1 if _machine.REHEARSES else 7
 BF16 = torch.bfloat16

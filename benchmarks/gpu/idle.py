@@ -12,12 +12,12 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
-from benchmarks._models import Size
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Rows
 from benchmarks.gpu._steps import BLOCKS_8B, LIBRARIES, emulated, make_step, size_of, warm_up
-from fsdp2._plan.costs import Costs, sustained
-from fsdp2._plan.hardware import HARDWARE
+from benchmarks.kit.models import Size
+from fsdp2._tools.plan.costs import Costs, sustained
+from fsdp2._tools.plan.hardware import HARDWARE
 
 RANKS = 8
 LEAST_US = 3.0  # from one kernel to the next that is queued it takes one or two

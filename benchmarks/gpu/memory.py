@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks._models import Size, build
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Rows
 from benchmarks.gpu._steps import TINY, emulated
+from benchmarks.kit.models import Size, build
 
 STEPS = 6 if _machine.REHEARSES else 200
 SIZE = Size(depth=8, width=2048, hidden=5504, vocabulary=16000, tokens=2048)

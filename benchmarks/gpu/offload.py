@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import offload
+from benchmarks.device import offload
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Rows
 from benchmarks.gpu._steps import llama

@@ -24,11 +24,16 @@ from benchmarks.gpu import _machine
 from benchmarks.gpu._ranks import Worlds
 from benchmarks.gpu._rows import Rows, Skipped
 from fsdp2 import checkpoint
-from fsdp2._base import torch_dtensor
+from fsdp2._core.base import torch_dtensor
 from fsdp2.optim import _offload as offloaded_states
-from tests import _parity
-from tests._models import CASES, Block, loss_of, seeded
-from tests._parity import (
+from tests.behaviour import test_aligned_shards as aligned
+from tests.behaviour import test_owned_shards as owned
+from tests.behaviour.test_divergence import Paths
+from tests.behaviour.test_gather_codes import FP8, reference_step
+from tests.behaviour.test_offload import MODELS as OFFLOADED
+from tests.kit import parity
+from tests.kit.models import CASES, Block, loss_of, seeded
+from tests.kit.parity import (
     ROWS,
     Pair,
     assert_same,
@@ -39,11 +44,6 @@ from tests._parity import (
     train_alike,
     whole,
 )
-from tests.behaviour import test_aligned_shards as aligned
-from tests.behaviour import test_owned_shards as owned
-from tests.behaviour.test_divergence import Paths
-from tests.behaviour.test_gather_codes import FP8, reference_step
-from tests.behaviour.test_offload import MODELS as OFFLOADED
 
 NEAR = 1e-5
 FP32 = torch.float32
@@ -311,7 +311,7 @@ def plain(work: Callable[[], Any]) -> Callable[[Path], Any]:
 
 
 def _without_folder(work: Callable[[], Any], folder: Path) -> Any:
-    with mock.patch.dict(_parity.TOLERANCE, {FP32: NEAR}):
+    with mock.patch.dict(parity.TOLERANCE, {FP32: NEAR}):
         return work()
 
 

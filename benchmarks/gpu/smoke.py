@@ -15,8 +15,8 @@ import fsdp2
 from benchmarks.gpu import _machine
 from benchmarks.gpu._ranks import Worlds
 from benchmarks.gpu._rows import Rows
-from tests._models import CASES, loss_of, seeded
-from tests._parity import ROWS, shard
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import ROWS, shard
 
 
 def versions() -> list[dict[str, Any]]:

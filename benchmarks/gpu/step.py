@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from benchmarks._rounds import rotate
 from benchmarks.gpu import _machine
 from benchmarks.gpu._rows import Rows
 from benchmarks.gpu._steps import (
@@ -25,6 +24,7 @@ from benchmarks.gpu._steps import (
     size_of,
     warm_up,
 )
+from benchmarks.kit.rounds import rotate
 
 ROUNDS = 1 if _machine.REHEARSES else 15
 CASES = [

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fsdp2._base import torch_comm, torch_modes
-from fsdp2._base.errors import StateError
-from fsdp2._comm.mesh import MeshAxis
 from fsdp2._compiled.plan import plans
+from fsdp2._core.base import torch_comm, torch_modes
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.comm.mesh import MeshAxis
 
 DIFFERENT = -1
 """What ranks tell each other that have seen a difference."""

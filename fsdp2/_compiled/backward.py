@@ -39,15 +39,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._base import torch_autograd, torch_compiler
-from fsdp2._base.containers import visit_tensors
-from fsdp2._base.errors import StateError
-from fsdp2._base.events import IDLE
 from fsdp2._compiled.functional import TracedGroup, TracedUnit
-from fsdp2._engine.tree import EndOfBackward, Unit
-from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.reduce import ReductionQueue
-from fsdp2._param_group.registration import FORM_SHARDED
+from fsdp2._core.base import torch_autograd, torch_compiler
+from fsdp2._core.base.containers import visit_tensors
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.events import IDLE
+from fsdp2._core.engine.tree import EndOfBackward, Unit
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.reduce import ReductionQueue
+from fsdp2._core.params.registration import FORM_SHARDED
 
 
 def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> None:

@@ -15,22 +15,28 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fsdp2._api.module import FSDPModule
-from fsdp2._base import torch_comm, torch_compiler
-from fsdp2._base.arguments import check_flag, check_mapping, check_module, translated, wrong_type
-from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
-from fsdp2._base.events import IDLE
-from fsdp2._base.names import class_name
-from fsdp2._base.sharding import PARAMETERS
 from fsdp2._compiled.agreement import Agreement
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions, watch
 from fsdp2._compiled.functional import TracedUnit
 from fsdp2._compiled.passes import Gathered, Overlapped, SeenThrough, place_gathers
 from fsdp2._compiled.plan import plans
-from fsdp2._engine.attach import attach
-from fsdp2._engine.between_steps import rest, units_below
-from fsdp2._engine.tree import Runtime
-from fsdp2._param_group.group import ParamGroup
+from fsdp2._core.api.module import FSDPModule
+from fsdp2._core.base import torch_comm, torch_compiler
+from fsdp2._core.base.arguments import (
+    check_flag,
+    check_mapping,
+    check_module,
+    translated,
+    wrong_type,
+)
+from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._core.base.events import IDLE
+from fsdp2._core.base.names import class_name
+from fsdp2._core.base.policy import PARAMETERS
+from fsdp2._core.engine.attach import attach
+from fsdp2._core.engine.between_steps import rest, units_below
+from fsdp2._core.engine.tree import Runtime
+from fsdp2._core.params.group import ParamGroup
 
 OVERLAPPING = ("inductor", "aot_eager")
 """Backends whose graphs can be changed before they run."""

@@ -40,9 +40,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
-from fsdp2._base.containers import Loan, map_tensors
-from fsdp2._base.errors import StateError
 from fsdp2._compiled.ops import outer_gather, unshard
 from fsdp2._compiled.plan import (
     Neighbours,
@@ -51,13 +48,16 @@ from fsdp2._compiled.plan import (
     key_of,
     plans,
 )
-from fsdp2._engine.tree import Unit
-from fsdp2._param_group import gradient_packing, packing
-from fsdp2._param_group.gradients import as_gradient
-from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.layout import GatherLayout
-from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.reduce import accumulate
+from fsdp2._core.base import torch_compiler, torch_dtensor, torch_modes
+from fsdp2._core.base.containers import Loan, map_tensors
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.engine.tree import Unit
+from fsdp2._core.params import gradient_packing, packing
+from fsdp2._core.params.gradients import as_gradient
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.layout import GatherLayout
+from fsdp2._core.params.param import FSDPParam
+from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:

@@ -30,10 +30,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._base import torch_comm
 from fsdp2._compiled.plan import GatherPiece, ReducePiece, TracedPlan, plans
-from fsdp2._param_group import coding, packing
-from fsdp2._param_group.layout import (
+from fsdp2._core.base import torch_comm
+from fsdp2._core.params import packing
+from fsdp2._core.params.layout import (
     GatherItem,
     ShardLayout,
     contiguous_stride,
@@ -145,7 +145,7 @@ def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor
     if not values.numel():
         empty = flat.new_zeros(item.sent_nbytes(rank) + piece.gap, dtype=torch.uint8)
         return empty.to(device)
-    (rows,), (scales,) = coding.encode([values], item.coding)
+    (rows,), (scales,) = packing.encode([values], item.coding)
     codes, start = (
         rows.to(item.coding.dtype).view(-1).view(torch.uint8),
         item.coding.scales_start(room),

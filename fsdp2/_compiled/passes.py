@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fsdp2._base import torch_compiler
-from fsdp2._base.policy import Overlap
 from fsdp2._compiled.ops import outer_gather, unshard
 from fsdp2._compiled.plan import SOURCE, plans
-from fsdp2._param_group.reduce import SMALL_NBYTES
+from fsdp2._core.base import torch_compiler
+from fsdp2._core.base.policy import Overlap
+from fsdp2._core.params.reduce import SMALL_NBYTES
 
 _SECOND = ("all_reduce", "all_reduce_coalesced")
 

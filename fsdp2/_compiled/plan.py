@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from fsdp2._base.capabilities import ROW_NBYTES, capabilities
-from fsdp2._base.policy import Overlap
-from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
+from fsdp2._core.base.capabilities import ROW_NBYTES, capabilities
+from fsdp2._core.base.policy import Overlap
+from fsdp2._core.params.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
 
 SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))

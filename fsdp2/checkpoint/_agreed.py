@@ -15,8 +15,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._comm.process_mesh import Grid
-from fsdp2._transfer.redistribute import Grids
+from fsdp2._core.comm.process_mesh import Grid
+from fsdp2._core.transfer.redistribute import Grids
 from fsdp2.checkpoint._contents import Content, Contents
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed
 from fsdp2.checkpoint._optimizer_state import named_state, settle_state

@@ -22,25 +22,181 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import mmap
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fsdp2._base.arguments import check_number
-from fsdp2._base.errors import StateError
-from fsdp2._base.pending_copies import wait_for_copies
-from fsdp2._base.warn import warn
-from fsdp2._comm.process_mesh import Grid
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._core.base.arguments import check_number
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.pending_copies import note_copies, wait_for_copies
+from fsdp2._core.base.warn import warn
+from fsdp2._core.comm.process_mesh import Grid
 from fsdp2.checkpoint._checksums import said
-from fsdp2.checkpoint._place import LATEST
-from fsdp2.checkpoint._publish import ABANDONED_AFTER_S, OWNER, is_dead, is_old, own
+from fsdp2.checkpoint._contents import Contents, Piece
+from fsdp2.checkpoint._place import LATEST, SERIES, give_name, keep_newest, require_written
+from fsdp2.checkpoint._publish import ABANDONED_AFTER_S, OWNER, Workspace, is_dead, is_old, own
 from fsdp2.checkpoint._saved import METADATA
-from fsdp2.checkpoint._saving import Saving
-from fsdp2.checkpoint._writing import RANK, REPORT
+from fsdp2.checkpoint._writing import RANK, REPORT, Progress, write_metadata, write_part
+
+# Copies of what a rank saves, in host memory.
+
+LARGE_NBYTES = 4 << 20
+
+
+class Room:
+    """Host memory that states are copied to, kept for the next save of the same model."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
+        """Return the pieces with copies of their tensors; and what tells when a device made them.
+
+        See [Note: a copy of the moment] in ``_core.base.pending_copies``.
+        """
+        sources = [piece.value.detach() for piece in pieces if isinstance(piece.value, Tensor)]
+        device = next((t.device for t in sources if t.device.type != "cpu"), None)
+        pins = device is not None and capabilities(device).pins
+        self._fit(sources, pins)
+        event = None
+        with torch.no_grad():
+            if device is None or not capabilities(device).has_lanes:
+                for kept, source in zip(self._kept, sources, strict=True):
+                    kept.copy_(source)
+            else:
+                event = _copy_beside(self._kept, sources, device)
+        kept_ones = iter(self._kept)
+        copied = [
+            replace(p, value=next(kept_ones)) if isinstance(p.value, Tensor) else p for p in pieces
+        ]
+        return copied, event
+
+    def _fit(self, sources: list[Tensor], pins: bool) -> None:
+        """Keep what has the form of what comes, and make the rest anew."""
+        kept, self._kept = self._kept, []
+        for index, source in enumerate(sources):
+            before = kept[index] if index < len(kept) else None
+            if before is None or (before.shape, before.dtype) != (source.shape, source.dtype):
+                before = _made(source.shape, source.dtype, pins)
+            self._kept.append(before)
+
+
+def _made(shape: torch.Size, dtype: torch.dtype, pins: bool) -> Tensor:
+    """Return host memory that nobody has written to: pinned, or in large pages if it is large.
+
+    The first copy into small pages costs a fault of the processor for each of 4 KiB, and those of a
+    gigabyte take longer than to write it to a disk.
+    """
+    nbytes = shape.numel() * dtype.itemsize
+    if pins or nbytes < LARGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pins)
+    memory = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
+
+
+def _copy_beside(targets: list[Tensor], sources: list[Tensor], device: torch.device) -> torch.Event:
+    """Copy on a stream of its own, behind what the current stream was given."""
+    lane = _lane_of(device)
+    lane.wait_stream(torch.accelerator.current_stream())
+    with lane:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+            if source.device.type != "cpu":
+                source.record_stream(lane)
+        event = lane.record_event()
+    note_copies(event)
+    return event
+
+
+_lanes: dict[torch.device, torch.Stream] = {}
+_rooms: weakref.WeakKeyDictionary[nn.Module, Room] = weakref.WeakKeyDictionary()
+
+
+def _lane_of(device: torch.device) -> torch.Stream:
+    if device not in _lanes:
+        _lanes[device] = torch.Stream(device)
+    return _lanes[device]
+
+
+def room_of(model: nn.Module) -> Room:
+    """Return the host memory for copies of a model's state, which goes when the model does."""
+    return _rooms.setdefault(model, Room())
+
+
+# One save on one rank: what it copies and writes, and on the first rank how it ends.
+
+
+@dataclass
+class Saving:
+    """A save as one rank does it.
+
+    Attributes:
+        place: the folder that the checkpoint takes.
+        workspace: the folder that it is written to.
+        keep_last: how many of its series stay; None: it belongs to none.
+        copied: tells when a device has made the copies that are written.
+    """
+
+    place: Path
+    workspace: Workspace
+    contents: Contents
+    pieces: list[Piece]
+    keep_last: int | None
+    progress: Progress = field(default_factory=Progress)
+    copied: torch.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.progress.nbytes = sum(piece.nbytes for piece in self.pieces)
+
+    def copy(self, room: Room) -> None:
+        """Let what is written be a copy of what is there now."""
+        self.pieces, self.copied = room.copies(self.pieces)
+
+    def write(self) -> None:
+        """Write this rank's part."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        write_part(self.workspace.path, self.contents, self.pieces, self.progress)
+        self.pieces = []
+
+    def finish(self) -> None:
+        """On the first rank, when all have written: give the checkpoint its name."""
+        folder = self.workspace.path
+        sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
+        require_written(folder, sizes)
+        for entry in folder.iterdir():  # reports, and what ranks hold locked
+            if entry.name.startswith((REPORT, RANK)):
+                entry.unlink()
+        if self.keep_last is not None:
+            (folder / SERIES).touch()
+        give_name(self.workspace, self.place)
+        if self.keep_last is not None:
+            keep_newest(self.place, self.keep_last, self.workspace.token)
+
+    def give_up(self) -> None:
+        """On the first rank: leave nothing of the save.
+
+        The metadata goes first: who sees it in a workspace that lost its name takes it for named.
+        """
+        with contextlib.suppress(OSError):
+            (self.workspace.path / METADATA).unlink(missing_ok=True)
+        with contextlib.suppress(Exception):
+            self.workspace.remove()
+
 
 WhenBusy = Literal["wait", "refuse"]
 

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor
-from fsdp2._base.errors import ConfigError
-from fsdp2._base.fitting import check_options, check_state
-from fsdp2._base.names import clean, named_modules, named_parameters
-from fsdp2._transfer.materialize import allocate
-from fsdp2._transfer.redistribute import Grids
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.fitting import check_options, check_state
+from fsdp2._core.base.names import clean, named_modules, named_parameters
+from fsdp2._core.transfer.materialize import allocate
+from fsdp2._core.transfer.redistribute import Grids
 from fsdp2.checkpoint._optimizer_state import (
     load_named,
     matched_groups,

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from fsdp2._base.names import printable
+from fsdp2._core.base.names import printable
 
 BLOCK_NBYTES = 1 << 20
 MAGIC = b"\x00fsdp2\x00\x01"

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base.errors import ConfigError
-from fsdp2._base.names import printable
-from fsdp2._comm.process_mesh import Grid
-from fsdp2._transfer.chunk_plan import Blocks, Region
-from fsdp2._transfer.redistribute import Grids
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.names import printable
+from fsdp2._core.comm.process_mesh import Grid
+from fsdp2._core.transfer.chunk_plan import Blocks, Region
+from fsdp2._core.transfer.redistribute import Grids
 from fsdp2.checkpoint._saved import problem_of
 
 Path = tuple[str | int, ...]

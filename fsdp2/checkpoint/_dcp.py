@@ -18,12 +18,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base.arguments import check_key, check_path
-from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.names import clean, named_parameters, printable
-from fsdp2._comm.process_mesh import operation
-from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together
+from fsdp2._core.base.arguments import check_key, check_path
+from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.names import clean, named_parameters, printable
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.engine.between_steps import require_idle
+from fsdp2._core.transfer.redistribute import Grids, LocalShard, checked_together
 from fsdp2.checkpoint._change import StateManifest
 from fsdp2.checkpoint._checksums import DamagedError, said
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, unpacked

@@ -12,11 +12,11 @@ from typing import Any
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fsdp2._base.arguments import check_path, wrong_type
-from fsdp2._base.errors import StateError
-from fsdp2._base.warn import warn
-from fsdp2._comm.process_mesh import operation
-from fsdp2._transfer.redistribute import Grids, checked_together
+from fsdp2._core.base.arguments import check_path, wrong_type
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.warn import warn
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.transfer.redistribute import Grids, checked_together
 from fsdp2.checkpoint._background import settle
 from fsdp2.checkpoint._dcp import load
 from fsdp2.checkpoint._neighbours import NeighbourCopies, fetched, newest

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor
-from fsdp2._base.errors import ConfigError
-from fsdp2._base.fitting import numbers_of, require_representable
-from fsdp2._base.names import clean, cleaned, named_parameters
-from fsdp2._comm.process_mesh import operation
-from fsdp2._engine.between_steps import original_buffers, require_idle
-from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together, scatter
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.fitting import numbers_of, require_representable
+from fsdp2._core.base.names import clean, cleaned, named_parameters
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.engine.between_steps import original_buffers, require_idle
+from fsdp2._core.transfer.redistribute import Grids, LocalShard, checked_together, scatter
 from fsdp2.checkpoint._change import (
     IncompatibleKeys,
     StateManifest,

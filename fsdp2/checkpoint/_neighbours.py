@@ -35,17 +35,17 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base.arguments import check_count, check_key, check_path
-from fsdp2._base.errors import ConfigError, UnsupportedError
-from fsdp2._base.warn import warn
-from fsdp2._comm.process_mesh import Grid, carrying, operation
-from fsdp2._transfer.chunk_plan import Region
-from fsdp2._transfer.redistribute import Grids, checked_together
+from fsdp2._core.base.arguments import check_count, check_key, check_path
+from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base.warn import warn
+from fsdp2._core.comm.process_mesh import Grid, carrying, operation
+from fsdp2._core.transfer.chunk_plan import Region
+from fsdp2._core.transfer.redistribute import Grids, checked_together
 from fsdp2.checkpoint._agreed import agree, state_of
+from fsdp2.checkpoint._background import Room
 from fsdp2.checkpoint._checksums import said
 from fsdp2.checkpoint._contents import Contents, Piece
 from fsdp2.checkpoint._reading import overlap
-from fsdp2.checkpoint._room import Room
 from fsdp2.checkpoint._saved import Entry, read
 from fsdp2.checkpoint._state import check, model_tensors
 from fsdp2.checkpoint._writing import REPORT, Progress, part_name, write_metadata, write_part

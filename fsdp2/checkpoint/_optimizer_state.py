@@ -4,7 +4,7 @@ Owns the two ways to call a parameter in an optimizer's ``state_dict``, the way 
 other, and the matching of param groups. It must not know how tensors are sharded or sent.
 
 Ids are what ``torch.optim`` makes: the place of a parameter in the param groups, one after another.
-Names are those of ``model.named_parameters()`` without wrappers (see ``_base.names``); a tied
+Names are those of ``model.named_parameters()`` without wrappers (see ``_core.base.names``); a tied
 parameter has the first one.
 """
 
@@ -18,10 +18,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base.arguments import check_mapping, check_module, check_optimizer, described
-from fsdp2._base.containers import map_tensors
-from fsdp2._base.errors import ConfigError, ConfigTypeError
-from fsdp2._base.names import clean, cleaned, named_parameters
+from fsdp2._core.base.arguments import check_mapping, check_module, check_optimizer, described
+from fsdp2._core.base.containers import map_tensors
+from fsdp2._core.base.errors import ConfigError, ConfigTypeError
+from fsdp2._core.base.names import clean, cleaned, named_parameters
 
 Keys = Literal["name", "id"]
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
 
-from fsdp2._base.names import printable
+from fsdp2._core.base.names import printable
 
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)

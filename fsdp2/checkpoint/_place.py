@@ -28,7 +28,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2.checkpoint._publish import (
     Workspace,
     exclusive,

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._core.base.errors import ConfigError, StateError
 
 fcntl: ModuleType | None
 try:

@@ -19,11 +19,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fsdp2._base.errors import ConfigError, FSDPError, StateError
-from fsdp2._base.fitting import require_representable
-from fsdp2._base.names import printable
-from fsdp2._base.regular_files import is_hollow, open_regular
-from fsdp2._transfer.chunk_plan import Region
+from fsdp2._core.base.errors import ConfigError, FSDPError, StateError
+from fsdp2._core.base.fitting import require_representable
+from fsdp2._core.base.names import printable
+from fsdp2._core.base.regular_files import is_hollow, open_regular
+from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2.checkpoint._checksums import DamagedError, said, sum_of_part
 from fsdp2.checkpoint._pickle_machine import RefusedError
 from fsdp2.checkpoint._publish import file_in

@@ -24,13 +24,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._base.arguments import check_count, check_dtype, check_path
-from fsdp2._base.errors import ConfigError, FSDPError, StateError
-from fsdp2._base.names import clean, printable
-from fsdp2._base.regular_files import is_hollow, open_regular, read_regular
-from fsdp2._comm.process_mesh import operation
-from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, Target, checked_together
+from fsdp2._core.base.arguments import check_count, check_dtype, check_path
+from fsdp2._core.base.errors import ConfigError, FSDPError, StateError
+from fsdp2._core.base.names import clean, printable
+from fsdp2._core.base.regular_files import is_hollow, open_regular, read_regular
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.engine.between_steps import require_idle
+from fsdp2._core.transfer.redistribute import Grids, Target, checked_together
 from fsdp2.checkpoint._change import IncompatibleKeys, StateManifest
 from fsdp2.checkpoint._checksums import DamagedError, said, sum_of_tensor
 from fsdp2.checkpoint._load import Source, load_full

@@ -15,16 +15,14 @@ from typing import Any, Literal, overload
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fsdp2._base.arguments import check_count, check_flag, check_path, wrong_value
-from fsdp2._base.errors import StateError
-from fsdp2._comm.process_mesh import operation
-from fsdp2._transfer.redistribute import checked_together
+from fsdp2._core.base.arguments import check_count, check_flag, check_path, wrong_value
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.transfer.redistribute import checked_together
 from fsdp2.checkpoint._agreed import agree, main_of, state_of
-from fsdp2.checkpoint._background import SaveHandle, WhenBusy, settle, start
+from fsdp2.checkpoint._background import SaveHandle, Saving, WhenBusy, room_of, settle, start
 from fsdp2.checkpoint._place import require_room, require_series
 from fsdp2.checkpoint._publish import Workspace
-from fsdp2.checkpoint._room import room_of
-from fsdp2.checkpoint._saving import Saving
 from fsdp2.checkpoint._state import check
 
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
-from fsdp2._base.names import printable
-from fsdp2._base.regular_files import read_regular
-from fsdp2._transfer.chunk_plan import Region
+from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._core.base.names import printable
+from fsdp2._core.base.regular_files import read_regular
+from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2.checkpoint._archive import shared
 from fsdp2.checkpoint._checksums import DamagedError, said, split
 from fsdp2.checkpoint._pickle_machine import RefusedError, StandIn

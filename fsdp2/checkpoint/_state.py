@@ -1,7 +1,7 @@
 """Model and optimizer state in three forms: full, sharded, rank-local.
 
 Owns what belongs to a state, and its ties. It must not know files, nor how a state is loaded
-(``_load``, ``_change``). ``_transfer.redistribute`` moves the tensors.
+(``_load``, ``_change``). ``_core.transfer.redistribute`` moves the tensors.
 
 A state is ``{"model": {name: tensor}, "optimizer": {"state": {...}, "param_groups": [...]}}``.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor
-from fsdp2._base.arguments import check_count, check_flag, check_module, check_optimizer
-from fsdp2._base.errors import ConfigError
-from fsdp2._base.names import cleaned
-from fsdp2._comm.process_mesh import operation
-from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, Target, checked_together, gather
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.arguments import check_count, check_flag, check_module, check_optimizer
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.names import cleaned
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.engine.between_steps import require_idle
+from fsdp2._core.transfer.redistribute import Grids, Target, checked_together, gather
 from fsdp2.checkpoint._optimizer_state import (
     Keys,
     check_keys,

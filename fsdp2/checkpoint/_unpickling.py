@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._base.errors import ConfigError
+from fsdp2._core.base.errors import ConfigError
 from fsdp2.checkpoint._pickle_machine import (
     DICTS,
     ELEMENTS,

@@ -1,7 +1,7 @@
 """Frozen parameters that wrap other tensors, in a checkpoint: the tensors inside.
 
 Owns the names and placements of these. How they follow a parameter's rows is known since it was
-sharded ([Note: parts of wrapped parameters] in ``_param_group.parts``).
+sharded ([Note: parts of wrapped parameters] in ``_core.params.parts``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._base import torch_dealt, torch_dtensor
-from fsdp2._base.errors import UnsupportedError
-from fsdp2._base.names import named_parameters
-from fsdp2._base.rows import Deal, chunk_of, rows_of
-from fsdp2._param_group.layout import contiguous_stride
-from fsdp2._param_group.param import FSDPParam, OwnerMark
-from fsdp2._param_group.parts import Part, can_be_taken_apart, inside
+from fsdp2._core.base import torch_dealt, torch_dtensor
+from fsdp2._core.base.errors import UnsupportedError
+from fsdp2._core.base.names import named_parameters
+from fsdp2._core.base.rows import Deal, chunk_of, rows_of
+from fsdp2._core.params.layout import contiguous_stride
+from fsdp2._core.params.param import FSDPParam, OwnerMark
+from fsdp2._core.params.parts import Part, can_be_taken_apart, inside
 
 
 def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

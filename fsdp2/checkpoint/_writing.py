@@ -29,8 +29,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fsdp2._base.errors import StateError
-from fsdp2._transfer.chunk_plan import Region
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2.checkpoint._checksums import tail_of
 from fsdp2.checkpoint._contents import Content, Contents, Piece
 from fsdp2.checkpoint._saved import METADATA, SUMMED
@@ -289,7 +289,7 @@ def _pickled(listed: dict[str, _Listed], save_id: str) -> bytes:
         TensorStorageMetadata,
     )
 
-    from fsdp2._base.torch_saves import storage_info
+    from fsdp2._core.base.torch_saves import storage_info
 
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}

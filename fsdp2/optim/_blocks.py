@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from fsdp2._base import torch_dealt, torch_dtensor
-from fsdp2._base.errors import UnsupportedError
-from fsdp2._base.rows import Deal, rows_of
-from fsdp2._param_group.layout import contiguous_stride
+from fsdp2._core.base import torch_dealt, torch_dtensor
+from fsdp2._core.base.errors import UnsupportedError
+from fsdp2._core.base.rows import Deal, rows_of
+from fsdp2._core.params.layout import contiguous_stride
 
 State = dict[str, Any]
 Probe = Callable[[Sequence[int], torch.dtype, torch.device], State]

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_comm, torch_compiler, torch_dtensor, torch_tensors
-from fsdp2._base.arguments import check_flag, check_number, wrong_type
-from fsdp2._base.errors import ConfigTypeError, StateError
-from fsdp2._comm.process_mesh import carrying, operation, wire_device
+from fsdp2._core.base import torch_comm, torch_compiler, torch_dtensor, torch_tensors
+from fsdp2._core.base.arguments import check_flag, check_number, wrong_type
+from fsdp2._core.base.errors import ConfigTypeError, StateError
+from fsdp2._core.comm.process_mesh import carrying, operation, wire_device
 from fsdp2.optim._runs import placed_part
 
 Spread = tuple[dist.ProcessGroup, ...]

@@ -15,23 +15,23 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._api.settings import refuse_during_step, units_in
-from fsdp2._base import torch_dealt, torch_tensors
-from fsdp2._base.arguments import (
+from fsdp2._core.api.settings import refuse_during_step, units_in
+from fsdp2._core.base import torch_dealt, torch_tensors
+from fsdp2._core.base.arguments import (
     check_dtype,
     check_flag,
     check_module,
     check_number,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.fitting import require_representable
-from fsdp2._base.names import cleaned, named_parameters
-from fsdp2._base.pending_copies import wait_for_copies
-from fsdp2._base.torch_dtensor import local_part, placed_like
-from fsdp2._comm.process_mesh import Grid, carrying, operation
-from fsdp2._engine.between_steps import reshard_if_idle
-from fsdp2._transfer.redistribute import Grids
+from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.fitting import require_representable
+from fsdp2._core.base.names import cleaned, named_parameters
+from fsdp2._core.base.pending_copies import wait_for_copies
+from fsdp2._core.base.torch_dtensor import local_part, placed_like
+from fsdp2._core.comm.process_mesh import Grid, carrying, operation
+from fsdp2._core.engine.between_steps import reshard_if_idle
+from fsdp2._core.transfer.redistribute import Grids
 
 Decay = float | Callable[[int], float]
 

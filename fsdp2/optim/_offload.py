@@ -1,7 +1,7 @@
 """Optimizer states on the host: they come to the device for their unit's step, and leave again.
 
 Owns which parameters step together, and where their states are. It must not know optimizer classes,
-nor how copies are ordered among themselves (``_offload/host_memory``).
+nor how copies are ordered among themselves (``_core/api/host_memory``).
 
 [Note: states that travel]
 A *batch* is the parameters of one unit, or of some small ones. Its states lie in one piece of
@@ -34,18 +34,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor, torch_optim
-from fsdp2._base.arguments import (
+from fsdp2._core.api.host_memory import CopyLanes, HostBuffer, HostMemory
+from fsdp2._core.base import torch_compiler, torch_dtensor, torch_optim
+from fsdp2._core.base.arguments import (
     check_count,
     check_flag,
     check_function,
     check_optimizer,
     wrong_type,
 )
-from fsdp2._base.capabilities import capabilities
-from fsdp2._base.errors import ConfigError, UnsupportedError
-from fsdp2._offload.host_memory import CopyLanes, HostBuffer, HostMemory
-from fsdp2._param_group.param import OwnerMark
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.params.param import OwnerMark
 from fsdp2.optim._local import ELEMENTWISE, LocalOptimizer, OptimizerT, needs_closure, plain_step
 from fsdp2.optim._owned_step import WholeOptimizer
 from fsdp2.optim._several import Several

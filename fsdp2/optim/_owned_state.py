@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dealt, torch_dtensor, torch_tensors
-from fsdp2._base.containers import map_tensors
-from fsdp2._base.rows import rows_of
-from fsdp2._param_group.layout import dense_stride
-from fsdp2._param_group.param import OwnerMark, own_attributes
-from fsdp2._transfer.crew import Crew, part_of, stream
-from fsdp2._transfer.owners import Cargo
+from fsdp2._core.base import torch_dealt, torch_dtensor, torch_tensors
+from fsdp2._core.base.containers import map_tensors
+from fsdp2._core.base.rows import rows_of
+from fsdp2._core.params.layout import dense_stride
+from fsdp2._core.params.param import OwnerMark, own_attributes
+from fsdp2._core.transfer.crew import Crew, part_of, stream
+from fsdp2._core.transfer.owners import Cargo
 from fsdp2.optim._runs import Table, placed_part
 
 Held = Sequence[tuple["Owned", Optimizer | None]]

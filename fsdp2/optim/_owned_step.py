@@ -1,8 +1,8 @@
 """A step of owners: what happens in which order, on all ranks or on none.
 
 Owns ``WholeOptimizer``, which stands in front of an optimizer class. Who owns what is in
-``_transfer.owners``, what travels in ``_transfer.crew``, and the two forms of the state in
-``_owned_state``. It must not know how users ask for it (``_whole``).
+``_core.transfer.owners``, what travels in ``_core.transfer.crew``, and the two forms of the state
+in ``_owned_state``. It must not know how users ask for it (``_whole``).
 
 [Note: a step of owners]
 1. Ranks agree that all of them are here, on which parameters have gradients, and on the options.
@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -36,31 +37,84 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
-from fsdp2._base.arguments import (
+from fsdp2._core.base import torch_compiler, torch_dtensor, torch_modes
+from fsdp2._core.base.arguments import (
     check_function,
     described,
 )
-from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
-from fsdp2._comm.process_mesh import Grid, operation
-from fsdp2._param_group.layout import contiguous_stride
-from fsdp2._param_group.param import OwnerMark
-from fsdp2._transfer.crew import Crew, stream
-from fsdp2._transfer.owners import Cargo, Part, assign, rounds
+from fsdp2._core.base.errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._core.comm.process_mesh import Grid, operation
+from fsdp2._core.params.layout import contiguous_stride
+from fsdp2._core.params.param import OwnerMark
+from fsdp2._core.transfer.crew import Crew, stream
+from fsdp2._core.transfer.owners import Cargo, Part, assign, rounds
 from fsdp2.optim._local import plain_step
-from fsdp2.optim._options import (
-    beside_of,
-    changes_of,
-    equal,
-    options_of,
-    own_options_of,
-    short,
-    text_of,
-)
 from fsdp2.optim._owned_state import Owned, bring, give_back, room_for_state
 from fsdp2.optim._owners import MAX_BYTES, Cost, cost_of
 from fsdp2.optim._runs import Table
 from fsdp2.optim._zero import zero_gradients
+
+# Options of param groups: what ranks compare of them, and what a step has changed.
+
+
+def beside_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def own_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for one round: it may write to a tensor among them, once a step."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in options_of(group).items()
+    }
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def text_of(group: Mapping[str, Any]) -> list[str]:
+    """Return a param group's options for comparison: of what is no plain value, its class."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, PLAIN):
+            return repr(value)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(text, value))}]"
+        return type(value).__name__
+
+    return [f"{key}={text(value)}" for key, value in sorted(options_of(group).items())]
+
+
+def short(value: object) -> str:
+    """Return a text that is compared over ranks, and shown where it differs."""
+    text = repr(value)
+    return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Compare options: numbers and tensors by value, others as they compare."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+    try:
+        return bool(one == other)
+    except Exception:  # what does not compare, as arrays
+        return repr(one) == repr(other)
+
+
+def changes_of(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a step has changed, among them new ones."""
+    return {
+        key: value
+        for key, value in options_of(own).items()
+        if key not in group or not equal(group[key], value)
+    }
+
 
 WHO = "fsdp2.optim.whole"
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor
-from fsdp2._base.arguments import check_count, check_function, wrong_type, wrong_value
-from fsdp2._comm.process_mesh import operation
-from fsdp2._param_group.deals import newton_schulz_flops
-from fsdp2._transfer.chunk_plan import Blocks, CutOf
-from fsdp2._transfer.crew import Crew, part_of, stream
-from fsdp2._transfer.owners import Cargo, Cut, assign
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.arguments import check_count, check_function, wrong_type, wrong_value
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.params.deals import newton_schulz_flops
+from fsdp2._core.transfer.chunk_plan import Blocks, CutOf
+from fsdp2._core.transfer.crew import Crew, part_of, stream
+from fsdp2._core.transfer.owners import Cargo, Cut, assign
 
 MAX_BYTES = 256 << 20
 """Default cap on the buffers of the rounds that are in memory at a time."""

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dealt, torch_dtensor
-from fsdp2._comm.process_mesh import carrying, named
-from fsdp2._param_group import packing
-from fsdp2._param_group.param import OwnerMark, Span
-from fsdp2._param_group.reduce import GradientBuffer
+from fsdp2._core.base import torch_dealt, torch_dtensor
+from fsdp2._core.comm.process_mesh import carrying, named
+from fsdp2._core.params import packing
+from fsdp2._core.params.param import OwnerMark, Span
+from fsdp2._core.params.reduce import GradientBuffer
 
 State = dict[str, Any]
 Table = dict[Tensor, State]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler
-from fsdp2._base.arguments import check_function
-from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base import torch_compiler
+from fsdp2._core.base.arguments import check_function
+from fsdp2._core.base.errors import ConfigError, UnsupportedError
 from fsdp2.optim._local import check_groups
 from fsdp2.optim._zero import zero_gradients
 

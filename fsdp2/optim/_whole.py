@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base.arguments import (
+from fsdp2._core.base.arguments import (
     check_count,
     check_dtype,
     check_flag,
@@ -24,11 +24,10 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
-from fsdp2._param_group.deals import newton_schulz_flops
+from fsdp2._core.base.errors import ConfigError, FSDPError, UnsupportedError
+from fsdp2._core.params.deals import newton_schulz_flops
 from fsdp2.optim._local import ELEMENTWISE, OptimizerT, local, needs_closure
-from fsdp2.optim._options import options_of
-from fsdp2.optim._owned_step import WHO, How, WholeOptimizer, step_together
+from fsdp2.optim._owned_step import WHO, How, WholeOptimizer, options_of, step_together
 from fsdp2.optim._owners import MAX_BYTES, Cost
 from fsdp2.optim._several import Several
 

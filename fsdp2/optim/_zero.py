@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2._base import torch_compiler, torch_dtensor, torch_tensors
-from fsdp2._base.arguments import check_flag
+from fsdp2._core.base import torch_compiler, torch_dtensor, torch_tensors
+from fsdp2._core.base.arguments import check_flag
 
 
 @torch_compiler.always_eager

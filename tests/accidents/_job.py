@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests._pool import find_free_port
 from tests.accidents import _program
+from tests.kit.pool import find_free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = 40

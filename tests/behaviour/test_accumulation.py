@@ -14,9 +14,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._param_group.reduce import Reduction
-from tests._models import CASES, WIDTH, Case, floats, loss_of, seeded
-from tests._parity import (
+from fsdp2._core.params.reduce import Reduction
+from tests.kit.models import CASES, WIDTH, Case, floats, loss_of, seeded
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
@@ -26,8 +26,8 @@ from tests._parity import (
     shard,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 def count_reductions(comm: CommDebugMode) -> int:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp2
 from fsdp2 import ConfigError
-from fsdp2._activations import ATTRIBUTE
-from tests._models import WIDTH, Block, Stack, each_block, seeded, stack
-from tests._pool import ranks
+from fsdp2._core.api.activations import ATTRIBUTE
+from tests.kit.models import WIDTH, Block, Stack, each_block, seeded, stack
+from tests.kit.pool import ranks
 
 
 @ranks(2)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._models import CASES
-from tests._parity import Pair, assert_sharded
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES
+from tests.kit.parity import Pair, assert_sharded
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 @contextmanager

@@ -12,11 +12,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2._base import torch_comm
-from tests._models import CASES, WIDTH, AllFrozen, Case, Quantised, floats, no_units, seeded, stack
-from tests._parity import Pair, assert_same, bits, make_mesh, names_of, shard, whole
-from tests._pool import ranks
-from tests._slow import slow
+from fsdp2._core.base import torch_comm
+from tests.kit.models import (
+    CASES,
+    WIDTH,
+    AllFrozen,
+    Case,
+    Quantised,
+    floats,
+    no_units,
+    seeded,
+    stack,
+)
+from tests.kit.parity import Pair, assert_same, bits, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 
 def record_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests._pool import ranks
+from tests.kit.pool import ranks
 
 WIDTH = 13
 

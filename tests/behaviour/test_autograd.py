@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._models import CASES, WIDTH, Block, Case, Stack, each_block, floats, seeded, stack
-from tests._parity import (
+from tests.kit.models import CASES, WIDTH, Block, Case, Stack, each_block, floats, seeded, stack
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
@@ -24,8 +24,8 @@ from tests._parity import (
     names_of,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 

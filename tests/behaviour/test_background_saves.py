@@ -31,15 +31,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2._base.torch_dtensor import imagined_mesh
-from fsdp2._transfer.redistribute import Grids
-from fsdp2.checkpoint import _place, _publish, _saving
+from fsdp2._core.base.torch_dtensor import imagined_mesh
+from fsdp2._core.transfer.redistribute import Grids
+from fsdp2.checkpoint import _background, _place, _publish
 from fsdp2.checkpoint._contents import Contents, flat
 from fsdp2.checkpoint._writing import HEAD, REPORT, ROW, SUM
-from tests._models import seeded
-from tests._parity import make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 WIDTH = 29
 
@@ -80,13 +80,13 @@ def require_equal(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
 @contextlib.contextmanager
 def held_back(name: str = "write_part") -> Iterator[threading.Event]:
     """Let a writing thread wait until the event is set."""
-    go_on, call = threading.Event(), getattr(_saving, name)
+    go_on, call = threading.Event(), getattr(_background, name)
 
     def later(*args: Any) -> Any:
         go_on.wait()
         return call(*args)
 
-    with mock.patch.object(_saving, name, later):
+    with mock.patch.object(_background, name, later):
         yield go_on
         go_on.set()
 
@@ -180,7 +180,7 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
     optim = OPTIMIZERS["adamw"](model)
     place = tmp_path / "saved"
     checkpoint.save(place, model, optim, extra=1)
-    write = _saving.write_part
+    write = _background.write_part
 
     def harmed(folder: Path, *rest: Any) -> None:
         if rank == 1 and harm == "disk full":
@@ -193,7 +193,7 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
         if rank == 1:
             HARM[harm](folder)
 
-    with mock.patch.object(_saving, "write_part", harmed):
+    with mock.patch.object(_background, "write_part", harmed):
         handle = checkpoint.save(place, model, optim, extra=2, background=True)
         step(model, optim)
         handle._done.wait()  # whoever asks for the error is not warned of it
@@ -232,7 +232,7 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
     for number in range(4):
         name = f"step-{number}"
         slow = (
-            mock.patch.object(_saving, "keep_newest", slowly)
+            mock.patch.object(_background, "keep_newest", slowly)
             if rank == 0
             else contextlib.nullcontext()
         )
@@ -330,7 +330,7 @@ def test_what_the_first_rank_gets_from_each_rank(tmp_path: Path, count: int) -> 
         pieces = [*contents.pieces()]
         shares = [(c.path, region) for c, region, who in contents.writers() if who == number]
         assert [(p.content.path, p.region) for p in pieces] == shares
-        _saving.write_part(tmp_path, contents, pieces, _saving.Progress())
+        _background.write_part(tmp_path, contents, pieces, _background.Progress())
         nbytes = (tmp_path / f"{REPORT}{number}").stat().st_size
         assert (len(pieces) == 0) == (number >= 36)  # blocks are dealt to replicas in turn
         assert nbytes == HEAD.size + ROW.size * len(pieces) + len(b"[]") + SUM.size
@@ -340,7 +340,8 @@ PROGRAM = """
 import os, signal, sys
 import torch, torch.distributed as dist, torch.nn as nn
 import fsdp2
-from fsdp2.checkpoint import _background, _saving
+from fsdp2.checkpoint import _background
+from fsdp2.checkpoint import _background
 
 rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._local_sgd import LocalSGD
-from tests._models import Block, Case, Stack, each_block, floats
-from tests._parity import Pair, assert_same_gradients, assert_sharded, make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
 from tests.behaviour.test_recovery import PHASES, ProvokedError, failing
+from tests.kit.local_sgd import LocalSGD
+from tests.kit.models import Block, Case, Stack, each_block, floats
+from tests.kit.parity import Pair, assert_same_gradients, assert_sharded, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 KINDS: dict[str, tuple[Case | str, dict[str, Any]]] = {
     "blocks": ("stack", {}),

@@ -41,12 +41,12 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2._comm.process_mesh import Grid
-from tests._meshes import DEVICE, random_numbers
-from tests._models import VOCAB, WIDTH, Batch, Case, seeded
-from tests._parity import bits, make_mesh, names_of, shard, whole
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.comm.process_mesh import Grid
+from tests.kit.meshes import DEVICE, random_numbers
+from tests.kit.models import VOCAB, WIDTH, Batch, Case, seeded
+from tests.kit.parity import bits, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 
 class Odd(nn.Module):

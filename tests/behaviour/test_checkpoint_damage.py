@@ -22,8 +22,8 @@ import torch.nn as nn
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import _saved
-from tests._models import seeded
-from tests._slow import slow
+from tests.kit.models import seeded
+from tests.kit.slow import slow
 
 pytest.importorskip("safetensors")
 

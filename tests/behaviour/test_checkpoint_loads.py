@@ -22,10 +22,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests._models import seeded
-from tests._parity import make_mesh, whole
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 WIDTH = 13
 

@@ -23,11 +23,11 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import _place, _publish, _saving
-from tests._models import seeded
-from tests._parity import make_mesh
-from tests._pool import ranks
-from tests._slow import slow
+from fsdp2.checkpoint import _background, _place, _publish
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 Call = Callable[[Path, nn.Module], Any]
 
@@ -332,7 +332,7 @@ def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: 
     place = tmp_path / "saved"
     checkpoint.save(place, model)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
-    write = _saving.write_part
+    write = _background.write_part
 
     def lose(folder: Path, *rest: Any) -> None:
         write(folder, *rest)
@@ -341,7 +341,7 @@ def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: 
             path.unlink() if how == "missing" else os.truncate(path, 10)
 
     with (
-        mock.patch.object(_saving, "write_part", lose),
+        mock.patch.object(_background, "write_part", lose),
         pytest.raises(fsdp2.StateError, match=r"__1_0\.distcp, which a rank wrote with \d+ bytes"),
     ):
         checkpoint.save(place, model)

@@ -27,9 +27,9 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint._checksums import tail_of
 from fsdp2.checkpoint._pickle_machine import RefusedError
 from fsdp2.checkpoint._unpickling import plain_names, unpickle
-from tests._models import seeded
-from tests._parity import make_mesh
-from tests._pool import ranks
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -26,10 +26,10 @@ from torch.utils.checkpoint import (
 )
 
 import fsdp2
-from tests._models import WIDTH, Block, Case, Inner, PartlyFrozen, Stack, each_block, floats
-from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.models import WIDTH, Block, Case, Inner, PartlyFrozen, Stack, each_block, floats
+from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 KINDS = {"reentrant": True, "non_reentrant": False}
 

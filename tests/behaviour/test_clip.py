@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._models import CASES, WIDTH, Case, each_block, floats, loss_of, seeded, stack
-from tests._parity import ROWS, make_mesh, names_of, shard, whole
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES, WIDTH, Case, each_block, floats, loss_of, seeded, stack
+from tests.kit.parity import ROWS, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 ORDERS = [2.0, math.inf, 1.0, 3.0, -math.inf, 0.5]
 TOLERANCE = 1e-6

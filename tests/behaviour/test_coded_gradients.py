@@ -13,12 +13,12 @@ from torch.distributed.tensor import Replicate
 
 import fsdp2
 from fsdp2 import ConfigError
-from fsdp2._comm.coded_sum import CodedSum
-from tests._meshes import random_numbers
-from tests._models import CASES, loss_of, seeded
-from tests._parity import Pair, bits, make_mesh, names_of, shard, whole
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.comm.coded_sum import CodedSum
+from tests.kit.meshes import random_numbers
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import Pair, bits, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
 
 INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
 STEP = {INT8: 1 / 253, E4M3: 1 / 16, E5M2: 1 / 8}

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
-from fsdp2._base import torch_comm
-from fsdp2._base.policy import Residence
 from fsdp2._compiled.compile import check_group
-from fsdp2._engine.tree import unit_of
-from tests._meshes import BACKEND
-from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
-from tests._parity import Pair, make_mesh, shard
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.base import torch_comm
+from fsdp2._core.base.policy import Residence
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.meshes import BACKEND
+from tests.kit.models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
+from tests.kit.parity import Pair, make_mesh, shard
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 
 def kinds(comm: CommDebugMode) -> Counter[str]:

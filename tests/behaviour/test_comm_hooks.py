@@ -20,12 +20,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._meshes import random_numbers
-from tests._models import CASES, Stack, loss_of, seeded
-from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh, shard, whole
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.meshes import random_numbers
+from tests.kit.models import CASES, Stack, loss_of, seeded
+from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from benchmarks._models import Size
-from benchmarks.buckets import fx_buckets, scheduled
-from tests._compiled_pair import CompiledPair
-from tests._emitted import Step, emitted_step, known_bandwidth
-from tests._models import CASES, TORCH_2_13, first_blocks
-from tests._pool import ranks
+from benchmarks.compiled.buckets import fx_buckets, scheduled
+from benchmarks.kit.models import Size
+from tests.kit.compiled_pair import CompiledPair
+from tests.kit.emitted import Step, emitted_step, known_bandwidth
+from tests.kit.models import CASES, TORCH_2_13, first_blocks
+from tests.kit.pool import ranks
 
 SIZE = Size(depth=2, width=32, hidden=32, vocabulary=256)  # the root's are larger than a block
 RECIPES = {"fx buckets": fx_buckets, "scheduled": scheduled}

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp2
-from tests._models import CASES, EVERY_KIND, WIDTH, Case, first_blocks, floats, loss_of, seeded
-from tests._parity import ROWS, assert_same, assert_same_parameters, make_mesh, names_of, shard
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import RTOL, FeedForward, Twin, colwise_then_rowwise, mesh_of
-from tests._tensor_parallel import WIDTH as TP_WIDTH
 from tests.behaviour.test_optim import NOT_ON_DTENSORS, OPTIMIZERS, WITH_FUSED, assert_same_state
+from tests.kit.models import CASES, EVERY_KIND, WIDTH, Case, first_blocks, floats, loss_of, seeded
+from tests.kit.parity import ROWS, assert_same, assert_same_parameters, make_mesh, names_of, shard
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import RTOL, FeedForward, Twin, colwise_then_rowwise, mesh_of
+from tests.kit.tensor_parallel import WIDTH as TP_WIDTH
 
 
 class Odd(nn.Module):

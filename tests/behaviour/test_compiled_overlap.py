@@ -14,9 +14,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from benchmarks._models import Size
-from tests._emitted import BACKWARD, FORWARD, Step, emitted_step
-from tests._models import TORCH_2_14
+from benchmarks.kit.models import Size
+from tests.kit.emitted import BACKWARD, FORWARD, Step, emitted_step
+from tests.kit.models import TORCH_2_14
 
 TWO_BLOCKS = Size(depth=2, width=64, hidden=128, vocabulary=256, tokens=8)
 
@@ -76,7 +76,7 @@ def test_more_blocks(memory: str | None, bf16: bool) -> None:
 @pytest.mark.slow
 def test_regions_in_what_is_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal blocks are one piece of code, and backward gathers their parameters again."""
-    from benchmarks._models import Block
+    from benchmarks.kit.models import Block
 
     monkeypatch.setattr(Block, "forward", torch.compiler.nested_compile_region(Block.forward))
     step = emitted_step(4, size=TWO_BLOCKS)

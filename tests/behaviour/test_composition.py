@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
 import fsdp2
-from fsdp2._base import events
-from tests._models import (
+from fsdp2._core.base import events
+from tests.kit.models import (
     Batch,
     Block,
     Case,
@@ -30,7 +30,7 @@ from tests._models import (
     seeded,
     stack,
 )
-from tests._parity import (
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
@@ -42,8 +42,8 @@ from tests._parity import (
     shard,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 # --- torch.func and forward-mode differentiation --------------------------------------------------
 

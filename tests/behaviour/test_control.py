@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
-from fsdp2._base.events import Event, listen
-from fsdp2._engine.tree import unit_of
-from tests._models import (
+from fsdp2._core.base.events import Event, listen
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import (
     CASES,
     WIDTH,
     Block,
@@ -28,7 +28,7 @@ from tests._models import (
     seeded,
     stack,
 )
-from tests._parity import (
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
@@ -38,8 +38,8 @@ from tests._parity import (
     names_of,
     shard,
 )
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 def is_whole(module: nn.Module) -> bool:

@@ -22,9 +22,20 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._engine.tree import unit_of
-from tests._models import CASES, VOCAB, WIDTH, Block, Case, Stack, floats, loss_of, seeded, tokens
-from tests._parity import (
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import (
+    CASES,
+    VOCAB,
+    WIDTH,
+    Block,
+    Case,
+    Stack,
+    floats,
+    loss_of,
+    seeded,
+    tokens,
+)
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
@@ -33,8 +44,8 @@ from tests._parity import (
     make_mesh,
     shard,
 )
-from tests._pool import ranks
-from tests._slow import slow
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 FINE = 4e-6
 """Tolerance where the reference divides at another place than the reduction."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._models import CASES, Stack, seeded
-from tests._parity import Pair, assert_same, make_mesh, names_of, shard, whole
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import CASES, Stack, seeded
+from tests.kit.parity import Pair, assert_same, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 # --- no_sync --------------------------------------------------------------------------------------
 

@@ -17,11 +17,11 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._api.settings import ControlSurface
-from fsdp2._engine.tree import unit_of
-from tests._parity import Pair, assert_sharded, make_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.api.settings import ControlSurface
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.parity import Pair, assert_sharded, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 class Gather(fsdp2.AllGather):

@@ -14,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._base.capabilities import ZeroCopy
-from fsdp2._comm import gloo_p2p
-from fsdp2._engine.tree import unit_of
-from tests._local_sgd import LocalSGD
-from tests._meshes import BACKEND
-from tests._models import CASES, loss_of, seeded
-from tests._parity import (
+from fsdp2._core.base.capabilities import ZeroCopy
+from fsdp2._core.comm import gloo_p2p
+from fsdp2._core.engine.tree import unit_of
+from tests.behaviour import test_divergence as divergence
+from tests.kit.local_sgd import LocalSGD
+from tests.kit.meshes import BACKEND
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
@@ -28,9 +29,8 @@ from tests._parity import (
     names_of,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import slow, with_slow
-from tests.behaviour import test_divergence as divergence
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -297,7 +297,7 @@ def test_a_narrow_wire_and_a_reduction_of_the_users_own_are_refused() -> None:
     model = fsdp2.fully_shard(seeded(Wide))
     model.set_gradient_wire_dtype(torch.bfloat16)
     with pytest.raises(fsdp2.ConfigError, match="set_gradient_wire_dtype"):
-        model.set_custom_reduce_scatter(fsdp2._comm.wire.DefaultAllGather())
+        model.set_custom_reduce_scatter(fsdp2._core.comm.wire.DefaultAllGather())
     model.set_gradient_wire_dtype(None)
     model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(fsdp2.ConfigError, match="one or the other"):

@@ -16,12 +16,12 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._base import torch_comm
-from fsdp2._engine.tree import unit_of
-from tests._models import Case, each_block, floats, loss_of, stack
-from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.base import torch_comm
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import Case, each_block, floats, loss_of, stack
+from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 LIBRARIES = {"ours": fsdp2, "torch's": torch_fsdp_api}
 

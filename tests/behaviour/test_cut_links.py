@@ -1,7 +1,7 @@
 """Promise: a link that is cut in the middle of a step is an error on both sides, and a job resumes.
 
-Two hosts are two network namespaces (`tests._hosts`), each with torchrun's agent and two ranks. The
-agents start the ranks again when the link is whole; training goes on from the last checkpoint.
+Two hosts are two network namespaces (`tests.kit.hosts`), each with torchrun's agent and two ranks.
+The agents start the ranks again when the link is whole; training goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fsdp2
-from tests import _hosts, _hosts_program
-from tests._pool import ranks
 from tests.behaviour.test_lost_ranks import LIMIT_S, outcome, run_forks
+from tests.kit import hosts, hosts_program
+from tests.kit.pool import ranks
 
 STEPS, CUT_IN = 5, 2
 TIMEOUT_S = 8.0
@@ -58,12 +58,12 @@ def test_a_reduction_that_nothing_comes_for_names_its_unit() -> None:
 def expected_losses() -> list[float]:
     """Train in one process, without an accident."""
     torch.manual_seed(0)
-    model = _hosts_program.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_hosts_program.RATE)
+    model = hosts_program.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=hosts_program.RATE)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(_hosts_program.batch_of(step)).square().sum() / _hosts_program.ROWS
+        loss = model(hosts_program.batch_of(step)).square().sum() / hosts_program.ROWS
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -72,31 +72,38 @@ def expected_losses() -> list[float]:
 
 def run_job(folder: Path, how: str) -> tuple[list[dict[str, Any]], float, float]:
     """Return what happened, and when the link was cut and whole again."""
-    program = ("-m", "tests._hosts_program", str(folder), str(STEPS), str(TIMEOUT_S), str(CUT_IN))
+    program = (
+        "-m",
+        "tests.kit.hosts_program",
+        str(folder),
+        str(STEPS),
+        str(TIMEOUT_S),
+        str(CUT_IN),
+    )
 
     def told(kind: str) -> int:
-        return sum(event["event"] == kind for event in _hosts.events(folder))
+        return sum(event["event"] == kind for event in hosts.events(folder))
 
-    with _hosts.link() as link:
+    with hosts.link() as link:
         for host in link.hosts:
             host.start(folder / f"output-{host.label}", *program)
-        _hosts.wait_for(lambda: told("in the middle") == 4, "a rank in the step", START_S)
+        hosts.wait_for(lambda: told("in the middle") == 4, "a rank in the step", START_S)
         {"down": link.take_down, "lost": link.lose_all}[how]()
         cut_at = time.monotonic()
         (folder / "is-cut").touch()
-        _hosts.wait_for(lambda: told("error") == 4, "an error on every rank", 60)
+        hosts.wait_for(lambda: told("error") == 4, "an error on every rank", 60)
         link.mend()
         mended_at = time.monotonic()
-        _hosts.wait_for(lambda: all(h.has_ended() for h in link.hosts), "the end", START_S)
+        hosts.wait_for(lambda: all(h.has_ended() for h in link.hosts), "the end", START_S)
         assert [host.returncode() for host in link.hosts] == [0, 0]
-    return _hosts.events(folder), cut_at, mended_at
+    return hosts.events(folder), cut_at, mended_at
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["down", "lost"])
 def test_a_link_is_cut_in_the_middle_of_a_step(how: str, tmp_path: Path) -> None:
     """One end is down; or all that is sent is lost, and nobody is told."""
-    if reason := _hosts.missing():
+    if reason := hosts.missing():
         pytest.skip(reason)
     try:
         happened, cut_at, mended_at = run_job(tmp_path, how)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._meshes import random_numbers
-from tests._parity import assert_same, assert_same_gradients, assert_sharded, make_mesh
-from tests._pool import ranks
-from tests._slow import slow
+from fsdp2._core.engine.tree import unit_of
 from tests.behaviour.test_memory import recording
+from tests.kit.meshes import random_numbers
+from tests.kit.parity import assert_same, assert_same_gradients, assert_sharded, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 WIDTH = 5  # no number of ranks here divides it
 Loss = Callable[[nn.Module, Tensor], Tensor]

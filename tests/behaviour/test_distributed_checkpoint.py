@@ -38,12 +38,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests._meshes import DEVICE, random_numbers, shared_mesh
-from tests._models import VOCAB, WIDTH, seeded
-from tests._parity import assert_sharded, bits, global_mean, names_of, whole
-from tests._pool import RunOnRanks, make_request
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import DEVICE, random_numbers, shared_mesh
+from tests.kit.models import VOCAB, WIDTH, seeded
+from tests.kit.parity import assert_sharded, bits, global_mean, names_of, whole
+from tests.kit.pool import RunOnRanks, make_request
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
 
 HIDDEN = 30  # torch's ColwiseParallel computes with equal parts only: two ranks hold 15 rows each
 FULL = StateDictOptions(full_state_dict=True)

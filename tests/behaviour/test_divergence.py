@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from fsdp2._param_group.registration import GATHERING, WHOLE
-from tests._meshes import DEVICE
-from tests._models import seeded
-from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.engine.tree import unit_of
+from fsdp2._core.params.registration import GATHERING, WHOLE
+from tests.kit.meshes import DEVICE
+from tests.kit.models import seeded
+from tests.kit.parity import assert_same_gradients, assert_same_parameters, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 QUICK_S = 10.0
 WAYS = {

@@ -19,8 +19,8 @@ import torch
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2._doctor import advice, fast, installed, machine, report
-from fsdp2._doctor.verdicts import (
+from fsdp2._tools.doctor import advice, fast, installed, machine, run
+from fsdp2._tools.doctor.verdicts import (
     NOT_MEASURED,
     OK,
     WARNING,
@@ -30,8 +30,8 @@ from fsdp2._doctor.verdicts import (
     Verdict,
     exit_status,
 )
-from tests import _doctor_faults as faults
-from tests._pool import ENVIRONMENT, ranks
+from tests.kit import doctor_faults as faults
+from tests.kit.pool import ENVIRONMENT, ranks
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 180
@@ -223,7 +223,7 @@ def start(
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests._doctor_faults", *words],
+            [sys.executable, "-m", "tests.kit.doctor_faults", *words],
             cwd=ROOT,
             env={
                 **shared,
@@ -306,7 +306,7 @@ def test_a_throttled_link_is_named(tmp_path: Path) -> None:
     known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "SAID": str(tmp_path)}
     known |= {"WORLD_SIZE": "3", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29512"}
     known |= {"GLOO_SOCKET_IFNAME": "eth0"}
-    command = [sys.executable, "-m", "tests._doctor_faults", "nothing", "links"]
+    command = [sys.executable, "-m", "tests.kit.doctor_faults", "nothing", "links"]
     subprocess.run(
         [*IN_NAMESPACE, "sh", "-e", "-c", NETWORK, "sh", *command],
         cwd=ROOT, env=known, check=True, timeout=LIMIT_S,
@@ -318,7 +318,7 @@ def test_a_throttled_link_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not allows("mount", "-t", "tmpfs", "tmpfs", "/mnt"), reason="rights")
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests._doctor_faults", "nothing", "limits,checkpoint"]
+    command = [sys.executable, "-m", "tests.kit.doctor_faults", "nothing", "limits,checkpoint"]
     mount = f'mount -t tmpfs -o size=160k tmpfs "{tmp_path}" && exec "$@"'
     known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     known |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
@@ -418,7 +418,7 @@ def test_advice_on_threads_has_its_figure() -> None:
 
 def test_names_of_files_cannot_write_to_the_terminal() -> None:
     said = Verdict("machine", "package", WARNING, "of /tmp/\x1b[2J/fsdp2")
-    assert "\x1b" not in report.line_of(said)
+    assert "\x1b" not in run.line_of(said)
 
 
 def test_exit_status() -> None:
@@ -451,13 +451,13 @@ def test_the_file_is_a_machine_of_a_plan(tmp_path: Path) -> None:
     known = fsdp2.plan.hardware["h100-nvlink-ib"]  # type: ignore[attr-defined]  # of a function
     findings = Findings(values={"plan": [{"hardware": known.to_values()}] * 2})
     file, page = tmp_path / "doctor.json", tmp_path / "doctor.html"
-    report.write(findings, 2, "cuda", page, file)
+    run.write(findings, 2, "cuda", page, file)
     for given in (file, str(file)):
         with torch.device("meta"):
             model = torch.nn.Linear(8, 8)
         found = fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 8), hardware=given)
         assert found.hardware == known
-    report.write(Findings(), 1, "cpu", None, file)
+    run.write(Findings(), 1, "cpu", None, file)
     for text, words in (
         (None, "It has no figures of a machine"),
         ("{", "JSONDecodeError"),

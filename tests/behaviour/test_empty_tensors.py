@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import _contents
-from tests._models import seeded
-from tests._parity import make_mesh, whole
-from tests._pool import ranks
-from tests._slow import slow
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 SHAPES = {"rows": (0, 4), "columns": (4, 0), "inner": (3, 0, 2), "vector": (0,)}
 

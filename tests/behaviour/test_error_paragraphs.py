@@ -1,6 +1,6 @@
 """Promise: what the paragraph of an error says leads to that error, and its remedy mends it.
 
-The programs are in `tests/_error_ways`, a file for each of `fsdp2/_errors`.
+The programs are in `tests/kit/error_ways`, a file for each of `fsdp2/_core/errors`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2._base.paragraphs import read_paragraphs
-from tests._error_ways import ELSEWHERE, WAYS, Way
-from tests._error_ways._programs import MADE, Net
-from tests._meshes import DEVICE
-from tests._pool import ranks
+from fsdp2._core.base.paragraphs import read_paragraphs
+from tests.kit.error_ways import ELSEWHERE, WAYS, Way
+from tests.kit.error_ways._programs import MADE, Net
+from tests.kit.meshes import DEVICE
+from tests.kit.pool import ranks
 
 ROOT = Path(__file__).parents[2]
 PARAGRAPHS = {p.code: p for p in read_paragraphs() if not p.is_retired}
@@ -114,8 +114,8 @@ def test_every_code_has_a_way_or_a_test_elsewhere() -> None:
     missing = sorted(set(PARAGRAPHS) - covered - set(ELSEWHERE))
     assert not missing, (
         f"{missing} have no way. Write the shortest program that ends in each, and does what its "
-        "paragraph says where `mended`, into tests/_error_ways. If none can, name the test that "
-        "raises it in tests/_error_ways/_elsewhere.py"
+        "paragraph says where `mended`, into tests/kit/error_ways. If none can, name the test that "
+        "raises it in tests/kit/error_ways/_elsewhere.py"
     )
     unknown = sorted((covered | set(ELSEWHERE)) - set(PARAGRAPHS))
     assert not unknown, f"no paragraph, or a retired one, has the codes {unknown}"

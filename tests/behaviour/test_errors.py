@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._base.arguments import described
-from tests._meshes import DEVICE
-from tests._models import CASES, WIDTH, Block, Stack, each_block, floats, loss_of, seeded
-from tests._parity import Pair, make_mesh, shard
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.base.arguments import described
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES, WIDTH, Block, Stack, each_block, floats, loss_of, seeded
+from tests.kit.parity import Pair, make_mesh, shard
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 def look(module: nn.Module) -> dict[str, Any]:

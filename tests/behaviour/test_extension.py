@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests._extensions import (
+from tests.kit.extensions import (
     SEEN,
     WIDTH,
     Bare,
@@ -32,10 +32,10 @@ from tests._extensions import (
     shard,
     train,
 )
-from tests._meshes import DEVICE
-from tests._parity import make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import DEVICE
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 
 @pytest.mark.parametrize("reshard_after_forward", with_slow([True, False], [True]))

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from tests._extensions import (
+from tests.kit.extensions import (
     RELEASE,
     WIDTH,
     Bare,
@@ -26,8 +26,8 @@ from tests._extensions import (
     shard,
     step,
 )
-from tests._parity import make_mesh
-from tests._pool import ranks
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
 
 
 @ranks(2)

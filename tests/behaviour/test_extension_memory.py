@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests._extensions import (
+from tests.kit.extensions import (
     MIDDLES,
     WIDTH,
     Apart,
@@ -26,8 +26,8 @@ from tests._extensions import (
     shard,
     train,
 )
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 
 @pytest.mark.parametrize("kind", with_slow([Int8Weight, PaddedInt8Weight], [PaddedInt8Weight]))

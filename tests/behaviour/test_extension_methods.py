@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._extensions import (
+from tests.kit.extensions import (
     MIDDLES,
     WIDTH,
     Bare,
@@ -36,10 +36,10 @@ from tests._extensions import (
     train,
     values_of,
 )
-from tests._meshes import DEVICE
-from tests._parity import make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import DEVICE
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 # Methods on a plain tensor.
 

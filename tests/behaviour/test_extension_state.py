@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._extensions import WIDTH, Int8Weight, compare, make, refused, shard, step, train
-from tests._meshes import DEVICE
-from tests._pool import ranks
-from tests._slow import slow
+from tests.kit.extensions import WIDTH, Int8Weight, compare, make, refused, shard, step, train
+from tests.kit.meshes import DEVICE
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 
 @ranks(slow(2), 3)

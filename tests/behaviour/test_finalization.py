@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import StateError
-from fsdp2._engine.tree import unit_of
-from tests._models import CASES, TORCH_2_15, Case, loss_of, seeded
-from tests._parity import Pair, assert_same, make_mesh, names_of, shard
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import CASES, TORCH_2_15, Case, loss_of, seeded
+from tests.kit.parity import Pair, assert_same, make_mesh, names_of, shard
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 NEEDS_TORCHS_OWN = pytest.mark.skipif(not TORCH_2_15, reason="torch has them since 2.15")
 

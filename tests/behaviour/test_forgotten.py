@@ -1,6 +1,6 @@
 """Promise: parameters that nobody averages over ranks are a warning, and only these.
 
-Most ways to the warning, and its remedies, are in `tests/_error_ways/optimizers.py`.
+Most ways to the warning, and its remedies, are in `tests/kit/error_ways/optimizers.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._parity import make_mesh
-from tests._pool import ranks
+from tests.kit.meshes import DEVICE
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
 
 
 def warned(model: nn.Module) -> list[str]:

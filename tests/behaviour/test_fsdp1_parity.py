@@ -17,10 +17,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp2
 from fsdp2.wrap import shard_model, strategy
-from tests._models import CASES, Block, Case, loss_of, seeded
-from tests._parity import ROWS, make_mesh, names_of, whole
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.models import CASES, Block, Case, loss_of, seeded
+from tests.kit.parity import ROWS, make_mesh, names_of, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 STEPS = 5
 STRATEGIES = list(ShardingStrategy.__members__)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fsdp2
 from fsdp2 import ShardPlacementResult
-from tests._meshes import DEVICE
-from tests._models import CASES, VOCAB, WIDTH, seeded
-from tests._parity import bits, make_mesh, shard
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES, VOCAB, WIDTH, seeded
+from tests.kit.parity import bits, make_mesh, shard
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 
 class Odd(nn.Module):

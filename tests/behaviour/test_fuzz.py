@@ -12,8 +12,6 @@ import pytest
 import torch.distributed as dist
 
 import fsdp2
-from tests._pool import ranks
-from tests._slow import with_slow
 from tests.fuzz import _body
 from tests.fuzz._body import AT, MARK, OTHER_RANK, FuzzError, run
 from tests.fuzz._ops import PERFORM
@@ -33,6 +31,8 @@ from tests.fuzz._program import (
     parse,
 )
 from tests.fuzz._search import draw, draw_one, place_of_failure, verdicts
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 def run_slice(seed: int, count: int, rank: int, world_size: int) -> None:

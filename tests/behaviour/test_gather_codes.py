@@ -19,12 +19,12 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import ConfigError, MixedPrecisionPolicy
-from fsdp2._base import events, torch_dtensor
-from tests._models import CASES, loss_of, seeded
-from tests._parity import ROWS, assert_same, make_mesh, names_of, shard, whole
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import Transformer, mesh_of, sequence_parallel, tokens
+from fsdp2._core.base import events, torch_dtensor
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import ROWS, assert_same, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import Transformer, mesh_of, sequence_parallel, tokens
 
 FP8 = torch.float8_e4m3fn
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2
 from fsdp2 import ConfigError, MixedPrecisionPolicy
-from tests._grad_dtypes import (
+from tests.kit.grad_dtypes import (
     BF16,
     CHOICES,
     FIRST,
@@ -30,10 +30,10 @@ from tests._grad_dtypes import (
     is_of_a_norm,
     micro_batch,
 )
-from tests._meshes import shared_mesh
-from tests._parity import make_mesh, whole
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import shared_mesh
+from tests.kit.parity import make_mesh, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 SCHEDULES = {"each": (True,), "last": (False, False, True)}
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import ConfigError, MixedPrecisionPolicy
-from tests._grad_dtypes import (
+from tests.kit.grad_dtypes import (
     BF16,
     CHOICES,
     FP32,
@@ -27,9 +27,9 @@ from tests._grad_dtypes import (
     gradients_by_hand,
     micro_batch,
 )
-from tests._parity import assert_same, whole
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.parity import assert_same, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 def kept_dtypes(model: nn.Module) -> dict[str, tuple[Any, Any]]:

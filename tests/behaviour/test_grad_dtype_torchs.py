@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._base import torch_comm
-from tests._grad_dtypes import (
+from fsdp2._core.base import torch_comm
+from tests.kit.grad_dtypes import (
     BF16,
     CHOICES,
     FIRST,
@@ -35,11 +35,11 @@ from tests._grad_dtypes import (
     micro_batch,
     twins,
 )
-from tests._meshes import shared_mesh
-from tests._models import TORCH_2_15, seeded
-from tests._parity import make_mesh, whole
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import TORCH_2_15, seeded
+from tests.kit.parity import make_mesh, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 TORCHS_MEANING = pytest.mark.skipif(not TORCH_2_15, reason="torch means this since 2.15")
 

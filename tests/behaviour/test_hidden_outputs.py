@@ -18,12 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._base.torch_autograd import packing_hooks
-from fsdp2._engine.tree import unit_of
-from tests._meshes import random_numbers
-from tests._parity import assert_same_gradients, assert_same_parameters, assert_sharded, make_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.base.torch_autograd import packing_hooks
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.meshes import random_numbers
+from tests.kit.parity import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    make_mesh,
+)
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 WIDTH = 5
 ELSEWHERE: list[Tensor] = []

@@ -17,16 +17,16 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2._transfer.chunk_plan import Region
+from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2.checkpoint import _dcp, _safetensors
 from fsdp2.checkpoint._reading import corners
-from tests._slow import slow
 from tests.hostile._by_hand import INDEX, PLACES, model_of, several, trials, values_of
 from tests.hostile._growing import WRITES
 from tests.hostile._growing import load as load_both
 from tests.hostile._kinds import KINDS, OTHER
 from tests.hostile._many import faults_of, tried_many
 from tests.hostile._tried import REFUSED, tried
+from tests.kit.slow import slow
 
 pytest.importorskip("safetensors")
 
@@ -210,7 +210,7 @@ def test_safetensors_that_another_save_overtakes(
 
 def test_a_full_disk_is_called_one(tmp_path: Path) -> None:
     """With the name of the file: torch's archives say that a place is not where it was."""
-    from tests._error_ways._programs import full_disk
+    from tests.kit.error_ways._programs import full_disk
 
     model = nn.Linear(100, 100)
     for most in (300, 700, 1500, 20_000, 40_500):

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._models import CASES, WIDTH, Case, floats, loss_of, no_units, seeded
-from tests._parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.models import CASES, WIDTH, Case, floats, loss_of, no_units, seeded
+from tests.kit.parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 def tensors_alive() -> set[int]:

@@ -25,12 +25,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2._base import torch_comm
+from fsdp2._core.base import torch_comm
 from fsdp2.checkpoint import _reading
 from fsdp2.optim import EMA
-from tests._meshes import DEVICE
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.meshes import DEVICE
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 STOPPED_S = 2.0
 """How long a rank waits for one that stands still."""

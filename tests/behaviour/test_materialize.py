@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._models import HIDDEN, VOCAB, WIDTH
-from tests._parity import bits, make_mesh, names_of, whole
-from tests._pool import ranks
-from tests._slow import slow
+from tests.kit.meshes import DEVICE
+from tests.kit.models import HIDDEN, VOCAB, WIDTH
+from tests.kit.parity import bits, make_mesh, names_of, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 
 class Table(nn.Module):

@@ -23,16 +23,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._base import events
-from fsdp2._base.events import Event
-from fsdp2._engine.parts import Parts
-from fsdp2._engine.tree import unit_of
-from fsdp2._param_group.reduce import Reduction
-from fsdp2._param_group.registration import GATHERING, WHOLE
-from tests._models import Batch, Case, loss_of, seeded
-from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.base import events
+from fsdp2._core.base.events import Event
+from fsdp2._core.engine.parts import Parts
+from fsdp2._core.engine.tree import unit_of
+from fsdp2._core.params.reduce import Reduction
+from fsdp2._core.params.registration import GATHERING, WHOLE
+from tests.kit.models import Batch, Case, loss_of, seeded
+from tests.kit.parity import Pair, assert_same_gradients, make_mesh, train_alike
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 VOCAB, WIDTH, HIDDEN = 601, 449, 29  # the embedding is just above a MiB
 SETTINGS = ("low", "balanced", "fast", 64_000_000)

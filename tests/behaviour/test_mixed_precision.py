@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from tests._models import CASES, WIDTH, Block, loss_of, seeded
-from tests._parity import (
+from tests.kit.models import CASES, WIDTH, Block, loss_of, seeded
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_parameters,
@@ -30,8 +30,8 @@ from tests._parity import (
     train_alike,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)

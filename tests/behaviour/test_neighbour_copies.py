@@ -1,7 +1,8 @@
 """Promise: the loss of a host costs no more steps than lie between two copies at neighbours.
 
-Each rank has a folder of its own, as a host has its memory. ``python -m tests.lost_hosts`` does the
-same with processes that are killed, and with fewer ranks after it.
+Each rank has a folder of its own, as a host has its memory. ``python -m
+tests.accidents.lost_hosts`` does the same with processes that are killed, and with fewer ranks
+after it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests import lost_hosts
-from tests._models import seeded
-from tests._parity import make_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.accidents import lost_hosts
 from tests.behaviour.test_background_saves import OPTIMIZERS, make, require_equal, state_of, step
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 LOST: dict[str, tuple[int, ...]] = {
     "nobody": (),

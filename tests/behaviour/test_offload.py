@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._parity import Pair
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.parity import Pair
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 MODELS = ["stack", "tied_lm", "scalars", "partly_frozen"]
 

@@ -14,8 +14,8 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import ConfigError, UnsupportedError
-from tests._models import WIDTH, each_block, seeded, stack
-from tests._pool import ranks_that_share
+from tests.kit.models import WIDTH, each_block, seeded, stack
+from tests.kit.pool import ranks_that_share
 
 
 @ranks_that_share(2)

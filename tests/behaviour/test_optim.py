@@ -32,12 +32,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._meshes import DEVICE, random_numbers
-from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
-from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.meshes import DEVICE, random_numbers
+from tests.kit.models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
+from tests.kit.parity import ROWS, bits, make_mesh, names_of, shard, whole
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}],

@@ -1,6 +1,6 @@
 """Promise: an optimizer steps a sharded model as it steps the whole one, or raises an error.
 
-`benchmarks._optimizers` has the list and the comparison: five steps on a model of odd sizes (13,
+`benchmarks.kit.optimizers` has the list and the comparison: five steps on a model of odd sizes (13,
 29, one row) beside the whole model on the global batch, on the parameters of `fsdp2.fully_shard`,
 under `fsdp2.optim.local`, and on those of torch's own. `tests.behaviour.test_optim` has what
 `local` itself promises; `tests.ecosystem.test_client_optimizers` has other libraries' optimizers.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks._optimizers import ROWS, WAYS, Bf16AsDouble, Row, compare
+from benchmarks.kit.optimizers import ROWS, WAYS, Bf16AsDouble, Row, compare
 from fsdp2.optim._local import ELEMENTWISE
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
 
 OF_TORCH = {row.label: row for row in ROWS if row.package == "torch.optim"}
 LEFT_OUT = {"torch AdamW, capturable", "torch SparseAdam"}  # CPUs and dense gradients: no way does

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._engine.between_steps import units_below
-from tests._models import CASES, loss_of, seeded
-from tests._parity import Pair, assert_same, make_mesh, shard, whole
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.engine.between_steps import units_below
 from tests.behaviour.test_sharding_modes import KINDS, POLICY, SGD, UNITS, counted, train_with
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import Pair, assert_same, make_mesh, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 OUTER = {"shard_outer": "optimizer"}
 

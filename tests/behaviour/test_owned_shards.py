@@ -31,12 +31,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fsdp2
 from fsdp2 import ConfigError, UnsupportedError
-from fsdp2._base import torch_dtensor
-from fsdp2._comm.wire import DefaultAllGather
-from fsdp2._param_group.deals import start_anew
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.comm.wire import DefaultAllGather
+from fsdp2._core.params.deals import start_anew
 from fsdp2.optim import EMA
-from tests._models import CASES, loss_of, seeded
-from tests._parity import (
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import (
     ROWS,
     Pair,
     assert_same,
@@ -48,9 +48,9 @@ from tests._parity import (
     shard_owner,
     whole,
 )
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import Transformer, Twin, mesh_of, sequence_parallel, tokens
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import Transformer, Twin, mesh_of, sequence_parallel, tokens
 
 needs_subclasses = pytest.mark.skipif(
     not torch_dtensor.asks_subclasses(), reason="this torch asks no subclass of DTensor"

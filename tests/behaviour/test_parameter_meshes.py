@@ -21,12 +21,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import ShardPlacementResult
-from fsdp2._engine.tree import unit_of
-from tests._local_sgd import LocalSGD
-from tests._meshes import DEVICE, random_numbers
-from tests._parity import assert_same, names_of
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.local_sgd import LocalSGD
+from tests.kit.meshes import DEVICE, random_numbers
+from tests.kit.parity import assert_same, names_of
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 RTOL = 1e-10  # everything is computed in float64
 ROWS, EXPERTS = 8, 3

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from tests._models import CASES, WIDTH, Batch
-from tests._parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
+from tests.kit.models import CASES, WIDTH, Batch
+from tests.kit.parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
 
 EVERYWHERE = [
     "stack",

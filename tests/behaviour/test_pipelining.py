@@ -33,13 +33,13 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleLoopedBFS
 
 import fsdp2
-from fsdp2._base.events import Event, listen
-from tests._local_sgd import LocalSGD
-from tests._meshes import DEVICE
-from tests._models import HIDDEN, TORCH_2_13, TORCH_2_15, WIDTH, seeded
-from tests._parity import assert_same, assert_sharded
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.base.events import Event, listen
+from tests.kit.local_sgd import LocalSGD
+from tests.kit.meshes import DEVICE
+from tests.kit.models import HIDDEN, TORCH_2_13, TORCH_2_15, WIDTH, seeded
+from tests.kit.parity import assert_same, assert_sharded
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4

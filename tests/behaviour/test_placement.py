@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
-from tests._models import CASES, Case, floats, seeded, stack
-from tests._parity import Pair, assert_same, make_mesh, names_of, shard, train_alike
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.models import CASES, Case, floats, seeded, stack
+from tests.kit.parity import Pair, assert_same, make_mesh, names_of, shard, train_alike
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 PlacementFn = Callable[[nn.Parameter], Placement | None]
 

@@ -19,16 +19,16 @@ from torch.distributed.tensor.parallel import (
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp2
-from benchmarks.peak import DONE, FORWARD_DONE, STARTED, read
-from benchmarks.plan import WARM_UP, measure_step
+from benchmarks.device.plan import WARM_UP, measure_step
+from benchmarks.step.peak import DONE, FORWARD_DONE, STARTED, read
 from fsdp2 import ConfigError, UnsupportedError
-from fsdp2._base import events
-from fsdp2._base.containers import visit_tensors
-from tests._meshes import shared_mesh
-from tests._models import CASES, seeded
-from tests._parity import shard
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.base import events
+from fsdp2._core.base.containers import visit_tensors
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import CASES, seeded
+from tests.kit.parity import shard
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTH = 48

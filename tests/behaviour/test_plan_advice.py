@@ -16,15 +16,15 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import ConfigError
-from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import Search, Suggestion, code_of, largest_batch, size_of
-from fsdp2._plan.plan import search_of
-from fsdp2._plan.values import MemoryPoint, StepPlan
-from tests._meshes import shared_mesh
-from tests._models import seeded
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._tools.pages.content import Advice
+from fsdp2._tools.plan.budget import Search, Suggestion, code_of, largest_batch, size_of
+from fsdp2._tools.plan.plan import search_of
+from fsdp2._tools.plan.values import MemoryPoint, StepPlan
 from tests.behaviour.test_plan import LENGTH, Block, Model, real_step
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import seeded
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import ConfigError
-from fsdp2._plan import shapes
-from fsdp2._plan.hardware import hardware_for
-from tests._meshes import shared_mesh
-from tests._models import seeded
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._tools.plan import shapes
+from fsdp2._tools.plan.hardware import hardware_for
 from tests.behaviour.test_plan import LENGTH, Block, Model, same_plan
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import seeded
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 LAYERS = {shapes.Layer}
 TINY = shapes.Shape(64, 3, 4, 2, 128, 1009, is_tied=True)

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import ConfigError
-from fsdp2._pages.content import KINDS, Page
+from fsdp2._tools.pages.content import KINDS, Page
 from tests.behaviour.test_plan import LENGTH, Block, Model
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fsdp2
-from fsdp2._pages.content import COMPUTE, GATHER, REDUCE
-from fsdp2._plan.hardware import bandwidth_of, seconds_of
-from tests._pool import ranks
+from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE
+from fsdp2._tools.plan.hardware import bandwidth_of, seconds_of
 from tests.behaviour.test_plan import LENGTH, Block, Model
+from tests.kit.pool import ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

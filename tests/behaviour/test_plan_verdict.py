@@ -14,10 +14,9 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import ConfigError
-from fsdp2._plan import shapes, traced
-from fsdp2._plan.hardware import hardware_for
-from fsdp2._plan.table import rows
-from fsdp2._plan.verdict import of_each, place_before
+from fsdp2._tools.plan import shapes, traced
+from fsdp2._tools.plan.hardware import hardware_for
+from fsdp2._tools.plan.table import of_each, place_before, rows
 from tests.behaviour.test_plan import LENGTH, Block, Model
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, checkpoint
-from tests._models import CASES, Stack, loss_of, seeded
-from tests._parity import assert_same, make_mesh, shard, whole
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.models import CASES, Stack, loss_of, seeded
+from tests.kit.parity import assert_same, make_mesh, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

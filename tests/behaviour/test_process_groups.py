@@ -16,13 +16,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2._base.torch_comm import group_of, timeout_of
-from fsdp2._comm.mesh import default_mesh
-from fsdp2._engine.tree import unit_of
-from tests._meshes import DEVICE
-from tests._models import CASES
-from tests._parity import Pair
-from tests._pool import ranks
+from fsdp2._core.base.torch_comm import group_of, timeout_of
+from fsdp2._core.comm.mesh import default_mesh
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES
+from tests.kit.parity import Pair
+from tests.kit.pool import ranks
 
 CASE = CASES["stack"]
 

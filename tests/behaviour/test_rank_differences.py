@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests._local_sgd import LocalSGD
-from tests._models import loss_of, seeded
-from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.local_sgd import LocalSGD
+from tests.kit.models import loss_of, seeded
+from tests.kit.parity import assert_same_gradients, assert_same_parameters, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 WIDTH = 13
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fsdp2
-from tests._parity import make_mesh
-from tests._pool import ranks
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
 
 WIDTH = 8
 

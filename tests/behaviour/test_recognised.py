@@ -22,13 +22,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 import fsdp2
-from fsdp2._api.settings import ControlSurface
-from fsdp2._base import torch_modules
-from fsdp2._engine.torch_view import TorchState, View
-from tests._meshes import shared_mesh
-from tests._models import CASES, WIDTH, Block, seeded
-from tests._parity import assert_same_gradients, shard
-from tests._pool import ranks
+from fsdp2._core.api.settings import ControlSurface
+from fsdp2._core.base import torch_modules
+from fsdp2._core.engine.torch_view import TorchState, View
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import CASES, WIDTH, Block, seeded
+from tests.kit.parity import assert_same_gradients, shard
+from tests.kit.pool import ranks
 
 THEIRS = sorted(vars(torch_fsdp.FSDPModule))
 OURS = vars(fsdp2.FSDPModule).keys() | vars(ControlSurface).keys()

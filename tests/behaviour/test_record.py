@@ -22,15 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import ConfigError, StateError, UnsupportedError
-from fsdp2._base import events
-from fsdp2._engine.tree import unit_of
-from fsdp2._record.rows import EVENTS, read_file
-from tests._models import seeded
-from tests._parity import make_mesh
-from tests._pool import ranks
+from fsdp2._core.base import events
+from fsdp2._core.engine.tree import unit_of
+from fsdp2._tools.record.rows import EVENTS, read_file
 from tests.behaviour.test_plan import LENGTH
 from tests.behaviour.test_plan import Block as PlanBlock
 from tests.behaviour.test_plan import Model as PlanModel
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
 
 WIDTH, ROWS = 24, 6
 Row = dict[str, Any]

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._models import Block, Case, Stack, each_block, floats
-from tests._parity import Pair, assert_sharded, make_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import Block, Case, Stack, each_block, floats
+from tests.kit.parity import Pair, assert_sharded, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 
 class ProvokedError(Exception):

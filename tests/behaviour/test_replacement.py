@@ -20,11 +20,11 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import ConfigError, StateError
-from fsdp2._api.replacement import OURS
-from fsdp2._base import torch_modules
-from tests._models import CASES, seeded
-from tests._parity import Pair
-from tests._pool import ranks
+from fsdp2._core.api.replacement import OURS
+from fsdp2._core.base import torch_modules
+from tests.kit.models import CASES, seeded
+from tests.kit.parity import Pair
+from tests.kit.pool import ranks
 
 THEIRS = {name: value for name, value in torch_modules.PUBLIC.items() if name in OURS}
 HOMES = (*torch_modules.HOMES, torch_modules.INNER_HOME)

@@ -17,8 +17,8 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests._meshes import shared_mesh
-from tests._pool import ranks
+from tests.kit.meshes import shared_mesh
+from tests.kit.pool import ranks
 
 
 class Named(nn.Linear):

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._base import events
-from fsdp2._base.events import Event
-from fsdp2._engine.between_steps import units_below
-from tests._models import CASES, loss_of, seeded
-from tests._parity import (
+from fsdp2._core.base import events
+from fsdp2._core.base.events import Event
+from fsdp2._core.engine.between_steps import units_below
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_parameters,
@@ -33,8 +33,8 @@ from tests._parity import (
     shard,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 MODES = ["parameters", "gradients", "optimizer"]
 WHOLE = MODES[1:]

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims
-from tests._meshes import random_numbers, shared_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.meshes import random_numbers, shared_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 spmd: Any = pytest.importorskip("spmd_types", reason="the package spmd-types is not installed")
 
@@ -456,7 +456,7 @@ def test_the_checker_sees_the_forward_and_nothing_of_ours() -> None:
 @ranks(1)
 def test_annotations_are_the_packages_own() -> None:
     """The attributes that are not carried over as the user's are those that the package sets."""
-    from fsdp2._base import torch_spmd
+    from fsdp2._core.base import torch_spmd
 
     param = nn.Parameter(torch.zeros(4, 4))
     spmd.assert_type(param, {spmd.MeshAxis.of(2, 1): spmd.S(0)})

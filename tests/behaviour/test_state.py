@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._models import CASES, WIDTH, Case, loss_of, seeded
-from tests._parity import (
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES, WIDTH, Case, loss_of, seeded
+from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_parameters,
@@ -23,8 +23,8 @@ from tests._parity import (
     shard,
     whole,
 )
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 NAMES = ["stack", "tied_lm", "scalars", "nested_units", "one_group", "non_contiguous", "containers"]
 

@@ -16,11 +16,11 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._base import torch_dtensor
-from tests._models import seeded
-from tests._parity import make_mesh, whole
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow
+from fsdp2._core.base import torch_dtensor
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh, whole
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow
 
 BLOCK, LEAST = 8, 24
 

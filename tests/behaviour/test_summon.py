@@ -14,10 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._models import CASES, HIDDEN, WIDTH, seeded
-from tests._parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard, whole
-from tests._pool import ranks
+from tests.kit.meshes import DEVICE
+from tests.kit.models import CASES, HIDDEN, WIDTH, seeded
+from tests.kit.parity import (
+    Pair,
+    assert_same,
+    assert_sharded,
+    bits,
+    make_mesh,
+    names_of,
+    shard,
+    whole,
+)
+from tests.kit.pool import ranks
 
 
 def assert_whole(model: nn.Module, reference: nn.Module) -> None:

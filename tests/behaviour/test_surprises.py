@@ -22,11 +22,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._base.containers import visit_tensors
-from tests._meshes import random_numbers
-from tests._parity import assert_same, assert_same_gradients, make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.base.containers import visit_tensors
+from tests.kit.meshes import random_numbers
+from tests.kit.parity import assert_same, assert_same_gradients, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 WIDTH = 8
 

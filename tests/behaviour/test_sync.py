@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._parity import bits, make_mesh
-from tests._pool import ranks
 from tests.behaviour.test_full_params import Odd
+from tests.kit.meshes import DEVICE
+from tests.kit.parity import bits, make_mesh
+from tests.kit.pool import ranks
 
 
 def build(rank: int) -> nn.Module:

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2._comm.mesh import DataMesh
-from tests._models import TORCH_2_15
-from tests._parity import assert_same, assert_same_gradients, assert_same_parameters, whole
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import (
+from fsdp2._core.comm.mesh import DataMesh
+from tests.kit.models import TORCH_2_15
+from tests.kit.parity import assert_same, assert_same_gradients, assert_same_parameters, whole
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import (
     ROWS,
     RTOL,
     WIDTH,

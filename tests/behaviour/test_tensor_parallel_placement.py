@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import Transformer, mesh_of, sequence_parallel
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import Transformer, mesh_of, sequence_parallel
 
 SHAPES = [(16, 8), (30, 13), (13, 29), (1, 5), (3, 1), (0, 4)]
 CHOICES: list[Placement] = [Shard(0), Shard(1), Replicate()]

@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2._base.events import listen
-from fsdp2._engine.tree import unit_of
-from tests._models import (
+from fsdp2._core.base.events import listen
+from fsdp2._core.engine.tree import unit_of
+from tests.kit.models import (
     CASES,
     WIDTH,
     Case,
@@ -24,9 +24,9 @@ from tests._models import (
     seeded,
     tokens,
 )
-from tests._parity import Pair, assert_same, names_of
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests.kit.parity import Pair, assert_same, names_of
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 TIED = ["tied_within", "tied_lm", "tied_blocks", "shared_block"]
 

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import fsdp2
-from tests._models import CASES, loss_of, seeded
-from tests._parity import ROWS, Pair, assert_same, names_of, shard, whole
-from tests._pool import ranks
-from tests._slow import slow
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import ROWS, Pair, assert_same, names_of, shard, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 
 class WithStatistics(nn.Module):

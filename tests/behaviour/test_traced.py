@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._base.policy import Overlap
 from fsdp2._compiled.compile import check_mode
 from fsdp2._compiled.passes import Overlapped
-from tests._models import (
+from fsdp2._core.base.policy import Overlap
+from tests.kit.models import (
     CASES,
     EVERY_KIND,
     HIDDEN,
@@ -38,7 +38,7 @@ from tests._models import (
     loss_of,
     seeded,
 )
-from tests._parity import (
+from tests.kit.parity import (
     assert_same,
     assert_same_gradients,
     assert_same_parameters,
@@ -47,9 +47,9 @@ from tests._parity import (
     names_of,
     shard,
 )
-from tests._pool import ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import (
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import (
     FeedForward,
     Transformer,
     Twin,
@@ -58,7 +58,7 @@ from tests._tensor_parallel import (
     sequence_parallel,
     tokens,
 )
-from tests._traced import Graphs, TracedPair, saved
+from tests.kit.traced import Graphs, TracedPair, saved
 
 ONE_BLOCK, TWO_BLOCKS = (first_blocks(CASES["stack"], count) for count in (1, 2))
 DIFFERENT_BLOCKS = {  # each has a part of its own, or no list of blocks

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsdp2
-from tests._compiled_pair import (
+from tests.kit.compiled_pair import (
     EPS_BF16,
     MANY_STEPS,
     RTOL_BF16,
@@ -22,7 +22,7 @@ from tests._compiled_pair import (
     CompiledPair,
     loss_of_output,
 )
-from tests._models import (
+from tests.kit.models import (
     CASES,
     EVERY_KIND,
     WIDTH,
@@ -35,17 +35,17 @@ from tests._models import (
     floats,
     seeded,
 )
-from tests._parity import make_mesh, shard
-from tests._pool import ranks
-from tests._tensor_parallel import WIDTH as TP_WIDTH
-from tests._tensor_parallel import (
+from tests.kit.parity import make_mesh, shard
+from tests.kit.pool import ranks
+from tests.kit.tensor_parallel import WIDTH as TP_WIDTH
+from tests.kit.tensor_parallel import (
     FeedForward,
     Transformer,
     colwise_then_rowwise,
     mesh_of,
     sequence_parallel,
 )
-from tests._tensor_parallel import tokens as tp_tokens
+from tests.kit.tensor_parallel import tokens as tp_tokens
 
 HIDDEN, VOCABULARY = 29, 61
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -20,12 +20,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests._models import HIDDEN, WIDTH, Batch, Block, Case, Scalars, Stack, floats, loss_of, seeded
-from tests._parity import Pair, assert_same_gradients, assert_sharded, make_mesh
-from tests._pool import ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import FeedForward, Twin, colwise_then_rowwise, mesh_of
-from tests._traced import TracedPair
+from tests.kit.models import (
+    HIDDEN,
+    WIDTH,
+    Batch,
+    Block,
+    Case,
+    Scalars,
+    Stack,
+    floats,
+    loss_of,
+    seeded,
+)
+from tests.kit.parity import Pair, assert_same_gradients, assert_sharded, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import FeedForward, Twin, colwise_then_rowwise, mesh_of
+from tests.kit.traced import TracedPair
 
 KINDS = [True, False]  # of `use_reentrant`
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsdp2
-from fsdp2._engine.used_outside import explained
-from tests._models import seeded
-from tests._pool import ranks
-from tests._slow import slow
+from fsdp2._core.engine.used_outside import explained
+from tests.kit.models import seeded
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 WIDTH = 13
 

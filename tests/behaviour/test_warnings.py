@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fsdp2
-from fsdp2._base.warn import warn
-from tests._pool import ranks
+from fsdp2._core.base.warn import warn
+from tests.kit.pool import ranks
 
 
 def shown(text: str) -> list[str]:
@@ -140,7 +140,7 @@ def test_threads_that_hide_a_warning_at_once_hide_nothing_else() -> None:
 
     other = threading.Thread(target=hide, args=("second",))
     with (
-        mock.patch("fsdp2._base.warn._is_shown_here", return_value=False),
+        mock.patch("fsdp2._core.base.warn._is_shown_here", return_value=False),
         warnings.catch_warnings(),
         contextlib.redirect_stderr(io.StringIO()) as printed,
     ):
@@ -170,7 +170,7 @@ def test_a_store_that_is_gone_is_asked_once() -> None:
     """Torch writes of each attempt at length. Every rank shows what it warns of then."""
     store = mock.Mock()
     store.check.side_effect = store.set.side_effect = dist.DistStoreError("gone")
-    with mock.patch("fsdp2._base.torch_comm.default_store", return_value=store):
+    with mock.patch("fsdp2._core.base.torch_comm.default_store", return_value=store):
         assert [len(shown(f"gone {place}")) for place in range(3)] == [1, 1, 1]
     assert len(store.method_calls) == 1
 

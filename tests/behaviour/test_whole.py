@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 import fsdp2
 from fsdp2 import StateError
-from tests._meshes import shared_mesh
-from tests._models import CASES, Case, loss_of, seeded
-from tests._parity import (
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import CASES, Case, loss_of, seeded
+from tests.kit.parity import (
     ROWS,
     Pair,
     assert_same,
@@ -40,9 +40,9 @@ from tests._parity import (
     shard,
     whole,
 )
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
-from tests._tensor_parallel import Transformer, Twin, mesh_of, sequence_parallel, tokens
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import Transformer, Twin, mesh_of, sequence_parallel, tokens
 
 
 class Factors(Optimizer):

@@ -26,9 +26,9 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
+from fsdp2._core.engine.tree import unit_of
 from fsdp2.wrap import hybrid_mesh, shard_model, strategy
-from tests._models import (
+from tests.kit.models import (
     Block,
     Case,
     Inner,
@@ -41,9 +41,9 @@ from tests._models import (
     tied_blocks,
     tokens,
 )
-from tests._parity import Pair, make_mesh
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.parity import Pair, make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 POLICIES: dict[str, Any] = {
     "ModuleWrapPolicy": ModuleWrapPolicy({Block, nn.LayerNorm}),

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fsdp2
-from fsdp2._base import torch_dtensor
-from tests._parity import assert_same, make_mesh, whole
-from tests._pool import ranks_that_share as ranks
-from tests._slow import slow
+from fsdp2._core.base import torch_dtensor
+from tests.kit.parity import assert_same, make_mesh, whole
+from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.slow import slow
 
 GROUP = 4
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
-from tests._models import CASES, Stack, seeded
-from tests._parity import assert_same, make_mesh, shard, whole
-from tests._pool import ranks
+from tests.kit.models import CASES, Stack, seeded
+from tests.kit.parity import assert_same, make_mesh, shard, whole
+from tests.kit.pool import ranks
 
 SEEN = torch.arange(13 * 13, dtype=torch.float32).view(13, 13) / 99
 

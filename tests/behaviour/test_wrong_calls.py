@@ -1,6 +1,6 @@
 """Promise: a wrong argument of anything public is an error of ours, and the call changes nothing.
 
-The calls are made from the signatures (`tests._calls`): every argument in turn is what it should
+The calls are made from the signatures (`tests.kit.calls`): every argument in turn is what it should
 not be, the others are right. Some of what is tried is right after all: such calls do their work.
 """
 
@@ -12,9 +12,9 @@ import warnings
 import pytest
 
 import fsdp2
-from tests._calls import FAMILIES, WRONG, World, some_calls, wrong_calls
-from tests._pool import ranks
-from tests._slow import with_slow
+from tests.kit.calls import FAMILIES, WRONG, World, some_calls, wrong_calls
+from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 SHOWN = 40
 

@@ -12,8 +12,8 @@ PLACES = (
     "README.md",
     "docs/**/*.md",
     "benchmarks/README.md",
-    "fsdp2/_plan/*.py",
-    "fsdp2/_base/*.py",
+    "fsdp2/_tools/plan/*.py",
+    "fsdp2/_core/base/*.py",
 )
 MARK = re.compile(
     r"\b[Aa]ssumed\b|model's word|\bNo (GPU|cluster) has|No test captures|"

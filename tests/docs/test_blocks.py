@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests._pool import find_free_port, ranks
-from tests._slow import with_slow
 from tests.docs._blocks import (
     LANGUAGES,
     ROOT,
@@ -41,6 +39,8 @@ from tests.docs._blocks import (
     ranks_of,
     read_blocks,
 )
+from tests.kit.pool import find_free_port, ranks
+from tests.kit.slow import with_slow
 
 MANUAL = pages("index.md", "glossary.md", "tutorial", "guides", "reference")
 MANUAL += pages("plan.md", "record.md", "pages.md", "differences.md", "figures.md")
@@ -70,7 +70,7 @@ LIMIT_S = 400
 ACCEPT = "EXPECTTEST_ACCEPT"
 """Set to 1, what was printed is written into the pages; as for inline expectations elsewhere."""
 FORKED = mp.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests._preload"])
+FORKED.set_forkserver_preload(["tests.kit.preload"])
 
 
 def names(found: list[Path]) -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from fsdp2._api.module import FSDPModule
-from fsdp2._api.settings import ControlSurface
+from fsdp2._core.api.module import FSDPModule
+from fsdp2._core.api.settings import ControlSurface
 from tests.docs._blocks import DOCS, read_blocks
 
 REFERENCE = DOCS / "reference"

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from fsdp2._base.paragraphs import read_paragraphs
-from tests._browser import Browser, find_chromium
+from fsdp2._core.base.paragraphs import read_paragraphs
 from tests.docs._blocks import ROOT
+from tests.kit.browser import Browser, find_chromium
 
 GENERATOR = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
 MISSING = [name for name in GENERATOR if importlib.util.find_spec(name) is None]
@@ -125,7 +125,7 @@ def test_every_link_leads_somewhere(site: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_every_error_is_listed_with_its_title(site: Path) -> None:
-    listed = (site / "fsdp2/_errors/README.html").read_text()
+    listed = (site / "fsdp2/_core/errors/README.html").read_text()
     found = dict(re.findall(r'href="(?:\w+\.html)#(fs\d{3})">(.+?)</a>', listed))
     assert set(found) == {paragraph.code.lower() for paragraph in read_paragraphs()}
     for code, words in found.items():

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import fsdp2
-from tests._pool import ENVIRONMENT
-from tests._torchs_own import with_pause
+from tests.kit.pool import ENVIRONMENT
+from tests.kit.torchs_own import with_pause
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = ROOT / "examples" / "clients"

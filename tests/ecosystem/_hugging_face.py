@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import fsdp2
-from tests._models import seeded
-from tests._parity import assert_same, names_of, whole
 from tests.ecosystem._clients import LIBRARIES
 from tests.ecosystem._programs import tiny_llama, tokens, transformers
+from tests.kit.models import seeded
+from tests.kit.parity import assert_same, names_of, whole
 
 pytest.importorskip("accelerate")
 

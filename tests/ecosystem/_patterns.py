@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from tests._meshes import shared_mesh
+from tests.kit.meshes import shared_mesh
 
 VOCABULARY, WIDTH, LENGTH, HEADS = 32, 16, 6, 4
 Result = dict[str, Any]

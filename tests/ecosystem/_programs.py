@@ -15,8 +15,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from tests._models import Batch, Case
-from tests._parity import Pair, assert_same, global_mean
+from tests.kit.models import Batch, Case
+from tests.kit.parity import Pair, assert_same, global_mean
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests._rank import PRELOADED
+from tests.kit.rank import PRELOADED
 
 LIBRARIES = [
     "transformers.generation.utils",

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._models import seeded
-from tests._parity import assert_same, whole
-from tests._pool import find_free_port, ranks
 from tests.ecosystem._clients import LIBRARIES, PROGRAMS, run, run_program
 from tests.ecosystem._programs import adamw, tiny_llama, tokens
+from tests.kit.models import seeded
+from tests.kit.parity import assert_same, whole
+from tests.kit.pool import find_free_port, ranks
 
 pytest.importorskip("accelerate")
 

@@ -33,10 +33,10 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp2
-from tests._models import seeded
-from tests._pool import ranks
-from tests._slow import slow
 from tests.ecosystem._clients import PROGRAMS, Ran, run, run_program
+from tests.kit.models import seeded
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 pytest.importorskip("lightning", reason="the package lightning is not installed")
 

@@ -1,8 +1,9 @@
 """Promise: other libraries' optimizers step a sharded model as they step the whole one, or refuse.
 
 schedulefree, bitsandbytes (8-bit, on a CPU) and torchao (low-bit, without compiling). Those that
-are not installed are skipped by name. `benchmarks._optimizers` has the list and the comparison with
-the whole model; here are also checkpoints, switching between training and evaluation, and the bits.
+are not installed are skipped by name. `benchmarks.kit.optimizers` has the list and the comparison
+with the whole model; here are also checkpoints, switching between training and evaluation, and the
+bits.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from benchmarks._optimizers import ROWS, WAYS, WIDTH, Odd, Wide, compare, shard
-from fsdp2._base import torch_dealt
+from benchmarks.kit.optimizers import ROWS, WAYS, WIDTH, Odd, Wide, compare, shard
+from fsdp2._core.base import torch_dealt
 from fsdp2.optim._blocks import is_tensor, plain_parts
-from tests._models import seeded
-from tests._parity import bits
-from tests._pool import ranks
-from tests._slow import slow, with_slow
 from tests.ecosystem._clients import run_program
+from tests.kit.models import seeded
+from tests.kit.parity import bits
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 pytestmark = pytest.mark.ecosystem
 

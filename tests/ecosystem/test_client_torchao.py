@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
-from tests._meshes import shared_mesh
-from tests._models import seeded
-from tests._pool import ranks
-from tests._slow import slow
 from tests.ecosystem._clients import Ran, run_program
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import seeded
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 pytest.importorskip("torchao", reason="the package torchao is not installed")
 

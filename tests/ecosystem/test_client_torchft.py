@@ -24,8 +24,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests._pool import ENVIRONMENT
-from tests._slow import slow
 from tests.ecosystem._replica import (
     DIES_IN,
     WAITS_IN,
@@ -35,6 +33,8 @@ from tests.ecosystem._replica import (
     loss_of,
     optimizer_of,
 )
+from tests.kit.pool import ENVIRONMENT
+from tests.kit.slow import slow
 
 pytest.importorskip("torchft", reason="the package torchft is not installed")
 

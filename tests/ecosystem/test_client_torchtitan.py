@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._pool import ranks
-from tests._slow import slow
 from tests.ecosystem._clients import PROGRAMS, Ran, run_program
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 pytest.importorskip("torchtitan", reason="the package torchtitan is not installed")
 pytest.importorskip("triton", reason="the package triton, which torchtitan imports, is missing")

@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 
 import fsdp2
-from tests._models import seeded
-from tests._parity import names_of
-from tests._pool import ranks
 from tests.ecosystem._clients import LIBRARIES, run_program
 from tests.ecosystem._hugging_face import (
     Rows,
@@ -25,6 +22,9 @@ from tests.ecosystem._hugging_face import (
     result_of,
 )
 from tests.ecosystem._programs import tiny_llama, transformers
+from tests.kit.models import seeded
+from tests.kit.parity import names_of
+from tests.kit.pool import ranks
 
 pytestmark = pytest.mark.ecosystem
 

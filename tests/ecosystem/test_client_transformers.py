@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import fsdp2
-from tests._models import seeded
-from tests._parity import assert_same, names_of, whole
-from tests._pool import ranks
 from tests.ecosystem._clients import LIBRARIES, run_program
 from tests.ecosystem._programs import adamw, tokens, transformers
+from tests.kit.models import seeded
+from tests.kit.parity import assert_same, names_of, whole
+from tests.kit.pool import ranks
 
 pytestmark = pytest.mark.ecosystem
 

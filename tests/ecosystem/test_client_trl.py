@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from tests._models import seeded
-from tests._parity import assert_same, names_of
-from tests._pool import ranks
 from tests.ecosystem._clients import LIBRARIES, run_program
 from tests.ecosystem._hugging_face import Rows, arguments, check, fit
 from tests.ecosystem._programs import VOCABULARY, tiny_llama, transformers
+from tests.kit.models import seeded
+from tests.kit.parity import assert_same, names_of
+from tests.kit.pool import ranks
 
 pytest.importorskip("peft")
 pytest.importorskip("trl")

@@ -12,12 +12,12 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from tests._compiled_pair import MANY_STEPS, RTOL_BF16, STEPS, CompiledPair
-from tests._models import Batch, Case
-from tests._parity import make_mesh
-from tests._pool import ranks
-from tests._slow import slow
 from tests.ecosystem._programs import each_layer, transformers
+from tests.kit.compiled_pair import MANY_STEPS, RTOL_BF16, STEPS, CompiledPair
+from tests.kit.models import Batch, Case
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
+from tests.kit.slow import slow
 
 pytestmark = pytest.mark.ecosystem
 

@@ -12,10 +12,10 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 
 import fsdp2
-from tests._models import Batch, Case, seeded
-from tests._parity import assert_same_parameters, shard, train_alike, whole
-from tests._pool import ranks
 from tests.ecosystem._programs import LENGTH, VOCABULARY, Program, each_layer, tokens, transformers
+from tests.kit.models import Batch, Case, seeded
+from tests.kit.parity import assert_same_parameters, shard, train_alike, whole
+from tests.kit.pool import ranks
 
 pytestmark = pytest.mark.ecosystem
 

@@ -15,9 +15,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor
 
 import fsdp2
-from tests._parity import assert_same
-from tests._pool import ranks
 from tests.ecosystem import _patterns
+from tests.kit.parity import assert_same
+from tests.kit.pool import ranks
 
 OF_TWO = {
     "verl": _patterns.verl,

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp2._agreement.operation_ids import STAMP_NUMEL
-from fsdp2._base.capabilities import ROW_NBYTES
-from fsdp2._base.events import Event, listen
-from fsdp2._engine.tree import unit_of
-from fsdp2._param_group.layout import align
-from tests._models import Case, seeded
-from tests._parity import assert_same, bits, names_of, whole
-from tests._pool import ranks
+from fsdp2._core.agreement.operation_ids import STAMP_NUMEL
+from fsdp2._core.base.capabilities import ROW_NBYTES
+from fsdp2._core.base.events import Event, listen
+from fsdp2._core.engine.tree import unit_of
+from fsdp2._core.params.layout import align
 from tests.ecosystem._programs import Program, each_layer, full_state, tiny_llama, tokens
+from tests.kit.models import Case, seeded
+from tests.kit.parity import assert_same, bits, names_of, whole
+from tests.kit.pool import ranks
 
 peft = pytest.importorskip("peft")
 

@@ -17,10 +17,10 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._base import torch_dtensor
-from tests._parity import assert_same, make_mesh, whole
-from tests._pool import ranks
-from tests._slow import slow, with_slow
+from fsdp2._core.base import torch_dtensor
+from tests.kit.parity import assert_same, make_mesh, whole
+from tests.kit.pool import ranks
+from tests.kit.slow import slow, with_slow
 
 pytestmark = pytest.mark.ecosystem
 

@@ -15,18 +15,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, register_fsdp_forward_method
-from tests._models import seeded
-from tests._parity import (
-    assert_same,
-    assert_same_gradients,
-    assert_same_parameters,
-    bits,
-    names_of,
-    shard,
-    train_alike,
-    whole,
-)
-from tests._pool import ranks
 from tests.ecosystem._programs import (
     VOCABULARY,
     Program,
@@ -36,6 +24,18 @@ from tests.ecosystem._programs import (
     tokens,
     transformers,
 )
+from tests.kit.models import seeded
+from tests.kit.parity import (
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    bits,
+    names_of,
+    shard,
+    train_alike,
+    whole,
+)
+from tests.kit.pool import ranks
 
 pytestmark = pytest.mark.ecosystem
 

@@ -126,7 +126,7 @@ def _signature(op: Op, error: Exception) -> str:
 
 
 def run_programs(programs: Sequence[Program]) -> None:
-    """Be the body that `tests._rank` runs.
+    """Be the body that `tests.kit.rank` runs.
 
     What came of each program is told by a skip: "" if all is right, or the code of a refusal, or
     what is wrong. A failure after which ranks are of no use ends the body, and begins with what

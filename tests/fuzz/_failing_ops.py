@@ -11,11 +11,11 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._meshes import DEVICE
+from fsdp2._core.engine.tree import unit_of
 from tests.behaviour.test_recovery import Fuse, ProvokedError
 from tests.fuzz._pair import MismatchError, Pair
 from tests.fuzz._program import Call, Diverge, Fail
+from tests.kit.meshes import DEVICE
 
 
 @contextlib.contextmanager

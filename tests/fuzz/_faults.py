@@ -1,6 +1,6 @@
 """Show the power of the fuzzer: plant faults in copies of the package, count examples till found.
 
-`scripts/fuzz --faults` does it. Most of them are from `tests/_faults.py`.
+`scripts/fuzz --faults` does it. Most of them are from `tests/lab/faults.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests._faults import FAULTS, Fault
-from tests._mutants import ROOT, Copy
+from tests.lab.faults import FAULTS, Fault
+from tests.lab.mutants import ROOT, Copy
 
 MOST = 2000  # examples for each fault
 NAMED = (
@@ -36,7 +36,7 @@ NAMED = (
 OWN = (
     Fault(
         "gather-not-waited-for",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.wait_for_unshard",
         "gather.flight.wait()",
         "",
@@ -45,7 +45,7 @@ OWN = (
     ),
     Fault(
         "unsynced-gradients-dropped",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reducer.reduce",
         "self._widen_gradients(plan, with_graph)",
         "self._take_gradients(plan, with_graph)",
@@ -54,7 +54,7 @@ OWN = (
     ),
     Fault(
         "sum-of-accumulated-lost",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reducer._take_gradients",
         """
         for whole in wholes:

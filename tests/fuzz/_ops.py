@@ -15,8 +15,6 @@ from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fsdp2
-from tests._meshes import DEVICE
-from tests._parity import names_of
 from tests.fuzz._failing_ops import diverge, fail
 from tests.fuzz._layers import Net, Ways
 from tests.fuzz._pair import Losses, MismatchError, Pair, loss_of
@@ -47,6 +45,8 @@ from tests.fuzz._program import (
 )
 from tests.fuzz._sharding import innermost
 from tests.fuzz._state_ops import copy_model, state
+from tests.kit.meshes import DEVICE
+from tests.kit.parity import names_of
 
 
 def backward(pair: Pair, op: Backward) -> None:

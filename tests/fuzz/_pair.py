@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests._local_sgd import LocalSGD
-from tests._meshes import random_numbers
-from tests._parity import assert_same, names_of, whole
+from fsdp2._core.engine.tree import unit_of
 from tests.fuzz._layers import Net, Ways, build
 from tests.fuzz._program import Call, Op, Program, Update
 from tests.fuzz._sharding import shard
+from tests.kit.local_sgd import LocalSGD
+from tests.kit.meshes import random_numbers
+from tests.kit.parity import assert_same, names_of, whole
 
 LR = 0.05
 LETS_GO_S = 2.0  # how long threads may hold a graph that nobody refers to

@@ -24,13 +24,13 @@ from hypothesis import seed as seeded
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Flaky
 
-from tests._meshes import DEVICE
-from tests._pool import RankPool, _Run
-from tests._rank import PRELOADED, Request
 from tests.fuzz._body import AT, MARK, OTHER_RANK
 from tests.fuzz._draw import programs
 from tests.fuzz._draw_models import Pinned
 from tests.fuzz._program import Program
+from tests.kit.meshes import DEVICE
+from tests.kit.pool import RankPool, _Run
+from tests.kit.rank import PRELOADED, Request
 
 DATABASE = Path(__file__).parent.parent.parent / ".hypothesis" / "fuzz"
 LIMIT_S = 60.0

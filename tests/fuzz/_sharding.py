@@ -11,10 +11,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-import fsdp2._api.collect
-from tests._meshes import shared_mesh
+import fsdp2._core.api.collect
 from tests.fuzz._layers import Layer, Net, Tree
 from tests.fuzz._program import Setup
+from tests.kit.meshes import shared_mesh
 
 
 def whole_mesh(setup: Setup) -> DeviceMesh:
@@ -50,15 +50,15 @@ def shard(net: Net, setup: Setup) -> None:
     if any(layer.block.checkpoint != "no" for layer in net.layers()):
         for layer in net.layers():  # a sharded parameter has another dtype than a whole one
             layer.dtype = POLICIES[setup.precision].param_dtype
-    usual = fsdp2._api.collect.PART_NBYTES
-    fsdp2._api.collect.PART_NBYTES = setup.part_nbytes
+    usual = fsdp2._core.api.collect.PART_NBYTES
+    fsdp2._core.api.collect.PART_NBYTES = setup.part_nbytes
     try:
         for tree in net.trees:
             assert isinstance(tree, Tree)
             shard_layers(list(tree.blocks), kwargs)
             fsdp2.fully_shard(tree, **kwargs)
     finally:
-        fsdp2._api.collect.PART_NBYTES = usual
+        fsdp2._core.api.collect.PART_NBYTES = usual
 
 
 def shard_layers(layers: list[nn.Module], kwargs: dict[str, Any]) -> None:

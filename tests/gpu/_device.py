@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2._base.containers import map_tensors
-from fsdp2._base.policy import MixedPrecisionPolicy
-from tests._models import Case
+from fsdp2._core.base.containers import map_tensors
+from fsdp2._core.base.policy import MixedPrecisionPolicy
+from tests.kit.models import Case
 
 ON_A_GPU = [
     pytest.mark.gpu,

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from tests._models import CASES, loss_of, seeded
-from tests._parity import assert_same
 from tests.gpu._device import BF16, ON_A_GPU, batch_of, here, optimizer_of, shard
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import assert_same
 
 pytestmark = ON_A_GPU
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2._base.containers import map_tensors
-from tests import _meshes
-from tests._models import CASES, loss_of, seeded
-from tests._parity import ROWS, TOLERANCE, assert_same
+from fsdp2._core.base.containers import map_tensors
 from tests.gpu._device import BF16, ON_A_GPU, shard
+from tests.kit import meshes
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import ROWS, TOLERANCE, assert_same
 
 pytestmark = ON_A_GPU
 
@@ -94,9 +94,9 @@ def enter(
 ) -> None:
     """Write into a file of this rank what ``run`` found."""
     torch.cuda.set_device(0)
-    _meshes.BACKEND = backend
+    meshes.BACKEND = backend
     store = f"file://{folder}/store"
-    made = _meshes.backend_of("cuda")
+    made = meshes.backend_of("cuda")
     dist.init_process_group(made, init_method=store, rank=rank, world_size=size)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     Path(folder, str(rank)).write_text("\n".join(run(mesh)))

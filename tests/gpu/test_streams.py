@@ -13,10 +13,10 @@ import torch
 import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._comm.device_streams import DeviceStreams, streams_for
-from fsdp2._comm.wire import InFlight
-from fsdp2._param_group.group import ParamGroup
+from fsdp2._core.base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._core.comm.device_streams import DeviceStreams, streams_for
+from fsdp2._core.comm.wire import InFlight
+from fsdp2._core.params.group import ParamGroup
 from tests.gpu._device import BF16, ON_A_GPU, here, keep_compute_busy, no_synchronisation
 from tests.unit._loopback import LoopbackGroup, chunk_of, local_of, reduced
 

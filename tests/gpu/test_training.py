@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2._base.policy import MixedPrecisionPolicy
-from tests._models import CASES, loss_of, seeded
-from tests._parity import assert_same
+from fsdp2._core.base.policy import MixedPrecisionPolicy
 from tests.gpu._device import (
     BF16,
     ON_A_GPU,
@@ -30,6 +28,8 @@ from tests.gpu._device import (
     optimizer_of,
     shard,
 )
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.parity import assert_same
 from tests.unit._loopback import local_of
 
 pytestmark = ON_A_GPU

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests._models import seeded
+from tests.kit.models import seeded
 
 INDEX = "model.safetensors.index.json"
 Writes = Callable[[Path], None]

@@ -283,7 +283,7 @@ def recording(folder: Path) -> Case:
         return b"\n".join([*changed, b""])
 
     def read() -> str:
-        from fsdp2._commands import run
+        from fsdp2._tools.commands import run
 
         out = folder.with_name("out")
         out.mkdir(exist_ok=True)

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import fsdp2
-from fsdp2._pages.content import Page
-from fsdp2._pages.page import write_page
-from tests import _sample_pages as samples
-from tests._browser import Browser, find_chromium
+from fsdp2._tools.pages.content import Page
+from fsdp2._tools.pages.page import write_page
+from tests.kit import sample_pages as samples
+from tests.kit.browser import Browser, find_chromium
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = 77
@@ -99,7 +99,7 @@ SITE_PAGES = {
     "tutorial": "docs/tutorial/step1",
     "guide": "docs/guides/memory",
     "reference": "docs/reference/plan",
-    "error": "fsdp2/_errors/ranks",
+    "error": "fsdp2/_core/errors/ranks",
 }
 
 

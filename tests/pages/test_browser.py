@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2._pages.page import embed, render
-from tests import _sample_pages as samples
-from tests._browser import Browser, find_chromium
-from tests._slow import with_slow
+from fsdp2._tools.pages.page import embed, render
+from tests.kit import sample_pages as samples
+from tests.kit.browser import Browser, find_chromium
+from tests.kit.slow import with_slow
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(

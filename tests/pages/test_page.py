@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2._pages import page as pages
-from fsdp2._pages.content import MemoryTab, Moment, Page
-from tests import _sample_pages as samples
+from fsdp2._tools.pages import page as pages
+from fsdp2._tools.pages.content import MemoryTab, Moment, Page
+from tests.kit import sample_pages as samples
 
 # Of the npm package echarts 6.1.0, whose tarball has the integrity that docs/decisions/0018 gives.
 RELEASE = {
@@ -130,7 +130,7 @@ def test_a_file_is_written_whole_or_not_at_all(
 def test_importing_all_names_reads_no_library() -> None:
     """What draws is read when something is drawn: a training program never pays for it."""
     code = (
-        "from fsdp2 import *; from fsdp2._pages import page;"
+        "from fsdp2 import *; from fsdp2._tools.pages import page;"
         "print(page._library.cache_info().currsize)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,1 +1,1 @@
-"""Programs on the simulated accelerator (`tests._sim`), and the faults that they must find."""
+"""Programs on the simulated accelerator (`tests.kit.sim`), and the faults that they must find."""

@@ -46,16 +46,15 @@ ON_A_CPU = {
 ABSENT_ON_A_CPU = ("host_read",)  # None there
 PRESENT_ON_A_CPU = ("_views",)
 CLASSES = {  # whose methods a CPU never enters
-    "_agreement/agreement.py": ("Follower",),
-    "_comm/late_look.py": ("LateLook",),
-    "_comm/device_streams.py": ("DeviceStreams",),
-    "_comm/symmetric.py": ("SymmetricMemoryAllGather",),
-    "_base/torch_comm.py": ("SymmetricMemory",),
+    "_core/agreement/agreement.py": ("Follower",),
+    "_core/comm/late_look.py": ("LateLook",),
+    "_core/comm/device_streams.py": ("DeviceStreams",),
+    "_core/comm/comms.py": ("SymmetricMemoryAllGather",),
+    "_core/base/torch_comm.py": ("SymmetricMemory",),
 }
 UNKNOWN_HERE = {  # the same name means something else in these files: what a caller asks for
-    "_api/finalization.py": ("async_op",),
-    "_api/module.py": ("async_op",),
-    "_comm/wire.py": ("async_op",),
+    "_core/api/module.py": ("async_op",),
+    "_core/comm/wire.py": ("async_op",),
 }
 
 

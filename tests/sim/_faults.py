@@ -1,7 +1,7 @@
 """Faults that the simulator must find: changes of the package's order of streams, mostly.
 
-Data for `scripts/sim --faults`, beside `tests._faults`, whose faults the other tests find on a CPU.
-`tests._plant` finds their places. `expected` is the kind of report: RACE and REUSE are about what
+Data for `scripts/sim --faults`, beside `tests.lab.faults`, whose faults the other tests find on a CPU.
+`tests.lab.plant` finds their places. `expected` is the kind of report: RACE and REUSE are about what
 waits for what; HOST about pinned memory that both sides use; WAIT is a wait of the host in a steady
 step; VALUE a difference from the host's values; ERROR an exception.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests._faults import Fault
+from tests.lab.faults import Fault
 
 KINDS = ("RACE", "REUSE", "HOST", "WAIT", "VALUE", "ERROR")
 
@@ -30,7 +30,7 @@ FAULTS = [
     # Lanes, their events, and the buffers they hold.
     SimFault(
         "lane-does-not-wait-for-what-is-before",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.launch",
         """
         if after is not None:
@@ -43,7 +43,7 @@ FAULTS = [
     ),
     SimFault(
         "retired-buffers-are-not-waited-for",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.launch",
         """
         for held in retired[:-1]:
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     SimFault(
         "retired-behind-the-lane-itself",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.retire",
         """
         event = torch.accelerator.current_stream().record_event()
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     SimFault(
         "lane-does-not-wait-for-compute",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "self._lanes[lane].record_event()",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     SimFault(
         "compute-waits-for-the-lane",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "torch.accelerator.current_stream().wait_stream(self._lanes[lane])",
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     SimFault(
         "launch-recorded-before-it-is-issued",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.launch",
         """
         flight = issue(*args)
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     SimFault(
         "work-of-the-users-is-not-waited-for",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.launch",
         "flight.wait()",
         "",
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     SimFault(
         "flight-is-not-waited-for",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_core/comm/wire.py",
         "InFlight.wait",
         """
         if self._event is not None:
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     SimFault(
         "host-does-not-wait-for-a-flight",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_core/comm/wire.py",
         "InFlight.synchronize",
         "self._event.synchronize()",
         "self._event.query()",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     SimFault(
         "buffers-of-the-launch-before-dropped",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.launch",
         "flight.buffers += after.buffers",
         "flight.buffers += ()",
@@ -154,7 +154,7 @@ FAULTS = [
     ),
     SimFault(
         "event-of-the-users-waited-for-by-compute",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.order_after_event",
         """
         with self._lanes[lane]:
@@ -170,7 +170,7 @@ FAULTS = [
     ),
     SimFault(
         "hook-runs-in-another-lane",
-        "fsdp2/_comm/device_streams.py",
+        "fsdp2/_core/comm/device_streams.py",
         "DeviceStreams.lane_of",
         "return name",
         'return "all_reduce"',
@@ -180,7 +180,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-never-finish",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_core/comm/wire.py",
         "Streams.finish_host_reads",
         "self.host_read.synchronize()",
         "self.host_read.wait()",
@@ -191,7 +191,7 @@ FAULTS = [
     # Gathers.
     SimFault(
         "gather-is-not-waited-for",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.wait_for_unshard",
         """
         gather.flight.wait()
@@ -208,7 +208,7 @@ FAULTS = [
     ),
     SimFault(
         "gathered-memory-is-not-held",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.wait_for_unshard",
         """
         try:
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     SimFault(
         "gather-into-memory-that-compute-still-uses",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.unshard",
         'self.context.streams.order_after_compute("gather")',
         "",
@@ -241,7 +241,7 @@ FAULTS = [
     ),
     SimFault(
         "whole-memory-freed-beside-its-stream",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup._give_up_full",
         """
         if full.stream is not None:
@@ -254,7 +254,7 @@ FAULTS = [
     ),
     SimFault(
         "dropped-gather-is-not-waited-for",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup._drop_gather",
         """
         gather.flight.wait()
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     SimFault(
         "smaller-shards-gathered-while-written",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.reshard_post_forward",
         'self.context.streams.order_after_compute("gather")',
         "",
@@ -281,7 +281,7 @@ FAULTS = [
     ),
     SimFault(
         "smaller-shards-freed-too-early",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.unshard",
         """
         flight = streams.launch("gather", gather, wire, streams.async_op)
@@ -299,7 +299,7 @@ FAULTS = [
     ),
     SimFault(
         "adopted-shards-gathered-while-written",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup._adopt",
         'self.context.streams.order_after_compute("gather")',
         "",
@@ -309,7 +309,7 @@ FAULTS = [
     ),
     SimFault(
         "planned-again-gathered-while-written",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.prepare_unsharded",
         'streams.order_after_compute("gather")',
         "",
@@ -319,7 +319,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-are-not-noted",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_core/params/group.py",
         "ParamGroup.unshard",
         "streams.host_read = flight",
         "streams.host_read = None",
@@ -329,7 +329,7 @@ FAULTS = [
     ),
     SimFault(
         "host-waits-for-the-copy-of-shards",
-        "fsdp2/_param_group/buffers.py",
+        "fsdp2/_core/params/buffers.py",
         "ShardBuffer.gather",
         "flat.to(self._compute, non_blocking=has_lanes)",
         "flat.to(self._compute, non_blocking=not has_lanes)",
@@ -339,7 +339,7 @@ FAULTS = [
     ),
     SimFault(
         "a-gather-of-nothing-is-split",
-        "fsdp2/_param_group/layout.py",
+        "fsdp2/_core/params/layout.py",
         "GatherLayout._pack",
         "sum(padded) == nbytes > 0",
         "sum(padded) == nbytes",
@@ -349,7 +349,7 @@ FAULTS = [
     ),
     SimFault(
         "shards-in-pageable-memory",
-        "fsdp2/_base/policy.py",
+        "fsdp2/_core/base/policy.py",
         "Residence.is_pinned",
         "self.is_away and pins and capabilities(self.compute).pins",
         "self.is_away and pins and not capabilities(self.compute).pins",
@@ -359,7 +359,7 @@ FAULTS = [
     ),
     SimFault(
         "an-accelerator-pins-nothing",
-        "fsdp2/_base/capabilities.py",
+        "fsdp2/_core/base/capabilities.py",
         "Capabilities",
         "pins: bool = True",
         "pins: bool = False",
@@ -369,7 +369,7 @@ FAULTS = [
     ),
     SimFault(
         "collectives-joined-and-left-alone",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_core/comm/wire.py",
         "Wire.all_gather_each",
         """
         with torch_comm.coalesced(axis.pg, pairs[0][0].device):
@@ -387,7 +387,7 @@ FAULTS = [
     ),
     SimFault(
         "stand-in-is-not-waited-for",
-        "fsdp2/_param_group/functional_call.py",
+        "fsdp2/_core/params/functional_call.py",
         "_GatherShard.forward",
         """
         full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
@@ -405,7 +405,7 @@ FAULTS = [
     ),
     SimFault(
         "extension-tells-the-host-each-time",
-        "fsdp2/_param_group/extension.py",
+        "fsdp2/_core/params/extension.py",
         "ExtensionTail.arrived",
         "capabilities(self._device).is_host",
         "self.items",
@@ -416,7 +416,7 @@ FAULTS = [
     # Reductions.
     SimFault(
         "reduced-while-backward-writes",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.start",
         'self._streams.order_after_compute("reduce")',
         "",
@@ -426,7 +426,7 @@ FAULTS = [
     ),
     SimFault(
         "reduced-in-the-lane-of-gathers",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.start",
         'self._streams.launch("reduce", self._reduce_scatter)',
         'self._streams.launch("gather", self._reduce_scatter)',
@@ -436,7 +436,7 @@ FAULTS = [
     ),
     SimFault(
         "replicas-summed-before-shards",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.advance",
         'self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)',
         """
@@ -450,7 +450,7 @@ FAULTS = [
     ),
     SimFault(
         "stored-before-it-is-reduced",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.finish",
         "self._streams.launch(lane, self._store, after=self._flight)",
         "self._streams.launch(lane, self._store, after=self._flight if self._streams.async_op else None)",
@@ -460,7 +460,7 @@ FAULTS = [
     ),
     SimFault(
         "partial-sum-freed-too-early",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction._sum_replicas",
         "self._held = partial = owner.unreduced.partial",
         "partial = owner.unreduced.partial",
@@ -470,7 +470,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-are-not-waited-for",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.wait",
         """
         if self.needs_host and not is_seen:
@@ -488,7 +488,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-in-host-memory-are-not-waited-for",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.show_host",
         "self._flight.synchronize()",
         "self._flight.wait()",
@@ -498,7 +498,7 @@ FAULTS = [
     ),
     SimFault(
         "counts-read-too-early",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.__init__",
         "bool(absent) or owner._residence.is_away",
         "owner._residence.is_away",
@@ -508,7 +508,7 @@ FAULTS = [
     ),
     SimFault(
         "host-looks-at-counts-in-every-step",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reducer.reduce",
         "if settings.reduce_unused or self.hook is not None:\n    absent = []",
         "absent = [0]",
@@ -518,7 +518,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-finished-before-their-copy",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "GradientBuffer",
         """
         def fill(self, reduced: Tensor) -> list[Tensor]:
@@ -550,7 +550,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-by-columns-packed-as-they-lie",
-        "fsdp2/_param_group/gradient_packing.py",
+        "fsdp2/_core/params/gradient_packing.py",
         "pack_gradients",
         "[c.contiguous() for c in columns]",
         "list(columns)",
@@ -560,7 +560,7 @@ FAULTS = [
     ),
     SimFault(
         "missing-gradients-counted-on-the-host",
-        "fsdp2/_param_group/gradient_packing.py",
+        "fsdp2/_core/params/gradient_packing.py",
         "tail_without",
         "complete[0].clone()",
         "complete[0].clone() if complete.is_cpu else complete.new_tensor([1.0] * len(complete[0]))",
@@ -570,7 +570,7 @@ FAULTS = [
     ),
     SimFault(
         "tail-of-a-stand-in-made-on-the-host",
-        "fsdp2/_param_group/gradient_packing.py",
+        "fsdp2/_core/params/gradient_packing.py",
         "tail",
         "torch.ones(layout.tail_gap + len(layout.members), dtype=dtype, device=device)",
         "torch.tensor([1.0] * (layout.tail_gap + len(layout.members)), dtype=dtype, device=device)",
@@ -580,7 +580,7 @@ FAULTS = [
     ),
     SimFault(
         "reduced-in-eight-bits",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_core/comm/wire.py",
         "DefaultReduceScatter.__call__",
         """
         work: dist.Work | None = torch_comm.reduce_scatter_single(
@@ -601,7 +601,7 @@ FAULTS = [
     ),
     SimFault(
         "parts-added-up-before-they-arrive",
-        "fsdp2/_comm/gloo_p2p.py",
+        "fsdp2/_core/comm/gloo_p2p.py",
         "Exchange.wait",
         "self._work.wait()",
         """
@@ -615,7 +615,7 @@ FAULTS = [
     # When things happen.
     SimFault(
         "forward-gathers-beside-the-optimizer",
-        "fsdp2/_engine/tree.py",
+        "fsdp2/_core/engine/tree.py",
         "Runtime.begin_forward",
         'self.context.streams.order_after_compute("gather")',
         "",
@@ -625,7 +625,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-released-under-an-optimizer",
-        "fsdp2/_engine/tree.py",
+        "fsdp2/_core/engine/tree.py",
         "Runtime.begin_forward",
         'self.context.streams.order_after_event("gather", event)',
         """
@@ -640,7 +640,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-an-evaluation",
-        "fsdp2/_engine/tree.py",
+        "fsdp2/_core/engine/tree.py",
         "Runtime.end_forward",
         "self.context.streams.finish_host_reads()",
         "",
@@ -650,7 +650,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-a-lost-graph",
-        "fsdp2/_engine/tree.py",
+        "fsdp2/_core/engine/tree.py",
         "Runtime.lose_graph",
         """
         if self.context.streams.host_read is not None:
@@ -663,7 +663,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-a-backward",
-        "fsdp2/_engine/tree.py",
+        "fsdp2/_core/engine/tree.py",
         "Runtime.end_reductions",
         "self.context.streams.finish_host_reads()",
         "",
@@ -673,7 +673,7 @@ FAULTS = [
     ),
     SimFault(
         "parts-tell-of-late-gradients-in-every-step",
-        "fsdp2/_engine/parts.py",
+        "fsdp2/_core/engine/parts.py",
         "Parts._agrees",
         "tree.context.streams.async_op or tree.root.settings.overlap.synchronizes",
         "True",
@@ -683,7 +683,7 @@ FAULTS = [
     ),
     SimFault(
         "oldest-reduction-is-not-waited-for",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "ReductionQueue._complete_oldest",
         """
         if self._context.streams.async_op:
@@ -701,7 +701,7 @@ FAULTS = [
     ),
     SimFault(
         "inputs-given-back-while-they-are-scattered",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.return_inputs",
         "self._scattered.wait()",
         "",
@@ -711,7 +711,7 @@ FAULTS = [
     ),
     SimFault(
         "sum-over-replicas-given-back-with-the-inputs",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reduction.return_inputs",
         "data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None",
         "True",
@@ -721,7 +721,7 @@ FAULTS = [
     ),
     SimFault(
         "units-tell-of-a-state-too-early",
-        "fsdp2/_engine/between_steps.py",
+        "fsdp2/_core/engine/between_steps.py",
         "reshard_if_idle",
         "group.context.streams.finish_host_reads()",
         "",
@@ -731,7 +731,7 @@ FAULTS = [
     ),
     SimFault(
         "late-gradients-told-of-beside-the-stream",
-        "fsdp2/_engine/parts.py",
+        "fsdp2/_core/engine/parts.py",
         "PartExchange._join",
         """
         with torch_modes.hidden_from_modes():
@@ -751,7 +751,7 @@ FAULTS = [
     ),
     SimFault(
         "missed-units-done-in-whatever-stream",
-        "fsdp2/_engine/tree.py",
+        "fsdp2/_core/engine/tree.py",
         "Runtime._go_through",
         "self.context.streams.on(visit.stream)",
         "self.context.streams.on(self.context.streams.current)",
@@ -761,7 +761,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-add-up-in-the-first-stream",
-        "fsdp2/_param_group/early_release.py",
+        "fsdp2/_core/params/early_release.py",
         "Readers.follow",
         "stream != self._stream",
         "stream is None",
@@ -771,7 +771,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-filled-under-a-recorded-stream",
-        "fsdp2/_param_group/reduce.py",
+        "fsdp2/_core/params/reduce.py",
         "Reducer.acquire",
         "self.has_streams",
         "not self.has_streams",
@@ -781,7 +781,7 @@ FAULTS = [
     ),
     SimFault(
         "numbers-made-anew-in-every-step",
-        "fsdp2/_param_group/reduce_plan.py",
+        "fsdp2/_core/params/reduce_plan.py",
         "ReducePlanner._renumbered",
         "self._completes[tuple(codes)] = complete",
         "",
@@ -792,7 +792,7 @@ FAULTS = [
     # What ranks see of each other.
     SimFault(
         "late-look-is-too-early",
-        "fsdp2/_comm/late_look.py",
+        "fsdp2/_core/comm/late_look.py",
         "LateLook.look",
         "self._event is None or not self._event.query()",
         "self._event is None",
@@ -802,7 +802,7 @@ FAULTS = [
     ),
     SimFault(
         "late-look-waits",
-        "fsdp2/_comm/late_look.py",
+        "fsdp2/_core/comm/late_look.py",
         "LateLook.look",
         "self._event is None or not self._event.query()",
         "self._event is None or self._event.synchronize()",
@@ -812,7 +812,7 @@ FAULTS = [
     ),
     SimFault(
         "late-look-into-pageable-memory",
-        "fsdp2/_comm/late_look.py",
+        "fsdp2/_core/comm/late_look.py",
         "LateLook.note",
         'torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)',
         'torch.empty(nbytes, dtype=torch.uint8, device="cpu")',
@@ -823,7 +823,7 @@ FAULTS = [
     # What users call.
     SimFault(
         "gather-by-hand-beside-the-optimizer",
-        "fsdp2/_api/module.py",
+        "fsdp2/_core/api/module.py",
         "FSDPModule.unshard",
         'unit.runtime.context.streams.order_after_compute("gather")',
         "",
@@ -833,7 +833,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-a-reshard",
-        "fsdp2/_api/module.py",
+        "fsdp2/_core/api/module.py",
         "FSDPModule.reshard",
         "group.context.streams.finish_host_reads()",
         "",
@@ -843,7 +843,7 @@ FAULTS = [
     ),
     SimFault(
         "handle-waits-for-nothing",
-        "fsdp2/_api/finalization.py",
+        "fsdp2/_core/api/module.py",
         "GradientReductionHandle.wait",
         """
         self._runtime = self._pending = streams.pending = None
@@ -860,7 +860,7 @@ FAULTS = [
     ),
     SimFault(
         "stream-of-a-hook-forgotten",
-        "fsdp2/_api/settings.py",
+        "fsdp2/_core/api/settings.py",
         "ControlSurface.set_all_reduce_hook",
         "group.reducer.hook, group.reducer.hook_stream = hook, stream",
         "group.reducer.hook, group.reducer.hook_stream = hook, None",
@@ -890,7 +890,7 @@ FAULTS = [
     ),
     SimFault(
         "whole-parameters-before-they-arrive",
-        "fsdp2/_transfer/redistribute.py",
+        "fsdp2/_core/transfer/redistribute.py",
         "_gather_line",
         "torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)",
         "self_work = torch_comm.all_gather_single(line, parts[axis.rank], axis.pg, True)",
@@ -901,7 +901,7 @@ FAULTS = [
     # Memory of the host beside a device.
     SimFault(
         "activations-leave-before-they-are-there",
-        "fsdp2/_offload/host_memory.py",
+        "fsdp2/_core/api/host_memory.py",
         "CopyLanes.send_out",
         "self._out.wait_stream(self.compute)",
         "",
@@ -911,7 +911,7 @@ FAULTS = [
     ),
     SimFault(
         "activations-come-back-into-memory-in-use",
-        "fsdp2/_offload/host_memory.py",
+        "fsdp2/_core/api/host_memory.py",
         "CopyLanes.bring_back",
         "self._back.wait_stream(self.compute)",
         "",
@@ -921,7 +921,7 @@ FAULTS = [
     ),
     SimFault(
         "host-buffer-used-again-too-early",
-        "fsdp2/_offload/host_memory.py",
+        "fsdp2/_core/api/host_memory.py",
         "CopyLanes._copy",
         """
         if buffer.event is not None:
@@ -934,7 +934,7 @@ FAULTS = [
     ),
     SimFault(
         "activations-are-let-go-while-they-leave",
-        "fsdp2/_offload/activations.py",
+        "fsdp2/_core/api/activations.py",
         "Away.let_go",
         "self.stream.wait_event(self.departure)",
         "",
@@ -944,7 +944,7 @@ FAULTS = [
     ),
     SimFault(
         "activations-are-dropped-while-they-come-back",
-        "fsdp2/_offload/activations.py",
+        "fsdp2/_core/api/activations.py",
         "Away.drop",
         """
         if self.arrival is not None:
@@ -957,7 +957,7 @@ FAULTS = [
     ),
     SimFault(
         "activations-are-read-before-they-are-back",
-        "fsdp2/_offload/activations.py",
+        "fsdp2/_core/api/activations.py",
         "Away.held",
         "self.lanes.compute.wait_event(self.arrival)",
         "",

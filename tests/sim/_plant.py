@@ -22,9 +22,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tests._mutants import ROOT
-from tests._plant import Package
-from tests._pool import RankPool, _Run, make_request
+from tests.kit.pool import RankPool, _Run, make_request
+from tests.lab.mutants import ROOT
+from tests.lab.plant import Package
 from tests.sim._faults import SimFault
 
 LIMIT_S = 60.0

@@ -12,7 +12,7 @@ import torch.distributed.tensor.parallel
 import torch.nn.attention.flex_attention
 import torch.testing
 
-from tests import _rank  # noqa: F401
+from tests.kit import rank  # noqa: F401
 
 torch.set_num_threads(1)
 gc.collect()

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests._mutants import ROOT
-from tests._plant import Package
-from tests._pool import RankPool, _Run, make_request
-from tests._rank import PRELOADED
-from tests._sim import NoCompilerError
-from tests._sim._build import build
+from tests.kit.pool import RankPool, _Run, make_request
+from tests.kit.rank import PRELOADED
+from tests.kit.sim import NoCompilerError
+from tests.kit.sim._build import build
+from tests.lab.mutants import ROOT
+from tests.lab.plant import Package
 from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
 from tests.sim._coverage import measure, trace_scenario
 from tests.sim._faults import FAULTS

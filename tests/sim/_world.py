@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests import _meshes, _sim
-from tests._models import seeded
-from tests._parity import whole
+from fsdp2._core.engine.tree import unit_of
+from tests.kit import meshes, sim
+from tests.kit.models import seeded
+from tests.kit.parity import whole
 from tests.sim._streams import NoEvent, NoStream, OwnEvent, OwnStream
 
 TOLERANCE = 1e-6  # of fp32, relative to the largest value; other dtypes have their own eps
@@ -38,7 +38,7 @@ class World:
     kind: str
     rank: int
     size: int
-    waits: list[_sim.Found] = field(default_factory=list)  # of the host, in steady steps
+    waits: list[sim.Found] = field(default_factory=list)  # of the host, in steady steps
     kept: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -53,7 +53,7 @@ class World:
         """Return a mesh: one number shards, two replicate and shard; none: all ranks shard."""
         if len(shape) == 2 and names is None:
             names = ("replicate", "shard")
-        return _meshes.shared_mesh(shape or (self.size,), names)
+        return meshes.shared_mesh(shape or (self.size,), names)
 
     def stream(self, own: bool = False) -> Any:
         """Return a new stream; with ``own`` of the device's own class, as ``torch.cuda.Stream``."""
@@ -95,12 +95,12 @@ class World:
         if not self.is_simulated:
             yield
             return
-        before = {(found.kind, found.text): found.times for found in _sim.waits()}
+        before = {(found.kind, found.text): found.times for found in sim.waits()}
         yield
-        for found in _sim.waits():
+        for found in sim.waits():
             times = found.times - before.get((found.kind, found.text), 0)
             if times:
-                self.waits.append(_sim.Found(found.kind, found.text, times))
+                self.waits.append(sim.Found(found.kind, found.text, times))
 
     def steps(self, count: int, unsteady: int = UNSTEADY) -> Iterator[int]:
         """Count steps; those behind the first few are steady: the host may not wait in them."""
@@ -118,7 +118,7 @@ class World:
         for model in self.kept:
             unit = unit_of(model)
             if unit is not None and unit.runtime is not None:
-                _sim.name_lanes(unit.runtime.context.streams)
+                sim.name_lanes(unit.runtime.context.streams)
 
     def values(self, *models: nn.Module, **more: Tensor) -> dict[str, Tensor]:
         """Return all parameters, whole and on the host, and what else is given."""
@@ -163,8 +163,8 @@ class Report:
     """What one rank found in a scenario."""
 
     scenario: str
-    reports: list[_sim.Found]
-    waits: list[_sim.Found]
+    reports: list[sim.Found]
+    waits: list[sim.Found]
     difference: float  # the largest between both worlds, relative to the tensor's largest value
     differing: str  # the tensor that has it
     operations: int
@@ -178,15 +178,15 @@ def run_scenario(name: str) -> Report:
     rank, size = dist.get_rank(), dist.get_world_size()
     results = {}
     for kind in ("cpu", "sim"):
-        _meshes.use_device(kind)
+        meshes.use_device(kind)
         torch.set_default_device(kind)
         torch.manual_seed(7)
         world = World(kind, rank, size)
         if kind == "sim":
-            _sim.finish()
-            _sim.load().forget()
+            sim.finish()
+            sim.load().forget()
         results[kind] = scenario.program(world)
-    _sim.finish()
+    sim.finish()
     difference, differing = 0.0, ""
     assert results["cpu"].keys() == results["sim"].keys()
     for key, expected in results["cpu"].items():
@@ -200,11 +200,11 @@ def run_scenario(name: str) -> Report:
         here = float((left - right).abs().max()) / scale
         if difference == difference and not here <= difference:  # a NaN stays
             difference, differing = here, key
-    operations, accesses, _, peak = _sim.load().counts()
+    operations, accesses, _, peak = sim.load().counts()
     report = Report(
-        name, _sim.reports(), world.waits, difference, differing, operations, accesses, peak
+        name, sim.reports(), world.waits, difference, differing, operations, accesses, peak
     )
-    _sim.load().forget()
+    sim.load().forget()
     return report
 
 

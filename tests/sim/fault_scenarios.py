@@ -20,8 +20,8 @@ from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2._base import torch_comm
-from tests._models import WIDTH, Block, Stack, each_block, loss_of, stack
+from fsdp2._core.base import torch_comm
+from tests.kit.models import WIDTH, Block, Stack, each_block, loss_of, stack
 from tests.sim._world import Values, World, scenario
 
 STACK = stack(count=2)

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._activations import ATTRIBUTE
-from tests import _sim
-from tests._models import WIDTH, Block, Stack, seeded
-from tests._pool import RunOnRanks, make_request
+from fsdp2._core.api.activations import ATTRIBUTE
+from tests.kit import sim
+from tests.kit.models import WIDTH, Block, Stack, seeded
+from tests.kit.pool import RunOnRanks, make_request
 from tests.sim.test_scenarios import simulator
 
 __all__ = ["simulator"]  # a fixture
@@ -42,7 +42,7 @@ def body(function: Body) -> Body:
 def run(name: str) -> None:
     BODIES[name]()
     gc.collect()
-    _sim.check()
+    sim.check()
 
 
 run.body = run  # type: ignore[attr-defined]  # what a rank looks for
@@ -367,8 +367,8 @@ def what_was_written_after_it_was_saved_is_an_error() -> None:
         learn(model, batch())
     assert caught.value.code == "FS324"
     gc.collect()
-    _sim.finish()
-    _sim.load().forget()  # the copy and the write race, which is why it is an error
+    sim.finish()
+    sim.load().forget()  # the copy and the write race, which is why it is an error
 
 
 @body
@@ -430,10 +430,10 @@ def the_peak_does_not_grow_with_the_depth() -> None:
             learn(model, x)
             model.zero_grad()
             gc.collect()
-            before = _sim.load().counts()[2]
-            _sim.load().reset_peak()
+            before = sim.load().counts()[2]
+            sim.load().reset_peak()
             learn(model, x)
-            peaks[depth, keeps] = _sim.load().counts()[3] - before
+            peaks[depth, keeps] = sim.load().counts()[3] - before
     of_a_block = (peaks[12, True] - peaks[4, True]) / 8
     more = peaks[12, False] - peaks[4, False]
     assert more < 0.1 * of_a_block * 8  # gradients of more blocks

@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import StateError
-from tests import _sim
-from tests._models import WIDTH, Stack, each_block, loss_of
-from tests._pool import ranks
+from tests.kit import sim
+from tests.kit.models import WIDTH, Stack, each_block, loss_of
+from tests.kit.pool import ranks
 from tests.sim._world import World
 
 STEPS = 12
@@ -123,6 +123,6 @@ def test_all_ranks_may_change_their_way(rank: int, world_size: int) -> None:
     inputs = [world.tensor(3, WIDTH, seed=step) for step in range(20)]
     for step in range(20):
         model.order = (0, 2) if step in (4, 5) else (0, 1, 2)
-        _sim.load().forget()
+        sim.load().forget()
         loss_of(model(inputs[step])).backward()
-    assert _sim.waits() == []
+    assert sim.waits() == []

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._report import Result
-from tests._mutants import ROOT
-from tests._sim import NoCompilerError
-from tests._sim._build import build
+from benchmarks.kit.report import Result
+from tests.kit.sim import NoCompilerError
+from tests.kit.sim._build import build
+from tests.lab.mutants import ROOT
 
 
 def run(tmp_path: Path, *words: str) -> Result:
@@ -23,7 +23,7 @@ def run(tmp_path: Path, *words: str) -> Result:
         pytest.skip(f"no simulator: {reason}")
     path = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.device", "--json", str(path), *words],
+        [sys.executable, "-m", "benchmarks.device.device", "--json", str(path), *words],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,

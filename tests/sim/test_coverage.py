@@ -42,7 +42,7 @@ def found_in_a_file_of_the_host(folder: Path) -> list[object]:
 
 
 def test_a_statement_ran_if_one_of_its_lines_did() -> None:
-    of_lanes = (s for s in device_only() if s.file == "_comm/device_streams.py")
+    of_lanes = (s for s in device_only() if s.file == "_core/comm/device_streams.py")
     each = next(s for s in of_lanes if s.last > s.first)
     assert each.ran({(each.file, each.last)})
     assert not each.ran({(each.file, each.last + 1)})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests._sim import NoCompilerError
-from tests._sim._build import build
+from tests.kit.sim import NoCompilerError
+from tests.kit.sim._build import build
 from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
 from tests.sim._faults import FAULTS, KINDS
 from tests.sim._world import SCENARIOS

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._param_group import gradient_packing
-from fsdp2._param_group.layout import ReduceLayout, ShardLayout
-from tests import _sim
-from tests._pool import RunOnRanks, make_request
+from fsdp2._core.params import gradient_packing
+from fsdp2._core.params.layout import ReduceLayout, ShardLayout
+from tests.kit import sim
+from tests.kit.pool import RunOnRanks, make_request
 from tests.sim.test_scenarios import simulator
 
 __all__ = ["simulator"]  # a fixture
@@ -31,9 +31,9 @@ def count_kernels(size: int, kind: str) -> None:
         grads[2] = None
         behind = gradient_packing.tail_without(complete, [2], layout)
     out = torch.empty(size, layout.packed_numel)
-    before, *_ = _sim.load().counts()
+    before, *_ = sim.load().counts()
     gradient_packing.pack_gradients(grads, layout, 0, behind, out)
-    after, *_ = _sim.load().counts()
+    after, *_ = sim.load().counts()
     on_host = torch.empty(out.shape, device="cpu")
     host = [None if grad is None else grad.to("cpu") for grad in grads]
     gradient_packing.pack_gradients(host, layout, 0, behind.to("cpu"), on_host)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests._pool import RunOnRanks, make_request
-from tests._sim import NoCompilerError
-from tests._sim._build import build
+from tests.kit.pool import RunOnRanks, make_request
+from tests.kit.sim import NoCompilerError
+from tests.kit.sim._build import build
 from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
 from tests.sim._world import SCENARIOS, problems, run_scenario
 

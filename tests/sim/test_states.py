@@ -21,11 +21,11 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._base.torch_dtensor import local_part
+from fsdp2._core.base.torch_dtensor import local_part
 from fsdp2.optim import _offload
-from tests import _sim
-from tests._models import CASES, loss_of, seeded
-from tests._pool import RunOnRanks, make_request
+from tests.kit import sim
+from tests.kit.models import CASES, loss_of, seeded
+from tests.kit.pool import RunOnRanks, make_request
 from tests.sim.test_scenarios import simulator
 
 __all__ = ["simulator"]  # a fixture
@@ -89,7 +89,7 @@ def run(make: str, case: str, rank: int) -> None:
         else:
             assert torch.equal(*pair), place
     gc.collect()
-    _sim.check()
+    sim.check()
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -133,7 +133,7 @@ def run_body(name: str, rank: int) -> None:
     with mock.patch.object(_offload, "LEAST_NBYTES", 1):
         BODIES[name]()
     gc.collect()
-    _sim.check()
+    sim.check()
 
 
 run_body.body = run_body  # type: ignore[attr-defined]  # what a rank looks for
@@ -155,7 +155,7 @@ def the_peak_is_that_of_a_few_units() -> None:
     peaks, kept = {}, {}
     for offloads in (False, True):
         gc.collect()
-        before = _sim.load().counts()[2]
+        before = sim.load().counts()[2]
         model = deep(24).to("sim")
         optim = torch.optim.AdamW(model.parameters(), foreach=False)
         if offloads:
@@ -164,10 +164,10 @@ def the_peak_is_that_of_a_few_units() -> None:
             step(model, optim)
         gc.collect()
         parameters = sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
-        kept[offloads] = _sim.load().counts()[2] - before - parameters
-        _sim.load().reset_peak()
+        kept[offloads] = sim.load().counts()[2] - before - parameters
+        sim.load().reset_peak()
         step(model, optim)
-        peaks[offloads] = _sim.load().counts()[3] - before
+        peaks[offloads] = sim.load().counts()[3] - before
         del model, optim
     layer = 2 * 32 * 33 * 4  # the states of one
     assert kept[False] > 22 * layer

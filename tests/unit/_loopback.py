@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2._base.capabilities import ZERO_COPY_NBYTES, ZeroCopy
-from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
-from fsdp2._comm.wire import Streams, _joined
-from fsdp2._comm.wire import Wire as Sender
-from fsdp2._param_group.forms import Site
-from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.placement import place, shard_dim
-from fsdp2._param_group.reduce import Reduction
+from fsdp2._core.base.capabilities import ZERO_COPY_NBYTES, ZeroCopy
+from fsdp2._core.base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._core.comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
+from fsdp2._core.comm.wire import Streams, _joined
+from fsdp2._core.comm.wire import Wire as Sender
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.param import FSDPParam
+from fsdp2._core.params.placement import place, shard_dim
+from fsdp2._core.params.reduce import Reduction
+from fsdp2._core.params.registration import Site
 
 
 @contextmanager

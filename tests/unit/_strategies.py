@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2._base.capabilities import ZeroCopy
-from fsdp2._param_group.layout import GatherItem, ShardLayout, contiguous_stride
+from fsdp2._core.base.capabilities import ZeroCopy
+from fsdp2._core.params.layout import GatherItem, ShardLayout, contiguous_stride
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 RAW = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2._base import capabilities
-from fsdp2._base.capabilities import Capabilities, ZeroCopy
-from fsdp2._base.policy import CPUOffloadPolicy, Residence
-from fsdp2._comm.device_streams import streams_for
-from fsdp2._comm.wire import Streams
+from fsdp2._core.base import capabilities
+from fsdp2._core.base.capabilities import Capabilities, ZeroCopy
+from fsdp2._core.base.policy import CPUOffloadPolicy, Residence
+from fsdp2._core.comm.device_streams import streams_for
+from fsdp2._core.comm.wire import Streams
 
 KIND = "xpu"
 

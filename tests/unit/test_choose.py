@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests._choose import LONGEST_S, Measured, choose, entered_by_few, lines_of
-from tests._suite import Chosen
+from tests.lab.choose import LONGEST_S, Measured, choose, entered_by_few, lines_of
+from tests.lab.suite import Chosen
 
 A, B, C = (f"tests/test_{name}.py::test_{name}" for name in "abc")
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2._base.rows import EVERYTHING, Deal
-from fsdp2._param_group import coding, packing
-from fsdp2._param_group.layout import (
+from fsdp2._core.base.rows import EVERYTHING, Deal
+from fsdp2._core.params import packing
+from fsdp2._core.params.layout import (
     ALIGN_NBYTES,
     Coding,
     GatherItem,
@@ -44,10 +44,10 @@ def test_codes_are_the_nearest_and_codes_of_codes_change_nothing(dtype: torch.dt
 
 
 def decoded(values: Tensor, how: Coding) -> Tensor:
-    (steps,), (scales,) = coding.encode([values.view(how.scale_count(values.shape), -1)], how)
+    (steps,), (scales,) = packing.encode([values.view(how.scale_count(values.shape), -1)], how)
     codes = steps.to(how.dtype).view(1, *values.shape)
     target = torch.empty(1, *values.shape)
-    coding.decode([target], [coding.Codes(codes, scales.unsqueeze(0))])
+    packing.decode([target], [packing.Codes(codes, scales.unsqueeze(0))])
     return target[0]
 
 
@@ -129,7 +129,7 @@ def expected(whole: Tensor, item: GatherItem) -> Tensor:
             parts.append(part.to(item.compute_dtype))
             continue
         rows = part.reshape(item.coding.scale_count(part.shape), -1)
-        (steps,), (scales,) = coding.encode([rows], item.coding)
+        (steps,), (scales,) = packing.encode([rows], item.coding)
         codes = steps.to(item.coding.dtype).to(item.compute_dtype).view(part.shape)
         scales = scales.to(item.compute_dtype).view(-1, *(1,) * (part.dim() - 1))
         parts.append(codes * scales)

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from fsdp2._comm.mesh import MeshAxis
-from fsdp2._comm.wire import Wire as Sender
-from fsdp2._param_group.reduce_plan import GradientScale
+from fsdp2._core.comm.mesh import MeshAxis
+from fsdp2._core.comm.wire import Wire as Sender
+from fsdp2._core.params.reduce_plan import GradientScale
 from tests.unit._loopback import LoopbackComm, Wire, fake_process_group
 
 SUM = dist.ReduceOp.SUM

@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._agreement.agreement import (
+from fsdp2._core.agreement.agreement import (
+    CONTEXT,
     GAVE_UP,
+    LONG_RUN,
     RENEWED,
     Agreement,
     Follower,
     Operation,
     Over,
+    Predictions,
     Sent,
 )
-from fsdp2._agreement.operation_ids import DTYPES as SENT
-from fsdp2._agreement.operation_ids import (
+from fsdp2._core.agreement.operation_ids import DTYPES as SENT
+from fsdp2._core.agreement.operation_ids import (
     GATHER_STAMP_NUMEL,
     NUMBER_BITS,
     STAMP_BITS,
@@ -33,11 +36,10 @@ from fsdp2._agreement.operation_ids import (
     number_of,
     number_of_digits,
 )
-from fsdp2._agreement.predictions import CONTEXT, LONG_RUN, Predictions
-from fsdp2._agreement.stamp import Stamp
-from fsdp2._base.errors import StateError
-from fsdp2._comm.mesh import MeshAxis
-from fsdp2._comm.wire import Wire
+from fsdp2._core.agreement.stamp import Stamp
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.comm.mesh import MeshAxis
+from fsdp2._core.comm.wire import Wire
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

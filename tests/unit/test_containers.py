@@ -13,7 +13,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2._base.containers import Loan, map_tensors, visit_tensors
+from fsdp2._core.base.containers import Loan, map_tensors, visit_tensors
 
 Pair = namedtuple("Pair", "left right")
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2._base.rows import EVERYTHING, Deal, rows_of
-from fsdp2._param_group import gradient_packing, packing
-from fsdp2._param_group.deals import (
+from fsdp2._core.base.rows import EVERYTHING, Deal, rows_of
+from fsdp2._core.params import gradient_packing, packing
+from fsdp2._core.params.deals import (
     Claim,
     Loads,
     deal_blocks,
     newton_schulz_flops,
 )
-from fsdp2._param_group.layout import (
+from fsdp2._core.params.layout import (
     ALIGN_NBYTES,
     GatherItem,
     GatherLayout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2._plan.costs import (
+from fsdp2._tools.plan.costs import (
     ALIGNMENT_NBYTES,
     CHANNELS,
     MISALIGNED,
@@ -12,8 +12,8 @@ from fsdp2._plan.costs import (
     Costs,
     sustained,
 )
-from fsdp2._plan.device_clock import DeviceClock
-from fsdp2._plan.hardware import HARDWARE
+from fsdp2._tools.plan.device_clock import DeviceClock
+from fsdp2._tools.plan.hardware import HARDWARE
 
 COMPUTE, GATHER, REDUCE, SUM = 0, 1, 2, 3
 NEAR, FAR = 450e9, 50e9

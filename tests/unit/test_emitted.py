@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 import fsdp2
-from benchmarks import _noop
-from benchmarks._models import Size, build, make_input, make_step
-from benchmarks.compile import look
-from tests._emitted import Step, emitted_by, emitted_step, read_step, stubbed_kernels
-from tests._emitted_kernels import read_kernel
-from tests._slow import with_slow
+from benchmarks.compiled.compile import look
+from benchmarks.kit import noop
+from benchmarks.kit.models import Size, build, make_input, make_step
+from tests.kit.emitted import Step, emitted_by, emitted_step, read_step, stubbed_kernels
+from tests.kit.emitted_kernels import read_kernel
+from tests.kit.slow import with_slow
 
 HEAD = """
 aten = torch.ops.aten
@@ -379,7 +379,7 @@ def test_a_step_that_is_emitted_has_the_collectives_of_its_groups(bf16: bool) ->
 def test_the_peak_of_the_code_is_that_of_the_allocator() -> None:
     """In fp32: products in bf16 may take memory of their own inside, which no code shows."""
     size = Size(depth=2, width=32, hidden=64, vocabulary=64)
-    with _noop.ranks(2) as (_, mesh):
+    with noop.ranks(2) as (_, mesh):
         model = build("fsdp2", size, mesh, bf16=False)
         compiled = fsdp2.compile(model, fullgraph=True)
         x = make_input("fsdp2", size, bf16=False)

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from fsdp2._base.errors import ConfigError, ConfigTypeError, FSDPError, StateError, UnsupportedError
-from fsdp2._comm.backend_words import known_of
-from fsdp2._comm.process_mesh import LostRank
+from fsdp2._core.base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    FSDPError,
+    StateError,
+    UnsupportedError,
+)
+from fsdp2._core.comm.process_mesh import LostRank, known_of
 
 CLOSED = "it closed the connection. Its program came to its end (had it fewer batches?)"
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from fsdp2._base import events
-from fsdp2._base.events import Event, emit, follow, listen, log_event, profile_event
+from fsdp2._core.base import events
+from fsdp2._core.base.events import Event, emit, follow, listen, log_event, profile_event
 
 
 def test_listen_hears_what_happens_inside_only() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2._param_group.extension import InputLayout, Output
-from fsdp2._param_group.layout import align
+from fsdp2._core.params.extension import InputLayout, Output
+from fsdp2._core.params.layout import align
 
 DTYPES = [torch.int8, torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn]
 

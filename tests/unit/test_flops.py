@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2._base.torch_flops import FLOPS
+from fsdp2._core.base.torch_flops import FLOPS
 
 CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

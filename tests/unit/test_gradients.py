@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.reduce import GradientBuffer, accumulate
+from fsdp2._core.base.policy import MixedPrecisionPolicy
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.reduce import GradientBuffer, accumulate
 from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of, reduced
 
 

@@ -13,11 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2._base import events
-from fsdp2._base.errors import StateError
-from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.registration import GATHERING, RELEASED, SHARDED, SMALLER, WHOLE
+from fsdp2._core.base import events
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.registration import GATHERING, RELEASED, SHARDED, SMALLER, WHOLE
 from tests.unit._loopback import (
     LoopbackGroup,
     chunk_of,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp2._base.interrupts import kept_interrupts, take_interrupt
-from fsdp2._comm.process_mesh import Grid, operation
+from fsdp2._core.base.interrupts import kept_interrupts, take_interrupt
+from fsdp2._core.comm.process_mesh import Grid, operation
 
 ALONE = Grid(())
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2._base.capabilities import ROW_NBYTES, ZeroCopy
-from fsdp2._param_group.layout import (
+from fsdp2._core.base.capabilities import ROW_NBYTES, ZeroCopy
+from fsdp2._core.params.layout import (
     ALIGN_NBYTES,
     MAX_SLOTTED_NUMEL,
     GatherItem,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._base.errors import ConfigError
-from fsdp2._base.policy import DataParallelMeshDims
-from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, check_mesh, default_mesh
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.policy import DataParallelMeshDims
+from fsdp2._core.comm.mesh import ABSENT_AXIS, DataMesh, check_mesh, default_mesh
 from tests.unit._loopback import fake_process_group
 
 WORLD, RANK = 6, 4

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fsdp2
-from fsdp2._base import events
-from tests._models import seeded
-from tests._parity import make_mesh
-from tests._pool import ranks
+from fsdp2._core.base import events
+from tests.kit.models import seeded
+from tests.kit.parity import make_mesh
+from tests.kit.pool import ranks
 
 
 class Net(nn.Module):

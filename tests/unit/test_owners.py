@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2 import ConfigError
-from fsdp2._param_group.deals import newton_schulz_flops
-from fsdp2._transfer.chunk_plan import Blocks, CutOf
-from fsdp2._transfer.owners import (
+from fsdp2._core.params.deals import newton_schulz_flops
+from fsdp2._core.transfer.chunk_plan import Blocks, CutOf
+from fsdp2._core.transfer.owners import (
     Cargo,
     Cut,
     Route,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2._base.capabilities import ZeroCopy
-from fsdp2._param_group import gradient_packing, packing
-from fsdp2._param_group.layout import GatherLayout, ReduceLayout
+from fsdp2._core.base.capabilities import ZeroCopy
+from fsdp2._core.params import gradient_packing, packing
+from fsdp2._core.params.layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
 from tests.unit._strategies import (
     Spec,

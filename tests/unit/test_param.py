@@ -11,9 +11,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base.errors import StateError
-from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.registration import (
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.params.param import FSDPParam
+from fsdp2._core.params.registration import (
     FORM_IN,
     GATHERING,
     RELEASED,

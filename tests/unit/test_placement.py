@@ -22,10 +22,10 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from fsdp2._base.errors import ConfigError
-from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
-from fsdp2._param_group.layout import contiguous_stride
-from fsdp2._param_group.placement import place, shard_dim, shrink
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
+from fsdp2._core.params.layout import contiguous_stride
+from fsdp2._core.params.placement import place, shard_dim, shrink
 from tests.unit._loopback import chunk_of, fake_process_group
 
 WORLD = 8

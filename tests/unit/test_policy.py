@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Settings
+from fsdp2._core.base.policy import MixedPrecisionPolicy, OffloadPolicy, Settings
 
 
 def test_settings_are_replaced_as_a_whole() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from fsdp2._pages.content import Span
-from fsdp2._record.align import Delay, align, arrivals, delays
-from fsdp2._record.bounds import stragglers
-from fsdp2._record.culprits import blamed, caused, delays_of, late_spans
-from fsdp2._record.rows import RankFile
+from fsdp2._tools.pages.content import Span
+from fsdp2._tools.record.align import Delay, align, arrivals, delays
+from fsdp2._tools.record.bounds import blamed, caused, delays_of, late_spans, stragglers
+from fsdp2._tools.record.rows import RankFile
 
 MS = 1_000_000
 MINUTE = 60_000_000_000

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2._record import clock
-from fsdp2._record.clock import Clock, DeviceClock
+from fsdp2._tools.record import ledger
+from fsdp2._tools.record.ledger import Clock, DeviceClock
 
 
 class Device:
@@ -59,7 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_the_clock_of_a_host() -> None:
-    found = clock.clock_for(torch.device("cpu"))
+    found = ledger.clock_for(torch.device("cpu"))
     assert type(found) is Clock
     first, second = found.now(), found.now()
     assert found.when(first) == first <= second == found.when(second)

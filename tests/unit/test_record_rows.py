@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fsdp2._base.errors import ConfigError
-from fsdp2._base.observing import Observable
-from fsdp2._record.rows import FORMAT, Writer, files_in, read_file, write_beside
-from fsdp2._record.time_line import pieces_of
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.events import Observable
+from fsdp2._tools.record.rows import FORMAT, Writer, files_in, read_file, write_beside
+from fsdp2._tools.record.time_line import pieces_of
 
 
 def span(n: int, kind: str, unit: str, begin: int, end: int | None, **more: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdp2._record.align import align, arrivals
-from fsdp2._record.rows import RankFile
-from fsdp2._record.summary import page
+from fsdp2._tools.record.align import align, arrivals
+from fsdp2._tools.record.rows import RankFile
+from fsdp2._tools.record.summary import page
 
 MS = 1_000_000
 STEPS = 20

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests._ring import ring_order, runs_until_all, runs_until_one, touched_first
+from tests.lab.ring import ring_order, runs_until_all, runs_until_one, touched_first
 
 TESTS = [f"tests/test_{n % 7}.py::test_{n}[{v}]" for n in range(150) for v in range(n % 15 + 1)]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._param_group.param import Span
+from fsdp2._core.params.param import Span
 from fsdp2.optim._local import ELEMENTWISE, _granule
 from fsdp2.optim._runs import Member, _follows
-from tests._slow import slow
+from tests.kit.slow import slow
 
 ODD = (5, 7, 33, 1, 100, 64, 3000, 17)
 ALIGNED = (16, 48, 64, 3008, 7)  # only the last one ends inside a cache line (of floats)

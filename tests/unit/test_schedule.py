@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2._engine.tree import Schedule
+from fsdp2._core.engine.tree import Schedule
 
 
 class Named:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests._slow import slow, with_slow
+from tests.kit.slow import slow, with_slow
 
 
 def test_a_test_is_no_value() -> None:

@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._comm.device_streams import DeviceStreams, streams_for
-from fsdp2._comm.wire import InFlight, Streams
+from fsdp2._core.base.policy import MixedPrecisionPolicy
+from fsdp2._core.comm.device_streams import DeviceStreams, streams_for
+from fsdp2._core.comm.wire import InFlight, Streams
 from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of, reduced
 
 

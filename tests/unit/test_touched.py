@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 
-from tests._touched import ENTERED, changed_lines, functions_at, qualified_names
+from tests.lab.touched import ENTERED, changed_lines, functions_at, qualified_names
 
 DIFF = """\
 diff --git a/fsdp2/a.py b/fsdp2/a.py
@@ -63,6 +63,8 @@ def test_names_are_those_of_python() -> None:
 
 def test_the_map_names_tests_of_a_function_that_few_enter() -> None:
     known = json.loads(ENTERED.read_text())
-    entering = {known["tests"][n] for n in known["entered"]["_base/paragraphs.py::read_paragraphs"]}
+    entering = {
+        known["tests"][n] for n in known["entered"]["_core/base/paragraphs.py::read_paragraphs"]
+    }
     assert any("paragraph" in test or "explain" in test for test in entering), entering
     assert len(known["entered"]) > 500

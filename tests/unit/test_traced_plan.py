@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp2._base.capabilities import ROW_NBYTES
-from fsdp2._base.policy import Overlap
 from fsdp2._compiled.plan import TracedPlan
-from fsdp2._param_group.layout import GatherItem, GatherLayout, ShardLayout, contiguous_stride
+from fsdp2._core.base.capabilities import ROW_NBYTES
+from fsdp2._core.base.policy import Overlap
+from fsdp2._core.params.layout import GatherItem, GatherLayout, ShardLayout, contiguous_stride
 
 BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 3, (4096,)]
 """Shapes of a Llama 8B block; one of its two norms."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from tests._models import CASES, WIDTH, Case, each_block, loss_of, stack
+from tests.kit.models import CASES, WIDTH, Case, each_block, loss_of, stack
 from tests.sim._world import UNSTEADY, Values, World
 
 STACK = stack()
@@ -92,7 +92,7 @@ def train(
 
 
 def train_case(world: World, name: str, steps: int = 4, **kwargs: Any) -> Values:
-    """Train one of `tests._models`, whatever its inputs are."""
+    """Train one of `tests.kit.models`, whatever its inputs are."""
     case: Case = CASES[name]
     model = world.build(case.build)
     world.shard(model, case.units(model), **kwargs)

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2._activations import ATTRIBUTE
-from tests._models import Block, loss_of, stack
+from fsdp2._core.api.activations import ATTRIBUTE
+from tests.kit.models import Block, loss_of, stack
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import Training, learn, train, training
 from tests.sim.scenarios.pipelines import pipelined

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests._models import WIDTH, Block, loss_of
+from tests.kit.models import WIDTH, Block, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import Training, learn, training
 from tests.sim.scenarios.comms import all_units, halve

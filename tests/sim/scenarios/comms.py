@@ -12,9 +12,9 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._base import torch_comm
-from tests._models import WIDTH, each_block, loss_of
+from fsdp2._core.base import torch_comm
 from tests.behaviour.test_extension import Int8Weight
+from tests.kit.models import WIDTH, each_block, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, train, training
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import fsdp2
-from tests._models import WIDTH, Block, each_block, loss_of, stack
+from tests.kit.models import WIDTH, Block, each_block, loss_of, stack
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import LR, ROWS, SGD, STACK, learn, train, training
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import StateError
-from tests._models import WIDTH, each_block, loss_of
+from tests.kit.models import WIDTH, each_block, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ROWS, STACK, learn, training
 

@@ -10,10 +10,10 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._engine.tree import unit_of
-from tests import _sim
-from tests._meshes import shared_mesh
-from tests._models import WIDTH, Block, each_block
+from fsdp2._core.engine.tree import unit_of
+from tests.kit import sim
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import WIDTH, Block, each_block
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, train, training
 
@@ -302,12 +302,12 @@ def transient_nbytes(world: World, count: int, replicas: int) -> int:
     model.zero_grad()
     if world.kind != "sim":
         return 0
-    _sim.finish()
-    assert not _sim.reports()
-    _sim.load().forget()
+    sim.finish()
+    assert not sim.reports()
+    sim.load().forget()
     learn(model, x)
-    _sim.finish()
-    _, _, live, peak = _sim.load().counts()
+    sim.finish()
+    _, _, live, peak = sim.load().counts()
     return int(peak - live)
 
 

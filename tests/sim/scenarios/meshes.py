@@ -11,9 +11,9 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
-from tests._meshes import shared_mesh
-from tests._models import loss_of
-from tests._tensor_parallel import FeedForward, colwise_then_rowwise
+from tests.kit.meshes import shared_mesh
+from tests.kit.models import loss_of
+from tests.kit.tensor_parallel import FeedForward, colwise_then_rowwise
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import LR, SGD, STACK, each_block, learn, train, training
 

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests._models import CASES
+from tests.kit.models import CASES
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ADAMW, learn, train, train_case, training
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fsdp2
-from tests._models import TORCH_2_13
+from tests.kit.models import TORCH_2_13
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ADAMW, learn, train, training
 

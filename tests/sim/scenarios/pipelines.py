@@ -15,8 +15,8 @@ from torch.distributed.pipelining import (
 )
 
 import fsdp2
-from tests._meshes import shared_mesh
 from tests.behaviour.test_pipelining import MICROBATCHES, PER_MICROBATCH, build, mse
+from tests.kit.meshes import shared_mesh
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import LR, SGD
 

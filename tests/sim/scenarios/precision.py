@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from tests._models import Block as PlainBlock
-from tests._models import loss_of, no_units, stack
+from tests.kit.models import Block as PlainBlock
+from tests.kit.models import loss_of, no_units, stack
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import train, train_case, training
 

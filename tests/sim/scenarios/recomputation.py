@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests._models import WIDTH, Block
+from tests.kit.models import WIDTH, Block
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import train
 

@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 
 import fsdp2
-from fsdp2._record.rows import read_file
+from fsdp2._tools.record.rows import read_file
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, training
 

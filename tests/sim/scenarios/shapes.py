@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from tests._models import CASES, WIDTH, loss_of
+from tests.kit.models import CASES, WIDTH, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import LR, SGD, learn, train, train_case, training
 from tests.sim.scenarios.control import WHO_HAS_WHAT

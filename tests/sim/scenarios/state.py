@@ -16,8 +16,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.checkpoint._saving import Saving
-from tests._models import each_block
+from fsdp2.checkpoint._background import Saving
+from tests.kit.models import each_block
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ADAMW, LR, SGD, STACK, learn, training
 

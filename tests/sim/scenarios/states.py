@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._base.torch_dtensor import local_part
+from fsdp2._core.base.torch_dtensor import local_part
 from fsdp2.optim import _offload
-from tests._models import stack
+from tests.kit.models import stack
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ADAMW, LR, SGD, learn, training
 

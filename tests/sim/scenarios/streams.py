@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from tests._models import WIDTH, loss_of
+from tests.kit.models import WIDTH, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, train, training
 from tests.sim.scenarios.memory import AGREES, LONG, LargeRoot

@@ -1,0 +1,544 @@
+"""Activations on the host: what nodes save in chosen modules leaves the device until backward.
+
+Owns ``offload_activations``, the hooks of saved tensors, which storages travel, and when they come
+back. It must not know how copies are ordered among themselves (``host_memory``).
+
+[Note: what travels]
+A *group* is what one call of a chosen module saves. Storages travel, not tensors: views of the same
+bytes travel once, and so does what several nodes save. Left where they are: parameters, buffers and
+all that lies in their memory (the engine frees and fills gathered parameters itself), small
+tensors, tensors on another device, small views of large storages, and wrappers of tensors.
+
+[Note: when it travels]
+``out``: as soon as a node saves it, beside compute. While a copy runs its source is held; the group
+after the next one makes compute wait for the copy, and lets go. So two groups are on the device at
+a time, and compute waits where the link is slower than it.
+``back``: the first node that reads something of a group brings the rest of that group, and the
+whole group that was made before it: that is needed next. Memory for it comes from compute.
+Groups of the modules in which backward begins stay on the device; reading one brings the group
+before it.
+
+[Note: a call that Ctrl-C ends]
+Torch runs no hook behind a forward that ended by what is no ``Exception``. So a call knows a frame
+of Python that is on the stack for as long as it runs, and the next call of a chosen module takes
+down the hooks of those whose frames are gone. Hooks and frames are a thread's, so calls are, too.
+
+[Note: a backward that comes again]
+With ``retain_graph`` nodes keep what they saved. The bytes stay with the host then, and what was
+brought to the device is dropped when backward has left the group; the next backward brings it anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp2._core.api.checks import is_container
+from fsdp2._core.api.host_memory import CopyLanes, HostMemory
+from fsdp2._core.api.policies import Asking, Ignored, WrapPolicy, run_policy
+from fsdp2._core.api.settings import refuse_during_step
+from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_tensors
+from fsdp2._core.base.arguments import check_count, check_module
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.names import WRAPPERS, class_name
+from fsdp2._core.base.warn import warn
+from fsdp2._core.engine.between_steps import units_below
+from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
+
+ATTRIBUTE = "_fsdp2_activations"
+_ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
+
+LEAST_SHARE = 8
+"""A tensor with less than such a part of its storage stays: the rest may be anything."""
+GROUP_NBYTES = 1 << 29
+"""A call that saves more is several groups: all of one comes back together."""
+
+CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
+"""Nodes between a parameter and what a product of matrices saves of it under autocast."""
+
+
+def offload_activations(
+    model: nn.Module, policy: WrapPolicy, *, keep_last: int = 1, min_bytes: int = 1 << 18
+) -> list[str]:
+    """Keep on the host what backward needs of the modules that a policy picks.
+
+    What autograd saves in a call of such a module is copied to pinned memory while the forward goes
+    on, and comes back while backward is in the module that ran after it. Numbers do not change.
+
+    Parameters, buffers and memory of gathered parameters stay, as do small tensors. The same bytes
+    travel once, whoever saves them. Pinned memory is used again from step to step, and belongs to
+    the model.
+
+    A module that is wrapped by activation checkpointing or by ``torch.compile`` is picked with its
+    wrapper: of a checkpoint only what goes in is saved, and that travels. Call this when wrappers
+    are on; it does not matter whether ``fully_shard`` comes before or after.
+
+    Args:
+        model: what the modules are in, sharded or not. Its forward and its backward do not change.
+        policy: what picks modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a
+            function of a module, or a policy of torch's. A function that returns False for every
+            module switches off what an earlier call chose.
+        keep_last: in so many of the picked modules, the last ones in ``model.modules()``, all
+            stays on the device: backward begins there, and the ones before come back meanwhile.
+        min_bytes: a tensor that is smaller stays.
+
+    Returns:
+        The names of the picked modules, in the order of ``model.modules()``.
+
+    On a CPU, and where a device has no streams of its own, all stays where it is. In a step of
+    ``fsdp2.compile`` the compiler decides what is saved, and nothing is offloaded.
+
+    Raises:
+        ConfigError: not a policy, or not a number.
+        StateError: during a step.
+    """
+    check_module("offload_activations", "model", model)
+    check_count("offload_activations", "keep_last", keep_last, low=0)
+    check_count("offload_activations", "min_bytes", min_bytes)
+    refuse_during_step("offload_activations", units_below(model))
+    picked: dict[nn.Module, None] = {}
+    outer = _wrappers(model)
+    for module in run_policy(policy, model, Ignored.of(None, None), _ASKING):
+        _pick(module, outer, picked)
+    found = [(name, module) for name, module in model.named_modules() if module in picked]
+    before: Activations | None = vars(model).pop(ATTRIBUTE, None)
+    if before is not None:
+        before.remove()
+    if found:
+        offloaded = len(found) - keep_last
+        chosen = {module: place >= offloaded for place, (_, module) in enumerate(found)}
+        vars(model)[ATTRIBUTE] = Activations(model, chosen, min_bytes)
+    return [name for name, _ in found]
+
+
+def _pick(
+    module: nn.Module, outer: dict[nn.Module, nn.Module], picked: dict[nn.Module, None]
+) -> None:
+    """Take a module with its wrappers, or what is in it if it has no forward."""
+    if is_container(module):
+        for child in module.children():
+            _pick(child, outer, picked)
+        return
+    while module in outer:
+        module = outer[module]
+    picked[module] = None
+
+
+def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return what is around each module that a wrapper is around."""
+    return {
+        child: module
+        for module in model.modules()
+        for name, child in module.named_children()
+        if name in WRAPPERS
+    }
+
+
+class Group:
+    """What one call of a module saved, or a part of that. What travelled owns it."""
+
+    __slots__ = ("__weakref__", "nbytes", "number", "storages")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nbytes = 0
+        self.storages: list[weakref.ref[Away]] = []
+
+
+class Away:
+    """One storage of a group: its bytes with the host, and on the device while they are used."""
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "buffer",
+        "departure",
+        "device",
+        "group",
+        "here",
+        "lanes",
+        "memory",
+        "nbytes",
+        "saved",
+        "stream",
+        "version",
+        "was_written",
+    )
+
+    def __init__(self, tensor: Tensor, group: Group, memory: HostMemory, lanes: CopyLanes) -> None:
+        storage = tensor.untyped_storage()
+        self.saved: Tensor | None = None  # held until its stream has waited for the departure
+        self.here: Tensor | None = None  # all bytes, when they are back
+        self.arrival: torch.Event | None = None
+        self.was_written = False
+        self.group = group
+        self.device, self.nbytes = tensor.device, storage.nbytes()
+        self.version = torch_autograd.version_of(tensor)
+        self.lanes, self.stream = lanes, lanes.compute
+        self.memory, self.buffer = memory, memory.take(self.nbytes)
+        self.departure = lanes.send_storage(tensor, self.buffer)
+        self.saved = tensor
+
+    def __del__(self) -> None:
+        self.let_go()
+        self.drop()
+        self.memory.give(self.buffer)
+
+    def drop(self) -> None:
+        """Hold the bytes on the device no longer; the host has them."""
+        if self.arrival is not None:  # brought in vain: the copy may still write them
+            self.stream.wait_event(self.arrival)
+        self.here = self.arrival = None
+
+    def let_go(self) -> None:
+        """Hold the source no longer: its stream has the memory again once the copy is over."""
+        if self.saved is not None:
+            self.stream.wait_event(self.departure)
+            self._look_for_writes()
+            self.saved = None
+
+    def bring(self) -> None:
+        """Begin to come back, unless the bytes are on the device."""
+        if self.saved is None and self.here is None:
+            self.stream = self.lanes.compute
+            here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            self.arrival = self.lanes.bring_back(self.buffer, here)
+            self.here = here
+
+    def held(self) -> Tensor:
+        """Return a tensor in the storage on the device, for the current stream to read."""
+        self._look_for_writes()
+        if self.was_written:
+            raise StateError(
+                "FS324",
+                "a tensor that backward needs was modified in place after a module of "
+                "offload_activations had saved it, and may have been copied to the host before or "
+                "after that. Modify a clone instead.",
+            )
+        if self.saved is not None:
+            return self.saved
+        assert self.here is not None
+        if self.arrival is not None:
+            self.lanes.compute.wait_event(self.arrival)
+            self.arrival = None
+        return self.here
+
+    def _look_for_writes(self) -> None:
+        if self.saved is not None and torch_autograd.version_of(self.saved) != self.version:
+            self.was_written = True
+
+
+class _Saved:
+    """What a node has of a tensor whose storage travelled."""
+
+    __slots__ = ("away", "dtype", "group", "offset", "size", "stride")
+
+    def __init__(self, tensor: Tensor, away: Away, group: Group) -> None:
+        self.away = away
+        self.group = group
+        self.dtype = tensor.dtype
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.offset = int(tensor.storage_offset())
+
+    def tensor(self) -> Tensor:
+        away = self.away
+        return away.lanes.view(away.held(), self.dtype, self.size, self.stride, self.offset)
+
+
+class _Kept:
+    """What a node has of a tensor that stays: reading it brings the group before."""
+
+    __slots__ = ("group", "kept")
+
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        self.kept = tensor
+        self.group = group
+
+    def tensor(self) -> Tensor:
+        return self.kept
+
+
+class _Call:
+    """A call of a chosen module that is running."""
+
+    __slots__ = ("frame", "group", "hooks", "module", "own", "stays", "units")
+
+    def __init__(self, module: nn.Module, group: Group, stays: bool) -> None:
+        self.frame = _frame_of_call()
+        self.module = module
+        self.group = group
+        self.stays = stays
+        self.hooks: saved_tensors_hooks | None = None
+        self.units: list[Unit] = units_below(module)
+        self.own = {
+            torch_tensors.number_of(tensor.untyped_storage())
+            for tensor in (*module.parameters(), *module.buffers())
+            if type(tensor) in (Tensor, nn.Parameter)
+        }
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in memory of the module's parameters or buffers."""
+        if torch_tensors.number_of(tensor.untyped_storage()) in self.own:
+            return True
+        return any(unit.holds(tensor) for unit in self.units)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """True if what began it does not run any more."""
+        return self.frame is not None and all(frame is not self.frame for frame in _stack())
+
+
+class _Running(threading.local):
+    """The calls that are running in this thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frame_of_call() -> FrameType | None:
+    """Return the frame that runs a module's hooks and its forward."""
+    name = nn.Module.__module__
+    return next((frame for frame in _stack() if frame.f_globals.get("__name__") == name), None)
+
+
+class Activations:
+    """The chosen modules of one model: their hooks, and all that is away.
+
+    Args:
+        model: what the modules are in.
+        chosen: the modules, and whether what each saves stays on the device.
+        min_nbytes: a tensor with less stays.
+    """
+
+    def __init__(self, model: nn.Module, chosen: dict[nn.Module, bool], min_nbytes: int) -> None:
+        self.model = model
+        self.chosen = chosen
+        self.min_nbytes = min_nbytes
+        self.handles: list[Any] = []
+        for module in chosen:
+            self.handles += [
+                module.register_forward_pre_hook(self.before, prepend=True),
+                module.register_forward_hook(self.after, always_call=True),
+            ]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.memory = self._make_memory()
+        self._lanes: dict[torch.device, CopyLanes] = {}
+        self._running = _Running()
+        self._count = 0
+        self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._leaving: list[weakref.ref[Away]] = []
+        # by the number of a storage: what travelled, while the storage lives
+        self._known: dict[int, weakref.ref[Away]] = {}
+        self._read = 0  # the number of the group that backward is in
+        self._has_warned = False
+        # the same objects in each call: a compiler guards on them
+        self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
+
+    def _make_memory(self) -> HostMemory:
+        return HostMemory()
+
+    def _lanes_of(self, device: torch.device) -> CopyLanes:
+        lanes = self._lanes.get(device)
+        if lanes is None:
+            lanes = self._lanes[device] = CopyLanes(device)
+        return lanes
+
+    def _can_copy(self, tensor: Tensor) -> bool:
+        """True if a tensor lies where copies to the host run beside compute, by itself."""
+        can = capabilities(tensor.device)
+        return type(tensor) is Tensor and can.has_lanes and can.pins
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("model", "chosen", "min_nbytes", "handles")
+        return {name: vars(self)[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def remove(self) -> None:
+        """Let modules save as they did before."""
+        for handle in self.handles:
+            handle.remove()
+
+    # Around a forward.
+
+    @torch_compiler.eager_unless_inlined
+    def before(self, module: nn.Module, args: Any) -> None:
+        unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None or unit.runner is None:  # a functional step is traced whole
+            self._enter(module)
+
+    @torch_compiler.eager_unless_inlined
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None or unit.runner is None:
+            self._leave(module)
+
+    @torch_compiler.always_eager
+    def _enter(self, module: nn.Module) -> None:
+        if not torch.is_grad_enabled() or torch_autograd.graph_task_id() != -1:
+            return  # nothing is saved; or backward computes again what it reads at once
+        if torch_modes.is_under_transforms() or not torch_autograd.packing_is_enabled():
+            return
+        running = self._running.calls
+        while running and running[-1].was_interrupted:
+            running.pop()
+            torch_autograd.stop_packing(self._hooks[0])
+        if torch_autograd.is_in_checkpoint():
+            self._warn_of_checkpoint(module)
+            return
+        self._count += 1
+        group = self._groups[self._count] = Group(self._count)
+        call = _Call(module, group, self.chosen[module])
+        self._let_go(before=self._count - 1)
+        running.append(call)
+        call.hooks = saved_tensors_hooks(*self._hooks)
+        call.hooks.__enter__()
+
+    def _warn_of_checkpoint(self, module: nn.Module) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                "FS325",
+                f"offload_activations: a {class_name(module)} runs inside an activation "
+                "checkpoint, which saves only what goes in, and outside of the module. So "
+                "nothing of it is copied to the host. Choose the module that calls the "
+                "checkpoint instead, as CheckpointWrapper.",
+            )
+
+    @torch_compiler.always_eager
+    def _leave(self, module: nn.Module) -> None:
+        running = self._running.calls
+        if running and running[-1].module is module:
+            call = running.pop()
+            assert call.hooks is not None
+            call.hooks.__exit__()
+            if call.stays:  # backward may begin soon: the device is to be as empty as it gets
+                self._let_go(before=self._count + 1)
+
+    def _let_go(self, before: int) -> None:
+        """Hold no source any more of groups before one of a number."""
+        leaving, self._leaving = self._leaving, []
+        for reference in leaving:
+            away = reference()
+            if away is not None and away.group.number < before:
+                away.let_go()
+            elif away is not None:
+                self._leaving.append(reference)
+
+    # What nodes save, and read.
+
+    @torch_compiler.always_eager
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what a node saves for a tensor."""
+        is_made_of_one = _is_parameter(tensor)
+        if tensor.grad_fn is not None:  # a node that saves what it made would own itself
+            tensor = tensor.detach()
+        if not self._running.calls:
+            return tensor  # of a graph that a backward makes within a call, in another thread
+        call = self._running.calls[-1]
+        if call.stays:
+            return _Kept(tensor, call.group)
+        if is_made_of_one or not self._may_travel(tensor) or call.holds(tensor):
+            return tensor
+        with torch.no_grad():
+            return _Saved(tensor, self._away(tensor, call), call.group)
+
+    def _may_travel(self, tensor: Tensor) -> bool:
+        if not self._can_copy(tensor) or tensor.layout is not torch.strided:
+            return False
+        if tensor.nbytes < self.min_nbytes or tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
+
+    def _away(self, tensor: Tensor, call: _Call) -> Away:
+        """Return what travels for a tensor: at once, unless its storage did before."""
+        storage = tensor.untyped_storage()
+        number = torch_tensors.number_of(storage)
+        known = self._known.get(number)
+        found = None if known is None else known()
+        if found is not None and found.version == torch_autograd.version_of(tensor):
+            return found
+        if call.group.nbytes >= GROUP_NBYTES:
+            self._count += 1
+            call.group = self._groups[self._count] = Group(self._count)
+            self._let_go(before=self._count - 1)
+        away = Away(tensor, call.group, self.memory, self._lanes_of(tensor.device))
+        reference = weakref.ref(away)
+        call.group.storages.append(reference)
+        call.group.nbytes += away.nbytes
+        self._leaving.append(reference)
+        if known is None:
+            weakref.finalize(storage, self._known.pop, number, None)
+        self._known[number] = reference
+        return away
+
+    @torch_compiler.always_eager
+    def unpack(self, saved: Any) -> Any:
+        """Give a node what it saved."""
+        if type(saved) is Tensor or isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            self._arrive(saved.group)
+            if type(saved) is _Saved:
+                saved.away.bring()
+            return saved.tensor()
+
+    def _arrive(self, group: Group) -> None:
+        """Begin to bring what backward reads with this group, and after it."""
+        if self._read == group.number:
+            return
+        left, self._read = self._groups.get(self._read), group.number
+        if left is not None:
+            for away in _living(left):
+                away.drop()  # [Note: a backward that comes again]
+        self._let_go(before=group.number - 1)
+        self._bring(group)
+        earlier = [number for number in self._groups if number < group.number]
+        if earlier:
+            before = self._groups.get(max(earlier))
+            if before is not None:
+                self._bring(before)
+
+    def _bring(self, group: Group) -> None:
+        for away in _living(group):
+            away.bring()
+
+
+Activations.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """True for a parameter, a view of one, and one that autocast cast: it keeps those anyway."""
+    base = torch_autograd.base_of(tensor)
+    if isinstance(tensor if base is None else base, nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    while node is not None and node.name() in CASTS:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def _living(group: Group) -> list[Away]:
+    found = (reference() for reference in group.storages)
+    return [away for away in found if away is not None]

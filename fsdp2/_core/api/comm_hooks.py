@@ -1,0 +1,264 @@
+"""Communication hooks: what carries gradients, if not the process group's own sums.
+
+Owns ``register_comm_hook``, and compression. It must not know layouts: a hook sees flat buffers.
+
+[Note: hooks sum]
+Scaling is defined in one place: a hook returns the *sum* over ranks, and the engine divides it as
+its settings say (by the number of ranks, ``set_gradient_divide_factor``, in two steps for fp16
+reductions), as it does without a hook. Behind the gradients a buffer holds counts, and on a CPU
+numbers by which ranks see that they are in step; a hook that sums every element alike, in any
+floating-point dtype, leaves them intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._core.api.settings import (
+    refuse_dealt,
+    refuse_during_step,
+    refuse_layers,
+    sharded_units,
+)
+from fsdp2._core.base import torch_comm
+from fsdp2._core.base.arguments import (
+    check_count,
+    check_flag,
+    check_function,
+    wrong_type,
+    wrong_value,
+)
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.comm.coded_sum import CODES, CodedSum, Exact
+from fsdp2._core.comm.comms import ReduceScatter
+from fsdp2._core.comm.wire import DefaultReduceScatter, TorchMemory
+from fsdp2._core.params.reduce_plan import GradientScale
+
+Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
+
+
+class Compress:
+    """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
+
+    16-bit dtypes are cast, and the backend sums in them. Of 8-bit ones each rank sends codes, with
+    a scale for each block of a rank's part, to the rank whose part it is, which adds up what they
+    stand for in the reduce dtype. Over a replicate axis the sums travel back in codes, too, the
+    same to every rank. What must not be rounded (numbers of the engine, and gradients of replicated
+    parameters, which replicas must agree on) travels as it is.
+
+    Args:
+        dtype: ``torch.bfloat16``, ``torch.float16``, ``torch.int8``, ``torch.float8_e4m3fn`` or
+            ``torch.float8_e5m2``. For fp16, gradients are divided before they are sent, as far as
+            sums could overflow, and multiplied afterwards.
+        error_feedback: add what the last cast rounded off to the next gradients of the same unit.
+            On every rank this takes the memory of the whole unit's gradients, in the reduce dtype
+            (of 8 bits, in fp32 at least). With 8 bits you will want it.
+        block: of an 8-bit dtype, elements that share a scale, of 2 bytes.
+        only_replicas: of an 8-bit dtype, sum over a shard axis in the reduce dtype as ever, and in
+            codes over a replicate axis only, which mostly crosses slower links.
+
+    Raises:
+        ConfigError: another dtype; a flag that is not a bool; a ``block`` below 8.
+
+    Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
+    2014, and Karimireddy et al., 2019; codes that travel once, and are added up by the receiver:
+    qgZ of ZeRO++ (arXiv 2306.10209).
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        error_feedback: bool = False,
+        block: int = 256,
+        only_replicas: bool = False,
+    ) -> None:
+        expected = "torch.bfloat16, torch.float16, torch.int8 or an 8-bit float"
+        if not isinstance(dtype, torch.dtype):
+            raise wrong_type("Compress", "dtype", expected, dtype)
+        if dtype not in (torch.bfloat16, torch.float16, *CODES):
+            raise wrong_value("Compress", "dtype", expected, dtype)
+        self.dtype = dtype
+        self.error_feedback = check_flag("Compress", "error_feedback", error_feedback)
+        if check_count("Compress", "block", block) < 8:
+            raise wrong_value("Compress", "block", "an int of at least 8", block)
+        self.block = block
+        self.only_replicas = check_flag("Compress", "only_replicas", only_replicas)
+
+    def __call__(
+        self,
+        state: Any,
+        packed: Tensor,
+        reduced: Tensor,
+        group: dist.ProcessGroup,
+        exact: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Sum ``packed`` over the ranks of ``group`` into ``reduced``, on a wire of ``dtype``.
+
+        ``exact``: first and last columns, exclusive, of a rank's part that are not to be rounded.
+        """
+        if not isinstance(group, dist.ProcessGroup):
+            raise wrong_type("Compress", "group", "a process group", group)
+        if not isinstance(reduced, Tensor):
+            raise wrong_type("Compress", "reduced", "a tensor", reduced)
+        if not isinstance(packed, Tensor) or not packed.is_floating_point():
+            raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
+        if reduced.numel() not in (packed.numel(), packed.numel() / group.size()):
+            raise ConfigError(
+                "FS508",
+                f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
+                f"for {group.size()} ranks. Pass as many, or one rank's part of them.",
+            )
+        is_replicas = reduced.numel() == packed.numel()
+        if self.dtype in CODES:
+            if self.error_feedback and not isinstance(state, dict):
+                raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
+            errors: dict[Any, Tensor] | None = state if self.error_feedback else None
+            exchange = CodedSum(self.dtype, self.block, errors, exact, group)
+            if is_replicas:
+                exchange.all_reduce(packed, reduced)
+            elif self.only_replicas:
+                rows = packed.contiguous()
+                torch_comm.reduce_scatter_single(reduced, rows, dist.ReduceOp.SUM, group, False)
+            else:
+                exchange.reduce_scatter(packed, reduced)
+            return
+        narrow, factor = self.narrow(state, packed, group.size())
+        if is_replicas:
+            dist.all_reduce(narrow, group=group)
+            reduced.copy_(narrow)
+        else:
+            output = torch.empty(reduced.shape, dtype=self.dtype, device=reduced.device)
+            torch_comm.reduce_scatter_single(output, narrow, dist.ReduceOp.SUM, group, False)
+            reduced.copy_(output)
+        if factor != 1.0:
+            reduced.mul_(factor)
+
+    def narrow(self, state: dict[Any, Tensor], packed: Tensor, ranks: int) -> tuple[Tensor, float]:
+        """Return ``packed`` in a 16-bit ``dtype``, divided by a factor, and that factor."""
+        if not isinstance(packed, Tensor) or not packed.is_floating_point():
+            raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
+        check_count("Compress", "ranks", ranks)
+        if self.dtype in CODES:
+            raise wrong_value("Compress", "dtype", "a 16-bit one, to be cast to", self.dtype)
+        if self.error_feedback and not isinstance(state, dict):
+            raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
+        factor = 1.0
+        if self.dtype is torch.float16 and packed.dtype is not torch.float16:
+            factor = 1.0 / GradientScale.choose(ranks, torch.float16).before
+        if self.error_feedback and packed.numel() in state:
+            packed = packed + state[packed.numel()]
+        narrow = (packed / factor if factor != 1.0 else packed).to(self.dtype)
+        if self.error_feedback:
+            state[packed.numel()] = (packed - narrow.to(packed.dtype) * factor).nan_to_num_(0, 0, 0)
+        return narrow, factor
+
+
+def register_comm_hook(
+    module: nn.Module, hook: Hook | None, state: Any = None, *, recurse: bool = True
+) -> None:
+    """Let ``hook`` send the gradients of a module's units, instead of the backend's sums.
+
+    A unit calls it once for each mesh and axis that its parameters lie on, in every reduction.
+    While a hook is set, a reduction is synchronous on a CPU. Copies of the model have the hook
+    too, and a copy of its state.
+
+    Args:
+        module: the model, or a part of it.
+        hook: ``hook(state, packed, reduced, group)`` writes the sum over the ranks of ``group``
+            into ``reduced``. The engine divides, whatever the settings. Both tensors are flat and
+            in the reduce dtype. Over a shard axis of W ranks ``packed`` is ``[W * S]`` and
+            ``reduced`` is ``[S]``, this rank's part, as in a reduce-scatter. Over a replicate axis
+            both are the same ``[S]``. Behind the gradients they hold a few numbers of the engine,
+            which must be summed like them. On a CPU the hook must have finished when it returns; on
+            a device its work must be in the current stream. ``Compress`` is such a hook. None takes
+            hooks away.
+        state: the first argument of the hook. None: a dict for each unit and axis, in which
+            ``Compress`` keeps its error.
+        recurse: for the units below this one too.
+
+    Raises:
+        ConfigError: there is no unit in ``module``; ``hook`` is not a function; a ``state`` with
+            ``Compress``; a custom reduce-scatter is set; ``set_gradient_wire_dtype`` was given a
+            dtype.
+        StateError: called during a step.
+
+    Source: the method of the same name of torch's ``FullyShardedDataParallel``.
+    """
+    check_flag("register_comm_hook", "recurse", recurse)
+    units = sharded_units("register_comm_hook", "module", module, recurse)
+    check_function("register_comm_hook", "hook", hook)
+    if isinstance(hook, Compress) and state is not None:
+        raise ConfigError(
+            "FS505",
+            "register_comm_hook: found a state for Compress, which needs one of its own for each "
+            "unit and axis. Leave it out.",
+        )
+    groups = [group for unit in units for group in unit.own_groups]
+    refuse_during_step("register_comm_hook", units)
+    if hook is not None:
+        refuse_dealt("register_comm_hook", groups)
+        refuse_layers("register_comm_hook", groups)
+    for group in groups:
+        scatter = group.wire.scatter
+        if not isinstance(scatter, DefaultReduceScatter | Hooked):
+            raise ConfigError(
+                "FS505",
+                f"register_comm_hook: {group.fqn or '<root>'} has a custom reduce-scatter, "
+                f"{type(scatter).__name__}. Use one or the other.",
+            )
+        if hook is not None and group.wire.gradient_dtype is not None:
+            raise ConfigError(
+                "FS505",
+                f"register_comm_hook: gradients of {group.fqn or '<root>'} travel in "
+                f"{group.wire.gradient_dtype}, and a hook is given those in the reduce dtype. Call "
+                "set_gradient_wire_dtype(None) first.",
+            )
+    for group in groups:
+        if hook is None:
+            if isinstance(group.wire.scatter, Hooked):
+                group.wire.scatter, group.wire.sum_replicas = DefaultReduceScatter(), None
+                group.wire.sum_rows = None
+        else:
+            group.wire.scatter = hooked = Hooked(hook, {} if state is None else state)
+            group.wire.sum_rows = hooked.sum_rows
+            group.wire.sum_replicas = Hooked(hook, {} if state is None else state).sum_replicas
+        group.rewire()
+
+
+class Hooked(TorchMemory, ReduceScatter):
+    """A hook in the place of a collective."""
+
+    def __init__(self, hook: Hook, state: Any) -> None:
+        self._hook, self._state = hook, state
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM
+        self.sum_rows(input_tensor, output_tensor, group, ())  # a wire says what must stay exact
+
+    def sum_rows(
+        self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact
+    ) -> None:
+        """Sum over the shard axis; ``exact``: columns of a row that are not to be rounded."""
+        with torch.no_grad():
+            if isinstance(self._hook, Compress):
+                self._hook(self._state, packed, reduced, group, exact)
+            else:
+                self._hook(self._state, packed, reduced, group)
+
+    def sum_replicas(self, tensor: Tensor, group: dist.ProcessGroup, exact: Exact) -> None:
+        """Sum over the replicate axis, in place."""
+        self.sum_rows(tensor, tensor, group, exact)

@@ -1,0 +1,392 @@
+"""``fully_shard`` and ``register_fsdp_forward_method``: check everything, then change the module.
+
+Owns the order in which a call checks, collects, shards and installs. It must not know when things
+happen in a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from fsdp2._core.api.checks import (
+    check_layers,
+    check_method,
+    check_modules,
+    check_policies,
+    check_reshard,
+    check_sharding,
+)
+from fsdp2._core.api.collect import (
+    Collected,
+    collect,
+    count_dealt,
+    find_parts,
+    refuse_smaller,
+    take_ties,
+)
+from fsdp2._core.api.module import FSDPModule, register_names, sharded_class
+from fsdp2._core.api.policies import Ignored
+from fsdp2._core.base import torch_spmd
+from fsdp2._core.base.arguments import check_flag, check_function, check_module
+from fsdp2._core.base.policy import (
+    OUTER,
+    SHARDINGS,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Settings,
+    ShardPlacementResult,
+    keeps_dtype,
+    ours,
+)
+from fsdp2._core.comm.mesh import DataMesh, check_mesh, default_mesh
+from fsdp2._core.comm.process_mesh import carrying, named
+from fsdp2._core.engine.attach import attach, take_names
+from fsdp2._core.engine.hooks import ForwardMethod, register_hooks
+from fsdp2._core.engine.parts import PartHook
+from fsdp2._core.engine.precision import Precision
+from fsdp2._core.engine.torch_view import TorchState, torch_state
+from fsdp2._core.engine.tree import (
+    UNIT_ATTRIBUTE,
+    EndOfBackward,
+    Runtime,
+    Unit,
+    enter,
+    leave,
+    unit_of,
+)
+from fsdp2._core.engine.used_outside import know
+from fsdp2._core.params.early_release import Readers
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.optimizer_steps import watch_optimizers
+from fsdp2._core.params.param import FSDPParam, leave_alone
+
+M = TypeVar("M", bound=nn.Module)  # a list of subclasses is no list of modules
+STEPS_OF_OURS = (
+    attach,
+    enter,
+    leave,
+    Runtime.arrive,
+    Runtime.depart,
+    Runtime.begin_backward,
+    Runtime.end_reductions,
+    Runtime.recover,
+    EndOfBackward.__call__,
+    ParamGroup.unshard,
+    ParamGroup.wait_for_unshard,
+    ParamGroup.reshard,
+)
+"""What a step does to parameters and gradients, and no checker of the user's program sees."""
+
+ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
+    shard_outer: str | None = None,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
+    shard_outer: str | None = None,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[M],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  # frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
+    shard_outer: str | None = None,
+) -> Any:
+    """Shard the parameters of a module, in place, over the data-parallel ranks.
+
+    The parameters of ``module`` that no earlier call took become one group. The group is gathered
+    in one collective before forward, and again before backward. Its gradients are reduced in one.
+    Parameters that lie on different meshes become one group for each mesh. If ``module`` contains
+    modules that earlier calls took, a submodule of at least a MiB (an embedding, a head) is a group
+    of its own. Call it bottom up: on blocks first, on the root last. Afterwards ``parameters()``
+    yields DTensors under the same names, and the module's class is a subclass of ``FSDPModule`` and
+    of its own class.
+
+    A tensor subclass may say itself what is gathered for it, by ``fsdp_pre_all_gather``, and what
+    is made of that, by ``fsdp_post_all_gather``. If what it makes shares no memory with what was
+    gathered, it may also return True from
+    ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool``: the gathered tensors
+    are then freed at once, and filled again by the next gather.
+
+    Args:
+        module: a module, or several that form one group.
+        mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
+            ``dp_mesh_dims``: the full mesh, of any number of named dims.
+        reshard_after_forward: ``True`` frees the parameters between forward and backward. ``False``
+            keeps them for the backward. An int, a divisor of the shard size, keeps them sharded
+            over that many neighbouring ranks (1 means ``False``, the shard size means ``True``).
+            ``None`` is ``True`` below the root and ``False`` at the root. The next forward gathers
+            again in any case: it sees whatever was written to the shards.
+        shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (also
+            a negative one, also one that the ranks do not divide), ``Replicate()``, ``None`` for
+            ``Shard(0)``, ``Whole()`` (one rank has all of it), ``Aligned(dim)`` (no block of rows
+            is divided), or a ``ShardPlacementResult``, which can name a mesh for the parameter.
+            Scalars are replicated.
+        mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
+            ``DataParallelMeshDims`` are taken, too.
+        offload_policy: where shards are kept. ``None`` means no offloading.
+        ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters must be DTensors on
+            that mesh, with ``Replicate()`` on these dims; plain ones will do if all dims are named.
+            They are DTensors on it during forward, and their gradients are averaged over these
+            dims: the loss is a mean over what each rank was given, as without the argument. Plain
+            parameters may be annotated with the package ``spmd_types`` (R, I or ``S(dim)`` on the
+            other dims; R or nothing on data-parallel ones). They are stored as the DTensors that
+            this describes. In forward they are plain, and annotated again; gradients of R are
+            summed over its ranks.
+        conditional: some ranks may skip this module, or units below it, in a forward. The nearest
+            unit above that is not conditional then gathers its parameters and reduces its gradients
+            together with its own, on every rank.
+        ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
+            parameters and buffers; not both.
+        shard: what is sharded, beside the states of optimizers, which always are. Between steps
+            ``parameters()`` are shards in any case; what stays whole is memory.
+
+            - ``"parameters"``: parameters and gradients, too (ZeRO-3);
+            - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
+              unit by unit, in the dtype of compute. They stay whole until a backward with gradient
+              sync, so run the backwards before the last one without (``no_sync``). Each backward
+              reduces gradients all the same, as they come;
+            - ``"optimizer"`` (ZeRO-1): the same, but without gradient sync gradients stay whole,
+              too, and nothing is sent until the backward with sync.
+        shard_outer: what is sharded over the outer dim of a 2-D mesh, too. ``None``: nothing, it
+            replicates. ``"optimizer"``: the states of optimizers, and what ``parameters()`` are
+            between steps, over all ranks as one axis. Within a step parameters and sums of
+            gradients are sharded over the inner dim. The first forward after an optimizer step
+            gathers over all ranks; other gathers are over the inner dim. Each backward reduces over
+            that, and the one with gradient sync then over the outer one.
+
+    Returns:
+        ``module`` itself, whose class is a subclass of ``FSDPModule`` and of its own class now. A
+        type checker sees an ``FSDPModule``, as with torch's own: keep the name that the module had
+        for attributes of its own class.
+
+    Raises:
+        ConfigError: an argument or a parameter cannot be used. Nothing was changed.
+
+    Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
+    ``conditional``, ``ignored_states``, ``shard`` and ``shard_outer`` are not in torch's. Stages of
+    ZeRO are those of arXiv 1910.02054; copies of parameters in a node are hpZ's (2306.10209).
+    """
+    modules = check_modules(module)
+    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
+    if offload_policy is None:
+        offload_policy = OffloadPolicy()
+    collected, smaller = check_call(
+        modules,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        conditional=conditional,
+        ignored_states=ignored_states,
+        shard=shard,
+        shard_outer=shard_outer,
+    )
+    classes = {target: sharded_class(type(target)) for target in modules}
+    own = collected.own.items()
+    kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
+    if not any(smaller.values()) and reshard_after_forward is not None:
+        reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
+    sharding = SHARDINGS[shard] if shard_outer is None else OUTER[shard_outer]
+    settings = Settings(
+        reshard_after_forward=False if sharding.keeps_whole else reshard_after_forward,
+        sharding=sharding,
+    )
+    device = collected.meshes[0].device
+    asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
+    precision = Precision(asked, modules)
+    unit = Unit(tuple(modules), precision, settings, device, conditional)
+    if any(taken.placement.annotation is not None for taken in collected.own.values()):
+        torch_spmd.leave_unchecked((fully_shard, *STEPS_OF_OURS))
+    params = _make_params(collected, kept, unit.modules)
+    hooked: list[tuple[nn.Module, Readers]] = []
+    names = {part: name for top in modules for name, part in top.named_modules()}
+
+    def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
+        group = ParamGroup(used, unit.precision.policy, device, offload_policy)
+        group.settings = settings
+        group.shard(members)
+        if smaller[used] is not None:
+            with named("fully_shard"), carrying():
+                group.reshard_to(smaller[used])
+        unit.own_groups.append(group)
+        return group
+
+    for used in params:
+        parts = {} if conditional else find_parts(modules, params[used])
+        for part, members in parts.items():
+            group = make_group(used, members)
+            hooked.append((part, group.early.become_part(names[part])))
+        taken = {param for members in parts.values() for param in members}
+        params[used] = [param for param in params[used] if param not in taken]
+    for used, tied in take_ties(collected, unit.modules).items():
+        params.setdefault(used, []).extend(tied)
+    for used, members in params.items():
+        if members:
+            make_group(used, members)
+    for part, readers in hooked:
+        hook = PartHook(readers)
+        for inner in part.modules():
+            inner.register_forward_pre_hook(hook)
+    for buffer_site in collected.buffers:
+        buffer_site.move_to(device)
+    if mp_policy.buffer_dtype is not None:
+        unit.precision.cast_buffers(collected.buffers, mp_policy.buffer_dtype)
+    for target in modules:
+        target.__dict__[UNIT_ATTRIBUTE] = unit
+        register_names(target, unit)
+        target.__class__ = classes[target]
+    register_hooks(unit)
+    know(unit)
+    leave_alone(collected.left_alone)
+    watch_optimizers()
+    for known in dict.fromkeys(unit_of(part) for part in names):
+        if known is not None:
+            take_names(known, names)
+    count_dealt(collected)
+    return module
+
+
+def check_call(
+    modules: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: ShardPlacementFn | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: set[nn.Parameter] | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
+    conditional: bool,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None,
+    shard: str,
+    shard_outer: str | None,
+    taken: frozenset[nn.Module] = frozenset(),
+) -> tuple[Collected, dict[DataMesh, int | None]]:
+    """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
+
+    Modules that are ``taken`` are left to calls that come before.
+
+    Raises:
+        ConfigError: an argument or a parameter cannot be used. Nothing was changed.
+    """
+    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
+    dp_mesh_dims = ours(dp_mesh_dims)
+    check_policies(mp_policy, offload_policy)
+    check_sharding(shard, shard_outer, reshard_after_forward, offload_policy)
+    with named("fully_shard"), carrying():  # process groups are made with all ranks
+        is_named = dp_mesh_dims is not None
+        checked = check_mesh(
+            default_mesh() if mesh is None and not is_named else mesh, dp_mesh_dims
+        )
+        if shard_outer is not None:
+            check_layers(checked, dp_mesh_dims)
+            data = DataMesh.layered(checked)
+        elif dp_mesh_dims is not None:
+            data = DataMesh.named(checked, dp_mesh_dims)
+        else:
+            data = DataMesh.of(checked)
+    check_reshard(reshard_after_forward, data)
+    expected = "a function of a parameter or None"
+    check_function("fully_shard", "shard_placement_fn", shard_placement_fn, expected)
+    check_flag("fully_shard", "conditional", conditional)
+    ignored = Ignored.of(ignored_params, ignored_states)
+    left = Ignored(ignored.tensors, ignored.modules | taken)
+    collected = collect(modules, data, shard_placement_fn, left)
+    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
+    smaller |= {used: used.layers.shard.size for used in smaller if used.layers is not None}
+    if any(smaller.values()):
+        refuse_smaller(collected)
+    return collected, smaller
+
+
+def _state(module: nn.Module) -> TorchState | None:
+    return torch_state(check_module("fully_shard.state", "module", module))
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
+
+
+def _make_params(
+    collected: Collected, kept: set[nn.Parameter], tops: tuple[nn.Module, ...]
+) -> dict[DataMesh, list[FSDPParam]]:
+    params: dict[DataMesh, list[FSDPParam]] = {}
+    for original, taken in collected.own.items():
+        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        param.tops = tops
+        param.chosen.keeps_dtype = original in kept
+        param.releases_gathered = taken.releases_gathered
+        params.setdefault(taken.data, []).append(param)
+    return params
+
+
+def register_fsdp_forward_method(module: nn.Module | None, method_name: str) -> None:
+    """Let ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
+
+    Does nothing for a module that is not an ``FSDPModule``, or for None: an optional module.
+
+    Args:
+        module: the module that has the method, or None.
+        method_name: its name. The method must run its body when it is called.
+
+    Raises:
+        ConfigError: the module has no such method, or it is a generator or a coroutine.
+
+    Source: the meaning of the same function in ``torch.distributed.fsdp``.
+    """
+    if module is None:
+        return
+    name = check_method(module, method_name)
+    if isinstance(module, FSDPModule):
+        module.__dict__[name] = ForwardMethod(module, name)

@@ -1,0 +1,724 @@
+"""Private torch API, by subject: a DTensor whose rows are dealt to ranks in whole blocks.
+
+Torch's DTensor knows chunks of equal size only, and its rules for operations make a plain ``Shard``
+of any other placement. So such a tensor is a subclass, whose operations are done here: what works
+element by element is done where the elements are; a view is one of the memory of who has all of it;
+anything else is done on a DTensor that every rank has whole. Tried on torch 2.12.1, 2.13.0 and
+2.14.1; torch 2.11 does not ask a subclass. Nothing here knows what a unit or a group is.
+
+[Note: dealt placements]
+``Dealt`` is a ``Shard`` that answers torch's own question of where rows begin, so that checkpoints,
+and whatever else asks it, get right offsets. Torch's specs insist that a shard equals
+``Shard(dim)``, so it does; the deals tell two of them apart. No operation of torch's own may see
+one: they all come to ``DealtTensor`` first. Torch itself can make a plain DTensor with such
+placements (``from_local``, and states that its helpers load). For that one torch would compute with
+chunks of wrong sizes, in silence. But it looks every operation up by a hash of the placements
+first, and that is an error here. Where we see such a tensor, we make a ``DealtTensor`` of it
+(``adopt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # specs of results
+
+from fsdp2._core.base import torch_comm
+from fsdp2._core.base.errors import UnsupportedError
+from fsdp2._core.base.rows import Deal, chunk_of, most_rows, rows_of
+
+MADE_ALIKE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+        *("randint_like", "clone", "detach", "alias", "lift_fresh", "_to_copy"),
+        *("copy_", "zero_", "fill_", "masked_fill_", "normal_", "uniform_", "random_"),
+        *("bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+    )
+)
+"""Operations beside the element-wise ones that are done where the elements are."""
+
+NEW = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_empty", "new_full"))
+"""Operations whose result lies like the tensor, if it is asked for in the same shape."""
+
+
+class Dealt(Shard):
+    """The placement of a tensor whose rows are dealt to the ranks of an axis.
+
+    See [Note: dealt placements].
+    """
+
+    deal: Deal
+    was_made: ClassVar[bool] = False  # a look that costs nothing to who has none
+
+    def __new__(cls, dim: int, deal: Deal) -> Dealt:
+        return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's stub lacks it
+
+    def __init__(self, dim: int, deal: Deal) -> None:
+        super().__init__(dim)
+        self.deal = deal
+        Dealt.was_made = True
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Dealt):
+            return self.dim == other.dim and self.deal == other.deal
+        return isinstance(other, Shard) and other.dim == self.dim
+
+    def __hash__(self) -> int:
+        raise UnsupportedError(
+            "FS232",
+            f"{self!r}: torch computes with a DTensor that {self.deal.asked_by}, and was made by "
+            "torch's own functions (from_local). Give it placements of its own, such as Shard(0).",
+        )
+
+    def __repr__(self) -> str:
+        deal = self.deal
+        if deal.owner is not None:
+            return f"Dealt(owner={deal.owner})"
+        return f"Dealt(dim={self.dim}, block={deal.block}, first={deal.first})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, tuple[int, ...]]:
+        return dealt, (self.dim, self.deal.block, self.deal.first, *self.deal.ends)
+
+    # What torch asks a shard: where its rows begin, and what a rank has of a whole tensor.
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        start, rows = rows_of(curr_local_size, num_chunks, int(rank), self.deal)
+        return rows, start
+
+    def _split_tensor(
+        self,
+        tensor: Tensor,
+        num_chunks: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+    ) -> Any:
+        raise UnsupportedError(
+            "FS232",
+            f"torch's own functions cannot distribute a tensor of shape {tuple(tensor.shape)} that "
+            f"{self.deal.asked_by}. Give them placements of their own (Shard(0)), or use "
+            "fsdp2.checkpoint, which loads whole tensors.",
+        )
+
+    def _select_split_tensor(
+        self,
+        tensor: Tensor,
+        num_chunks: int,
+        index: Any,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+        clone: bool = True,
+    ) -> Tensor:
+        length = tensor.shape[self.dim]
+        rows = tensor.narrow(self.dim, *rows_of(length, num_chunks, int(index), self.deal))
+        return rows.clone() if clone else rows
+
+    def _to_replicate_tensor(
+        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[Any]
+    ) -> Tensor:
+        return _join(local_tensor, shape, mesh, mesh_dim, self)
+
+
+def dealt(dim: int, block: int, first: int, *ends: int) -> Dealt:
+    """Make a placement of numbers: a pickle names this function, and no class of ours besides."""
+    return Dealt(dim, Deal(block, first, ends))
+
+
+def deal_in(placement: Placement) -> Deal | None:
+    """Return the deal that a placement is; None: it is none."""
+    return placement.deal if isinstance(placement, Dealt) else None
+
+
+def are_same(first: Sequence[Placement], second: Sequence[Placement]) -> bool:
+    """True if placements are equal, and deals too. See [Note: dealt placements]."""
+    return tuple(first) == tuple(second) and [*map(deal_in, first)] == [*map(deal_in, second)]
+
+
+def dealt_axis(placements: Sequence[Placement]) -> int | None:
+    """Return the axis on which rows are dealt; None if there is none."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Dealt):
+            return axis
+    return None
+
+
+def key_of(placements: Sequence[Placement]) -> tuple[object, ...]:
+    """Return what stands for placements in the key of a dict."""
+    return tuple(("dealt", p.dim, p.deal) if isinstance(p, Dealt) else p for p in placements)
+
+
+def adopt(tensor: object) -> None:
+    """Let a plain DTensor with dealt placements be what it is, the same object."""
+    if type(tensor) is DTensor and dealt_axis(tensor.placements) is not None:
+        tensor.__class__ = DealtTensor
+
+
+def _join(
+    local: Tensor, shape: Sequence[int], mesh: DeviceMesh, axis: int, placement: Dealt
+) -> Tensor:
+    """Return what all ranks of an axis have, joined, on each of them. Collective over it.
+
+    It has ``shape``. All dtypes travel as bytes: not every backend has every dtype.
+    """
+    group, owner = mesh.get_group(axis), placement.deal.owner
+    plain = torch.contiguous_format
+    is_alone = not isinstance(group, dist.ProcessGroup) or mesh.size(axis) == 1
+    if owner is not None or is_alone:
+        mine = is_alone or mesh.get_local_rank(axis) == owner
+        # a copy: what is whole must not change with the shard, nor the shard with it
+        whole = local.clone(memory_format=plain) if mine else local.new_empty(tuple(shape))
+        if not is_alone:
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=owner)
+        return whole
+    dim, size = placement.dim, mesh.size(axis)
+    most = most_rows(shape[dim], size, placement.deal)
+    # one collective of equal parts, each filled up to the longest
+    padded = [*shape[:dim], most, *shape[dim + 1 :]]
+    own = local.new_zeros(padded)
+    own.narrow(dim, 0, local.shape[dim]).copy_(local)
+    gathered = local.new_empty((size, *padded))
+    sent = own.view(-1).view(torch.uint8)
+    torch_comm.all_gather_single(gathered.view(-1).view(torch.uint8), sent, group)
+    parts = [
+        gathered[rank].narrow(dim, 0, rows_of(shape[dim], size, rank, placement.deal)[1])
+        for rank in range(size)
+    ]
+    return torch.cat(parts, dim)
+
+
+def _new(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DealtTensor:
+    return DealtTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class DealtTensor(DTensor):
+    """A DTensor whose rows are dealt to the ranks of one axis in whole blocks."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has an attribute
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in args:
+            adopt(value)
+        name: str = func._schema.name
+        if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+            return _of_lists(func, name, args, kwargs)
+        like = next((a for a in args if isinstance(a, DealtTensor)), None)
+        if like is not None and name in NEW:
+            if tuple(args[1]) == tuple(like.shape):
+                shape = like._local_tensor.shape
+                return like._made(func(like._local_tensor, shape, *args[2:], **kwargs))
+        elif like is not None and _is_element_wise(func):
+            local = _element_wise(func, like, args, kwargs)
+            if local is not NotImplemented:
+                return local
+        elif like is not None and name == "aten::linalg_vector_norm" and like.is_plain:
+            found = _norm(func, like, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        elif like is not None and func.is_view and like.is_plain:
+            found = _view(func, like, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return _on_whole(func, args, kwargs)
+
+    # How it lies.
+
+    @property
+    def axis(self) -> int:
+        axis = dealt_axis(self._spec.placements)
+        assert axis is not None
+        return axis
+
+    @property
+    def placement(self) -> Dealt:
+        return cast(Dealt, self._spec.placements[self.axis])
+
+    @property
+    def owner(self) -> int | None:
+        """The rank of the axis that has all of it; None: it is divided."""
+        return self.placement.deal.owner
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no other axis divides it."""
+        others = [p for axis, p in enumerate(self._spec.placements) if axis != self.axis]
+        return all(p.is_replicate() for p in others)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tensors have in common that can be worked on together."""
+        spec = self._spec
+        return id(spec.mesh), key_of(spec.placements)
+
+    def lies_like(self, other: DealtTensor) -> bool:
+        mine, its = self._spec, other._spec
+        is_there = mine.mesh is its.mesh or mine.mesh == its.mesh
+        return is_there and other.shape == self.shape and are_same(mine.placements, its.placements)
+
+    def _made(self, local: Tensor) -> DealtTensor:
+        """Wrap a local tensor of another dtype, perhaps, that lies as this one does."""
+        spec, old = self._spec, self._spec.tensor_meta
+        assert old is not None
+        if local.dtype != old.dtype:
+            meta = TensorMeta(old.shape, old.stride, local.dtype)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+        return _new(local, spec, requires_grad=False)
+
+    @property
+    def _whole_shape(self) -> tuple[int, ...]:
+        """Shape of what the ranks of its axis have together."""
+        dim, mesh = self.placement.dim, self._spec.mesh
+        rows = self.shape[dim]
+        for axis, placement in enumerate(self._spec.placements):
+            is_cut = not placement.is_replicate() and not placement.is_partial()
+            if axis != self.axis and is_cut and getattr(placement, "dim", None) == dim:
+                _, rows = chunk_of(rows, mesh.size(axis), mesh.get_local_rank(axis))
+        local = self._local_tensor.shape
+        return (*local[:dim], rows, *local[dim + 1 :])
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first row that this rank has of those of its axis, and how many."""
+        mesh, placement = self._spec.mesh, self.placement
+        length, place = self._whole_shape[placement.dim], mesh.get_local_rank(self.axis)
+        return rows_of(length, mesh.size(self.axis), place, placement.deal)
+
+    def replicated(self) -> DTensor:
+        """Return it whole on every rank of its axis, and as it is on the others. Collective."""
+        spec = self._spec
+        assert spec.tensor_meta is not None
+        placements = [Replicate() if isinstance(p, Dealt) else p for p in spec.placements]
+        local = _join(self._local_tensor, self._whole_shape, spec.mesh, self.axis, self.placement)
+        made = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+        return DTensor(local, made, requires_grad=False)
+
+    def rows_of(self, value: object) -> Any:
+        """Return this rank's part of a value that takes part in an operation beside this one."""
+        if not isinstance(value, Tensor):
+            return value
+        adopt(value)
+        if isinstance(value, DealtTensor):
+            if self.lies_like(value):
+                return value._local_tensor
+            value = value.replicated()
+        if isinstance(value, DTensor):
+            if value.dim() == 0:
+                return value.full_tensor()
+            placements = [
+                Replicate() if axis == self.axis or value.dim() < self.dim() else placement
+                for axis, placement in enumerate(self._spec.placements)
+            ]
+            value = value.redistribute(self._spec.mesh, placements).to_local()
+        elif value.shape == self.shape and not self.is_plain:
+            return NotImplemented  # plain, and beside it this one is divided over other axes
+        dim = self.placement.dim - (self.dim() - value.dim())  # shapes match from the right
+        return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, *self.span)
+
+    # What users of a DTensor call.
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return self._local_tensor
+        return cast(Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]  # torch's own
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        return self._on_all().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: Any,
+    ) -> DTensor:
+        mesh = device_mesh or self._spec.mesh
+        wanted = tuple(placements or self._spec.placements)
+        if mesh == self._spec.mesh and are_same(wanted, self._spec.placements):
+            return self
+        return redistribute(self._on_all(), mesh, wanted, **kwargs)
+
+    def _on_all(self) -> DTensor:
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return self.replicated()
+        return cast(DTensor, _Replicate.apply(self))  # type: ignore[no-untyped-call]  # torch's own
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        made = DTensor.__tensor_unflatten__(inner, context, size, stride)
+        return _new(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+
+
+# A state that holds one loads with weights_only, as one of torch's own DTensors does.
+torch.serialization.add_safe_globals([dealt, DealtTensor])
+
+
+def redistribute(
+    tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], **kwargs: Any
+) -> DTensor:
+    """Do what ``DTensor.redistribute`` does, also to dealt placements. Collective."""
+    axis = dealt_axis(placements)
+    if axis is None or isinstance(tensor, DealtTensor):
+        return tensor.redistribute(mesh, placements, **kwargs)
+    others = [Replicate() if isinstance(p, Dealt) else p for p in placements]
+    whole = tensor.redistribute(mesh, others, **kwargs)
+    return own_part(whole, placements)
+
+
+def distribute(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Place a tensor that every rank has whole."""
+    others = [Replicate() if isinstance(p, Dealt) else p for p in placements]
+    whole = distribute_tensor(tensor, mesh, others, src_data_rank=None)
+    return whole if dealt_axis(placements) is None else own_part(whole, placements)
+
+
+def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
+    """Let the states of a parameter lie as it does, whoever loaded them. Collective if they do not.
+
+    Ranks take them in one order, by name.
+    """
+    for key in sorted(entry, key=str):
+        value = entry[key]
+        if isinstance(value, DTensor) and value.dim() and value.device_mesh == param.device_mesh:
+            adopt(value)
+            if not are_same(value.placements, param.placements):
+                entry[key] = redistribute(value, param.device_mesh, param.placements)
+
+
+def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Return the dealt tensor of a DTensor that every rank of the axis has whole."""
+    axis = dealt_axis(placements)
+    assert axis is not None
+    mesh, meta = whole.device_mesh, whole._spec.tensor_meta
+    placement = cast(Dealt, placements[axis])
+    assert meta is not None
+    local, dim = whole._local_tensor.detach(), placement.dim
+    place = mesh.get_local_rank(axis)
+    span = rows_of(local.shape[dim], mesh.size(axis), place, placement.deal)
+    # a copy: the whole may be the user's
+    local = local.narrow(dim, *span).clone(memory_format=torch.contiguous_format)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return _new(local, spec, requires_grad=False)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DealtTensor) -> Tensor:
+        ctx.made = tensor._made
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        made: Tensor = ctx.made(grad.contiguous())
+        return made
+
+
+class _Replicate(torch.autograd.Function):
+    """Whole on all ranks; ranks are taken to compute the same of it, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DealtTensor) -> DTensor:
+        ctx.mesh, ctx.placements = tensor._spec.mesh, tensor._spec.placements
+        return tensor.replicated()
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return redistribute(grad, ctx.mesh, ctx.placements)
+
+
+# Operations.
+
+
+def _is_element_wise(func: Any) -> bool:
+    """True for an operation that makes or changes each element of the elements at its place."""
+    name = func._schema.name
+    return name in MADE_ALIKE or (torch.Tag.pointwise in func.tags and name != "aten::equal")
+
+
+def _element_wise(
+    func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do an operation on what this rank has; NotImplemented if that is not what was asked for."""
+    schema = func._schema
+    if schema.is_mutable and not isinstance(args[0], DealtTensor):
+        return NotImplemented
+    template = args[0] if isinstance(args[0], DealtTensor) else like
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if any(a.dim() > template.dim() for a in tensors):
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(a.shape for a in tensors))
+    if tuple(shape) != tuple(template.shape):
+        return NotImplemented
+    own = [template.rows_of(a) for a in args]
+    named = {key: template.rows_of(a) for key, a in kwargs.items()}
+    if any(a is NotImplemented for a in (*own, *named.values())):
+        return NotImplemented
+    found = func(*own, **named)
+    if schema.is_mutable:
+        return args[0]
+    if isinstance(found, tuple | list):
+        return type(found)(template._made(one) for one in found)
+    return template._made(found)
+
+
+def _view(func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View the memory of each rank: what is written there stays.
+
+    Of a tensor that one rank has whole any view is one of its memory, and others have no rows. Of
+    divided rows it is a view that treats all of them alike. NotImplemented for others, and for a
+    view of no dims, which has no rows to leave out.
+    """
+    meta = like._spec.tensor_meta
+    assert meta is not None
+    if args[0] is not like:
+        return NotImplemented
+    outline = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    wanted = func(outline, *args[1:], **kwargs)
+    shapes = list(wanted) if isinstance(wanted, tuple | list) else [wanted]
+    mesh, local, axis = like._spec.mesh, like._local_tensor, like.axis
+    placements = list(like._spec.placements)
+    if any(one.dim() == 0 for one in shapes):
+        return NotImplemented
+    if func._schema.name == "aten::view" and list(args[1:2]) == [[*like.shape]]:
+        return _new(local.view_as(local), like._spec)
+    if like.owner is None:
+        dim = _dim_in_view(func, like, args, kwargs)
+        if dim is None:
+            return NotImplemented
+        placements[axis] = Dealt(dim, like.placement.deal)
+    if like.owner is None or mesh.get_local_rank(axis) == like.owner:
+        found = func(local, *args[1:], **kwargs)
+        locals_ = list(found) if isinstance(found, tuple | list) else [found]
+    else:
+        locals_ = [local.new_empty((0, *one.shape[1:]), dtype=one.dtype) for one in shapes]
+    made = []
+    for one, part in zip(shapes, locals_, strict=True):
+        own = TensorMeta(one.shape, one.stride(), one.dtype)
+        made.append(_new(part, DTensorSpec(mesh, tuple(placements), tensor_meta=own)))
+    return type(wanted)(made) if isinstance(wanted, tuple | list) else made[0]
+
+
+def _dim_in_view(
+    func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | None:
+    """Return which dim of a view is the divided one, whole; None if it treats rows unlike.
+
+    It is asked of tensors without memory that have more and more rows: the view of rows that are
+    alike has as many.
+    """
+    dim, sizes = like.placement.dim, list(like.shape)
+    if func._schema.name == "aten::diagonal":  # as many rows as there are, but another place each
+        return None
+    shapes = []
+    for more in (0, 1, 2):
+        sizes[dim] = like.shape[dim] + more
+        try:
+            found = func(torch.empty(sizes, dtype=like.dtype, device="meta"), *args[1:], **kwargs)
+        except (RuntimeError, IndexError):  # of another number of rows there is no such view
+            return None
+        if not isinstance(found, Tensor):
+            return None
+        shapes.append(tuple(found.shape))
+    for place, rows in enumerate(zip(*shapes, strict=False)):
+        grows = [rows[0] + more for more in (0, 1, 2)] == list(rows)
+        if grows and rows[0] == like.shape[dim]:
+            rest = {shape[:place] + shape[place + 1 :] for shape in shapes}
+            return place if len(rest) == 1 else None
+    return None
+
+
+def _norm(func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the norm of all elements, on every rank: of the norms of what each rank has."""
+    rest, order = args[2:], args[1] if len(args) > 1 else 2
+    if any(r is not None and r is not False for r in rest) or args[0] is not like:
+        return NotImplemented
+    if like.owner is None and not order:
+        return NotImplemented  # a count of elements is no norm of counts
+    local = like._local_tensor
+    norm = func(local, *args[1:], **kwargs) if local.numel() else _none(like, order, kwargs)
+    return _scalar(like, _norms_joined([like], norm.view(1), order)[0])
+
+
+def _norms_joined(likes: list[DealtTensor], norms: Tensor, order: float) -> Tensor:
+    """Return the norms ``[n]`` of tensors that lie alike, from those of what each rank has."""
+    like = likes[0]
+    mesh, axis, placement = like._spec.mesh, like.axis, like.placement
+    if like.owner is not None:
+        return _join(norms, norms.shape, mesh, axis, placement)
+    joined: Tensor = torch.linalg.vector_norm(_rows_of_ranks(norms, mesh, axis), order, dim=0)
+    return joined
+
+
+def _rows_of_ranks(own: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+    """Return ``[W, n]``: a row of each rank of an axis. Collective over it."""
+    group, size = mesh.get_group(axis), mesh.size(axis)
+    if not isinstance(group, dist.ProcessGroup) or size == 1:
+        return own.expand(size, -1)
+    rows = own.new_empty((size, own.numel()))
+    torch_comm.all_gather_single(rows.view(-1), own.contiguous(), group)
+    return rows
+
+
+def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
+    """Return the norm of no elements, which changes no other."""
+    dtype = kwargs.get("dtype") or like.dtype
+    real = dtype.to_real() if dtype.is_complex else dtype
+    nothing = float("inf") if order < 0 else 0.0
+    return like._local_tensor.new_full((), nothing, dtype=real)
+
+
+def _scalar(like: DealtTensor, value: Tensor) -> DTensor:
+    """Return a number that every rank has as a DTensor."""
+    mesh = like._spec.mesh
+    meta = TensorMeta(torch.Size(()), (), value.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return DTensor(value, spec, requires_grad=False)
+
+
+def _asked_by(args: Sequence[Any]) -> str:
+    return next(a.placement.deal.asked_by for a in args if isinstance(a, DealtTensor))
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation on DTensors that every rank has whole. Collective."""
+    if func.is_view:
+        raise UnsupportedError(
+            "FS232",
+            f"{func}: found a tensor that {_asked_by(args)}, of which there is no such view: what "
+            "is written to it would be lost. Use full_tensor(), or to_local().",
+        )
+    made: dict[int, DTensor] = {}
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DealtTensor):
+            if id(value) not in made:
+                made[id(value)] = value.replicated()
+            return made[id(value)]
+        if isinstance(value, list | tuple):
+            return type(value)(map(whole, value))
+        return value
+
+    found = func(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+    if not func._schema.is_mutable:
+        return found
+    written = [*args, *kwargs.values()]
+    for value in written:
+        if isinstance(value, DealtTensor):
+            # every rank did the same; each has room for its rows
+            new = own_part(made[id(value)], value._spec.placements)
+            value._local_tensor.copy_(new._local_tensor)
+    back = {id(one): value for value in written for one in [made.get(id(value))] if one is not None}
+    return back.get(id(found), found)
+
+
+def _of_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation on lists of tensors: on those that lie alike together.
+
+    What is written to decides how: beside a tensor that is not dealt, dealt ones are made whole.
+    """
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
+    count = len(lists[0])
+    for one in lists:
+        for value in one:
+            adopt(value)
+    is_mutable = func._schema.is_mutable
+    of_key: dict[object, list[int]] = {}
+    for index in range(count):
+        beside = [one[index] for one in lists if len(one) == count]
+        looked_at = beside[:1] if is_mutable else beside
+        found = next((one for one in looked_at if isinstance(one, DealtTensor)), None)
+        of_key.setdefault(None if found is None else found.key, []).append(index)
+    results: list[Any] = [None] * count
+    has_results = False
+    for key, indices in of_key.items():
+
+        def chosen(value: Any, key: object = key, indices: list[int] = indices) -> Any:
+            if isinstance(value, list | tuple) and len(value) == count:
+                some = [value[index] for index in indices]
+                return some if key is not None else [_whole_of(one) for one in some]
+            return value if key is not None else _whole_of(value)
+
+        some = [chosen(a) for a in args]
+        named = {name: chosen(a) for name, a in kwargs.items()}
+        found = func(*some, **named) if key is None else _of_one_key(func, name, some, named)
+        if found is not None:
+            has_results = True
+            for index, one in zip(indices, found, strict=True):
+                results[index] = one
+    return results if has_results else None
+
+
+def _whole_of(value: Any) -> Any:
+    return value.replicated() if isinstance(value, DealtTensor) else value
+
+
+def _of_one_key(func: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Do it on lists of tensors that are dealt alike."""
+    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, list))
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list)]
+    likes = [
+        next(one[i] for one in lists if len(one) == len(first) and isinstance(one[i], DealtTensor))
+        for i in range(len(first))
+    ]
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, list) and len(value) == len(likes):
+            return [like.rows_of(one) for like, one in zip(likes, value, strict=True)]
+        return likes[0].rows_of(value) if isinstance(value, DTensor) else value
+
+    for argument, one in zip(func._schema.arguments, args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and isinstance(one, list) and len(one) == len(likes):
+            for like, value in zip(likes, one, strict=True):
+                if not isinstance(value, DealtTensor) or not like.lies_like(value):
+                    raise UnsupportedError(
+                        "FS232",
+                        f"{name}: is to write to a tensor that lies otherwise than the one beside "
+                        f"it, which {like.placement.deal.asked_by}. Redistribute it first: "
+                        "other.redistribute(placements=param.placements) of such a one.",
+                    )
+    if name == "aten::_foreach_norm":
+        return _norms(func, likes, args, kwargs)
+    found = func(*map(rows, args), **{key: rows(value) for key, value in kwargs.items()})
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        mesh = likes[0]._spec.mesh
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:  # all ranks skip a step, or none
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if found is None or func._schema.is_mutable:
+        return None
+    return [like._made(one) for like, one in zip(likes, found, strict=True)]
+
+
+def _norms(
+    func: Callable[..., Any], likes: list[DealtTensor], args: list[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the norms of tensors that are dealt alike, by one collective."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if not all(like.is_plain for like in likes) or (likes[0].owner is None and not order):
+        return [torch.linalg.vector_norm(like.replicated(), order) for like in likes]
+    local = [like._local_tensor for like in likes]
+    some = [index for index, one in enumerate(local) if one.numel()]
+    norms = [_none(like, order, kwargs) for like in likes]
+    if some:
+        found = func([local[index] for index in some], *args[1:], **kwargs)
+        for index, norm in zip(some, found, strict=True):
+            norms[index] = norm
+    joined = _norms_joined(likes, torch.stack(norms), order)
+    return [_scalar(one, value) for one, value in zip(likes, joined.unbind(), strict=True)]

@@ -1,0 +1,150 @@
+"""The lanes of a device: what is in flight is ordered by streams, and nobody waits on the host.
+
+Owns one stream a lane, and the events between them. ``wire.Streams`` is the same for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from fsdp2._core.base import torch_autograd
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.comm.late_look import LateLook
+from fsdp2._core.comm.wire import InFlight, Streams
+
+
+class DeviceStreams(Streams):
+    """Lanes of a device: one stream each, beside the current (compute) stream."""
+
+    async_op = False
+
+    def __init__(self, device: torch.device) -> None:
+        # Compute waits for what is gathered, and for memory that is reduced; for a sum over
+        # replicas only at the end, so that may come behind its kernels, as torch's does.
+        priority = capabilities(device).lane_priority
+        priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
+        self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}
+        self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
+        module = torch.get_device_module(device.type)
+        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+
+    @property
+    def current(self) -> torch.Stream | None:  # type: ignore[override]  # read only
+        return torch.accelerator.current_stream()
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        assert stream is not None
+        return stream
+
+    def launch(
+        self,
+        lane: str,
+        issue: Callable[..., InFlight],
+        *args: object,
+        after: InFlight | None = None,
+    ) -> InFlight:
+        stream, retired = self._lanes[lane], self._retired[lane]
+        # What compute reads now it may go on to read, beside what is launched here.
+        for held in retired[:-1]:
+            held.hold_back(stream)
+        del retired[:-1]
+        if after is not None:
+            after.hold_back(stream)
+        with stream, torch_autograd.without_packing():
+            flight = issue(*args)
+            flight.wait()  # a work that a collective of the user's returned, unasked
+            flight.end_with(stream.record_event())
+        if after is not None:  # read or written here, in memory of another lane
+            flight.buffers += after.buffers
+        return flight
+
+    def order_after_compute(self, lane: str) -> None:
+        self._lanes[lane].wait_stream(torch.accelerator.current_stream())
+
+    def order_after_event(self, lane: str, event: torch.Event) -> None:
+        with self._lanes[lane]:
+            event.wait()  # its own method: a stream takes a torch.cuda.Event, and waits for nothing
+
+    def hold_back(self, stream: torch.Stream | None) -> None:
+        current = torch.accelerator.current_stream()
+        if stream is not None and stream != current:
+            stream.wait_stream(current)
+
+    def lane_of(self, stream: torch.Stream) -> str:
+        name = f"stream {stream.stream_id}"
+        if name not in self._lanes:  # a plain stream: its events are what other lanes can wait for
+            self._lanes[name] = torch.Stream(
+                stream_id=stream.stream_id,
+                device_index=stream.device_index,
+                device_type=stream.device_type,
+            )
+            self._retired[name] = []
+        return name
+
+    def note_late(self, looks: Iterable[LateLook]) -> None:
+        if not self._is_capturing():
+            for look in looks:
+                look.note()
+
+    def look_late(self, looks: Iterable[LateLook]) -> None:
+        if not self._is_capturing():  # a graph that is captured must not ask for events
+            for look in looks:
+                look.look()
+
+    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
+        event = torch.accelerator.current_stream().record_event()
+        self._retired[lane].append(InFlight(buffers).end_with(event))
+
+    def drain(self, lane: str) -> None:
+        stream, retired = self._lanes[lane], self._retired[lane]
+        for held in retired:
+            held.hold_back(stream)
+        retired.clear()
+
+    def reset(self) -> None:
+        torch.accelerator.synchronize()
+        for held in self._retired.values():
+            held.clear()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Return the lanes of a device."""
+    return DeviceStreams(device) if capabilities(device).has_lanes else Streams()
+
+
+# Launches whose waits somebody is told of. A run that nobody observes enters nothing here.
+
+
+class FlightObserver(Protocol):
+    """Is told of the waits for one launch of a lane."""
+
+    def before_wait(self, flight: InFlight) -> None: ...
+
+    def after_wait(self) -> None: ...
+
+
+class ObservedFlight(InFlight):
+    """A launch whose waits are told of. It takes the place of the one that was launched."""
+
+    __slots__ = ("__weakref__", "_observers")
+
+    def __init__(self, flight: InFlight, observer: FlightObserver) -> None:
+        super().__init__(flight.buffers, flight._work, flight._lost)
+        self._event = flight._event
+        known = flight._observers if isinstance(flight, ObservedFlight) else ()
+        self._observers: tuple[FlightObserver, ...] = (*known, observer)
+
+    def wait(self) -> None:
+        if self._work is None and self._event is None:
+            return
+        for observer in self._observers:
+            observer.before_wait(self)
+        try:
+            super().wait()
+        finally:
+            for observer in self._observers:
+                observer.after_wait()

@@ -1,0 +1,110 @@
+"""What a device has seen of other ranks, told to the host without a wait.
+
+Owns the copies of stamps, one a step, and when they are looked at. It must not know what a stamp
+says: whoever has one compares. See [Note: agreement] in ``_core.agreement.agreement``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from ctypes import string_at
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Seen(Protocol):
+    """A stamp whose gathers leave those of all ranks in ``seen`` ``[W, n]``."""
+
+    seen: Tensor | None
+
+    def check(self, seen: Tensor) -> None:
+        """Compare what was copied."""
+
+    def check_sum(self, seen: Tensor, number: int) -> None:
+        """Compare the sum of the stamps of a reduction, which had a number."""
+
+
+class LateLook:
+    """The stamps that came with the gathers over one process group of a device.
+
+    Once a step they are copied to the host, in one copy. If that is over is asked, not waited for:
+    they are looked at mostly a step later.
+    """
+
+    count: ClassVar[int] = 0  # of those that were made: who collects them collects again
+
+    def __init__(self) -> None:
+        # of each stamp the row that every rank sends, and how many ranks do
+        self._expected: weakref.WeakKeyDictionary[Seen, tuple[bytes, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # of these, as copied
+        self._slots: list[Tensor] = []  # what a device leaves for each, as bytes
+        self._is_known = False  # the last two are those of the stamps that live
+        self._copied: Tensor | None = None  # in pinned memory
+        self._event: torch.Event | None = None  # of the copy that nobody has looked at
+        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; holds its memory
+        self._copied_sum: tuple[Seen, int, Tensor] | None = None
+        LateLook.count += 1
+
+    def add(self, stamp: Seen, row: bytes, ranks: int) -> None:
+        """Look at what a device leaves in ``stamp.seen``: a row of each of so many ranks."""
+        self._expected[stamp] = row, ranks
+        self._is_known, self._event = False, None
+
+    def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
+        """Look at the sum of stamps ``[n]`` too; a rank that gives up does so in every one."""
+        self._sum = stamp, number, total
+
+    @torch.inference_mode(False)  # what is kept is written again outside of it
+    @torch.no_grad()
+    def note(self) -> None:
+        """Copy what the device has seen, behind what it was given so far."""
+        total, self._sum = self._sum, None
+        if self._event is not None:
+            return
+        if not self._is_known or len(self._slots) != len(self._expected):
+            self._parts = [(weakref.ref(stamp), *part) for stamp, part in self._expected.items()]
+            slots = [stamp.seen for stamp in self._expected]
+            self._slots = [slot.view(-1).view(torch.uint8) for slot in slots if slot is not None]
+            nbytes = sum(len(row) * ranks for _, row, ranks in self._parts)
+            self._copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._is_known = True
+        if self._copied is not None and self._slots:
+            self._copied.copy_(torch.cat(self._slots), non_blocking=True)
+        if total is not None:
+            stamp, number, seen = total
+            copied = None if self._copied_sum is None else self._copied_sum[2]
+            if copied is None or copied.dtype is not seen.dtype:
+                copied = torch.empty(seen.shape, dtype=seen.dtype, device="cpu", pin_memory=True)
+            self._copied_sum = stamp, number, copied.copy_(seen, non_blocking=True)
+        if self._slots or total is not None:
+            self._event = torch.accelerator.current_stream().record_event()
+
+    def look(self) -> None:
+        """Compare what was copied, if the copy is over.
+
+        Raises:
+            StateError: a rank gathered something else.
+        """
+        if self._event is None or not self._event.query():
+            return
+        self._event = None
+        if self._copied_sum is not None:
+            reduced, number, total = self._copied_sum
+            reduced.check_sum(total, number)
+        copied = self._copied
+        if copied is None:
+            return
+        begin, address = 0, copied.data_ptr()
+        for known, row, ranks in self._parts:
+            nbytes = len(row) * ranks
+            at, begin = begin, begin + nbytes
+            if string_at(address + at, nbytes) == row * ranks:  # held for no longer: it is large
+                continue
+            stamp = known()
+            if stamp is not None and stamp.seen is not None:
+                rows = copied[at:begin]
+                stamp.check(rows.view(stamp.seen.dtype).view(stamp.seen.shape))

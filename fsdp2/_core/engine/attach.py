@@ -1,0 +1,179 @@
+"""How a tree of units begins: its root runs its first forward.
+
+Owns what only the whole tree shows: names, the runtime that its units share, which unit moves the
+groups of conditional ones, and the errors of trees that cannot run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch.nn as nn
+
+from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.names import class_name
+from fsdp2._core.base.warn import warn
+from fsdp2._core.engine.parts import Part, Parts
+from fsdp2._core.engine.tree import Runtime, Unit, unit_of
+from fsdp2._core.engine.used_outside import units_around
+from fsdp2._core.params.param import FSDPParam, check_unused
+
+_told: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Roots of which it was said once that a module of theirs ran before them."""
+
+
+def attach(root: Unit) -> Runtime:
+    """Make ``root`` the root of every unit below it, and plan what only the whole tree shows.
+
+    Raises:
+        StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
+    """
+    if root.fqn:  # ``fully_shard`` of a module around it named it so
+        _tell_of_outer(root)
+    names: dict[Unit, str] = {}
+    names_of_modules: dict[nn.Module, str] = {}
+    on_meta: list[str] = []
+    for top in root.modules:
+        for name, module in top.named_modules():
+            names_of_modules.setdefault(module, name)
+            unit = unit_of(module)
+            if unit is not None:
+                names.setdefault(unit, name)
+    for unit, name in names.items():
+        if unit.runtime is not None:
+            raise StateError(
+                "FS304",
+                f"{name or '<root>'}: ran a forward before {class_name(root.modules[0])}, which "
+                "contains it, so it became a root of its own. Run the outermost module that "
+                "fully_shard was applied to first.",
+            )
+        if unit is not root and unit.settings.manual_finalization:
+            raise StateError(
+                "FS303",
+                f"{name}: set_manual_backward_finalization(True) was called on it, and it is not "
+                "the root. Call it on the module whose forward you run.",
+            )
+        take_names(unit, names_of_modules)
+        for group in unit.groups:
+            for param in group.params:
+                param.see_grad_dtype()
+            check_unused(group.params, group.settings, group.policy)
+            for param in group.params:
+                _check_ties(param, unit)
+                if param.is_on_meta:
+                    on_meta.append(param.fqn)
+    if on_meta:
+        raise StateError(
+            "FS208",
+            f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
+            "fsdp2.materialize(model, device), or model.to_empty(device=...) and load a "
+            "checkpoint, before the first forward.",
+        )
+    owned = _owning_units(root, names)
+    runtime = Runtime(root, list(names))
+    for unit, name in names.items():
+        unit.runtime, unit.fqn = runtime, name
+        unit.precision.choose_input_dtype(unit.is_root)
+        if unit is not root and unit.post_optim_event is not None:
+            root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
+        for group in unit.groups:
+            group.enroll(".".join(filter(None, (name, group.early.part))))
+            group.context = runtime.context
+    for owner, conditional in owned.items():
+        _take_over(owner, conditional)
+    parts = [
+        Part(group, unit)
+        for unit in names
+        for group in unit.own_groups
+        if group.early.readers is not None and unit.owner is None
+    ]
+    if parts:
+        runtime.parts = Parts(parts, runtime)
+        runtime.parts.enroll(names[root])
+    return runtime
+
+
+def _tell_of_outer(root: Unit) -> None:
+    around = units_around(root)  # none: the name is that of the module which this is a copy of
+    outer = next((unit for unit in around if not unit.fqn), None)
+    if outer is None or outer in _told:
+        return
+    _told.add(outer)
+    whole = class_name(outer.modules[0])
+    warn(
+        "FS304",
+        f"{root.fqn}: runs a forward by itself before {whole}, which contains it and is sharded "
+        f"too. So it is a root of its own from now on, and a forward of {whole} raises an error. "
+        f"If you mean to run {whole}, run it first; the modules in it can run alone after that.",
+    )
+
+
+def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
+    """Return the conditional units below each unit that is not. See [Note: conditional units].
+
+    Raises:
+        StateError: there is no such unit above a conditional one, or its modules have several.
+    """
+    above: dict[Unit, set[Unit | None]] = {}
+
+    def walk(module: nn.Module, owner: Unit | None, inside: bool) -> None:
+        unit = unit_of(module)
+        if unit is not None:
+            inside = inside or unit.conditional
+            if inside:
+                above.setdefault(unit, set()).add(owner)
+            else:
+                owner = unit
+        for child in module.children():
+            walk(child, owner, inside)
+
+    for top in root.modules:
+        walk(top, None, False)
+    owned: dict[Unit, list[Unit]] = {}
+    for unit in names:
+        owners = above.get(unit, set())
+        if len(owners) > 1 or None in owners:
+            raise StateError(
+                "FS223",
+                f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
+                "has to gather it. Apply fully_shard without conditional to one module that "
+                "contains it, and run that one.",
+            )
+        for owner in owners:
+            assert owner is not None
+            owned.setdefault(owner, []).append(unit)
+    return owned
+
+
+def _check_ties(param: FSDPParam, unit: Unit) -> None:
+    places = param.places
+    if len(places) == 1:
+        return
+    own = {module for top in unit.modules for module in top.modules()}
+    outside = [place for place in places if place not in own]
+    if outside:
+        raise StateError(
+            "FS210",
+            f"{param.fqn}: is shared with {class_name(outside[0])}, and no unit contains both. "
+            "Apply fully_shard to a module that contains both as well, and run that one.",
+        )
+
+
+def take_names(unit: Unit, names: Mapping[nn.Module, str]) -> None:
+    """Call the unit and its parameters by their full names; ``names`` are those of modules."""
+    unit.fqn = next((names[module] for module in unit.modules if module in names), unit.fqn)
+    for group in unit.own_groups:
+        group.fqn = ".".join(filter(None, (unit.fqn, group.early.part)))
+        for param in group.params:
+            for site in param.sites:
+                if site.module in names:
+                    param.fqn = ".".join(filter(None, (names[site.module], site.name)))
+                    break
+
+
+def _take_over(owner: Unit, units: list[Unit]) -> None:
+    """Move the groups of conditional units from now on; ``tree`` has a note on these."""
+    owner.groups = owner.own_groups + [group for unit in units for group in unit.own_groups]
+    for unit in units:
+        unit.owner, unit.groups = owner, []

@@ -1,0 +1,108 @@
+"""What a memory setting means: how much overlap there is for how many bytes.
+
+Owns the named settings, and the choice for a byte budget. Everything here is computed from shapes
+and dtypes, so it comes out alike on every rank. It must not know when things happen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp2._core.base.arguments import wrong_type, wrong_value
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.policy import Overlap
+from fsdp2._core.engine.tree import Unit
+from fsdp2._core.params.group import ParamGroup
+
+NAMED = {
+    "low": Overlap(prefetch=0, reductions=0, synchronizes=True),
+    "balanced": Overlap(),
+    "fast": Overlap(prefetch=2, reductions=3, keeps_parts=True),
+}
+
+LADDER = (
+    NAMED["low"],
+    Overlap(prefetch=0, reductions=1, synchronizes=True),
+    Overlap(prefetch=1, reductions=1, synchronizes=True),
+    Overlap(prefetch=1, reductions=2, synchronizes=True),
+    Overlap(prefetch=2, reductions=2, synchronizes=True),
+    Overlap(prefetch=2, reductions=3, synchronizes=True),
+)
+"""What a budget may buy, the cheapest first."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a group, all of it: unsharded parameters, their gradients, what is reduced."""
+
+    whole: int
+    gradients: int
+    reduced: int
+
+    @staticmethod
+    def of(group: ParamGroup) -> Sizes:
+        gradients = reduced = 0
+        for param in group.params:
+            if param.trainable:
+                numel = math.prod(param.sharded.shape)
+                gradients += numel * param.backward_dtype.itemsize
+                reduced += numel * param.accumulated_dtype.itemsize
+        return Sizes(group.buffers.whole_nbytes, gradients, reduced)
+
+
+def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
+    """Return what a user's setting means for a tree of units, its root first.
+
+    Raises:
+        ConfigError: it is no setting, or a budget below what the tree needs without any overlap.
+    """
+    if isinstance(memory, str) and memory in NAMED:
+        return NAMED[memory]
+    expected = f"{', '.join(map(repr, NAMED))} or a number of bytes"
+    if isinstance(memory, bool) or not isinstance(memory, int | str):
+        raise wrong_type("set_memory", "memory", expected, memory)
+    if isinstance(memory, str) or memory <= 0:
+        raise wrong_value("set_memory", "memory", expected, memory)
+    needs = [bytes_needed(units, overlap) for overlap in LADDER]
+    if memory < needs[0]:
+        raise ConfigError(
+            "FS504",
+            f"set_memory: {memory} bytes are not enough: the parameters and gradients that have to "
+            f"be whole at a time take {needs[0]} without any overlap. Allow that, or apply "
+            "fully_shard to smaller modules.",
+        )
+    return [overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory][-1]
+
+
+def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
+    """Return the most bytes of unsharded parameters and buffers at a time in a usual step.
+
+    Counts what is whole, what is on its way, unreduced gradients and the inputs of reductions; not
+    shards, activations or reduced gradients. The root, which is first, is whole throughout.
+    """
+    root = [Sizes.of(group) for group in units[0].own_groups]
+    others = []
+    for unit in units[1:]:
+        sizes = [Sizes.of(group) for group in unit.own_groups]
+        if unit.conditional:  # whole with the unit above
+            root += sizes
+        else:
+            others.append(sizes)
+    own = sum(sizes.whole for sizes in root)
+    wholes = _largest([sum(sizes.whole for sizes in unit) for unit in others])
+    inputs = _largest([sizes.reduced for unit in others for sizes in unit])
+    gradients = max((sum(s.gradients for s in unit) for unit in others), default=0)
+    ahead, running = 1 + overlap.prefetch, max(1, overlap.reductions)
+    forward = own + sum(wholes[: max(2, ahead)])  # a gathered buffer is copied into a whole one
+    backward = own + sum(wholes[:ahead]) + gradients + sum(inputs[:running])
+    start = own + max((sizes.whole for sizes in root), default=0)
+    parts = max((sizes.gradients + sizes.reduced for sizes in root), default=0)
+    end = own + parts + sum(inputs[: overlap.reductions])
+    early = own + sum(wholes[: overlap.prefetch]) + parts
+    return max(start, forward, backward, end, early)
+
+
+def _largest(values: Sequence[int]) -> list[int]:
+    return sorted(values, reverse=True)

@@ -1,0 +1,232 @@
+"""Tensors in, tensors out: how gradients lie in what is reduced, and where shards lie in the sum.
+
+No process group, no stream, no module; every function is a few kernels on a plan.
+
+Legend: W = ranks of the shard axis, P = parameters, S = elements of stamps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2._core.base import torch_tensors
+from fsdp2._core.params.layout import ReduceLayout, contiguous_stride
+
+
+def inputs_of(
+    grads: Sequence[Tensor | None],
+    layout: ReduceLayout,
+    rank: int,
+    behind: Tensor,
+    allocate: Callable[[Sequence[int], torch.dtype, torch.device], Tensor],
+    device: torch.device,
+    is_mixed: bool = False,
+) -> list[Tensor]:
+    """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones.
+
+    With dealt members it is the pieces of all ranks, flat. For the arguments see
+    ``pack_gradients``; ``allocate`` makes the wire's buffers.
+    """
+    packed = allocate((layout.size, layout.packed_numel), layout.wire_dtype, device)
+    pack_gradients(grads, layout, rank, behind, packed, is_mixed)
+    if layout.pieces:
+        flat = allocate((sum(layout.pieces),), layout.wire_dtype, device)
+        _pack_pieces(grads, layout, packed, flat)
+        return [flat]
+    if not layout.zero_copy:
+        return [packed]
+    return [packed, *zero_copy_gradients(grads, layout, device)]
+
+
+def pack_gradients(
+    grads: Sequence[Tensor | None],
+    layout: ReduceLayout,
+    rank: int,
+    behind: Tensor,
+    out: Tensor,
+    is_mixed: bool = False,
+) -> None:
+    """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
+
+    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. All are cast to
+    the dtype of ``out``. Gradients and ``behind`` have one dtype, unless they are ``is_mixed``.
+
+    On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
+    for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
+    """
+    columns: list[Any] = [grads[position] for position in layout.packed]
+    if not all(map(is_not, columns, repeat(None))):
+        columns = _with_zeros(columns, layout, behind, out.is_cpu)
+    for index in layout.rearranged:
+        columns[index] = _as_rows(columns[index], layout, layout.packed[index], rank)
+    if not out.is_cpu:
+        columns = [c.contiguous() for c in columns]
+    columns.append(behind)
+    if is_mixed:
+        _chunk_cat_mixed(columns, layout.size, out)
+    else:
+        torch_tensors.chunk_cat(columns, 0, layout.size, out=out)
+
+
+def _with_zeros(
+    columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, is_cpu: bool
+) -> list[Tensor]:
+    """Put zeros in place of gradients that are not there: one piece of memory for all of them."""
+    shapes = [layout.shards[position].shape for position in layout.packed]
+    absent = [math.prod(s) for c, s in zip(columns, shapes, strict=True) if c is None]
+    # a kernel of a device reads dense memory only
+    zeros = behind.new_zeros(() if is_cpu else max(absent))
+    return [
+        (zeros.expand(s) if is_cpu else zeros[: math.prod(s)].view(s)) if c is None else c
+        for c, s in zip(columns, shapes, strict=True)
+    ]
+
+
+def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """Return a gradient so that the rows of rank ``r`` are the ``r``-th of W chunks of dim 0."""
+    shard = layout.shards[position]
+    if layout.slotted[position]:
+        slots = grad.new_zeros((layout.size, shard.numel))
+        slots[rank] = grad.reshape(-1)
+        return slots.view(1, -1).expand(layout.size, -1)
+    if shard.dim is None:
+        return grad.reshape(1, -1).expand(layout.size, -1)
+    return grad.movedim(shard.dim, 0)
+
+
+def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
+    """Write columns of several dtypes: a kernel takes one dtype."""
+    widths = [-(-len(c) // size) * (c.numel() // max(len(c), 1)) for c in columns]
+    if not out.is_cpu:
+        _chunk_cat_few(columns, widths, size, out)
+        return
+    runs = [list(run) for _, run in itertools.groupby(columns, key=attrgetter("dtype"))]
+    lengths = iter(widths)
+    of_runs = [sum(itertools.islice(lengths, len(run))) for run in runs]
+    for run, part in zip(runs, out.split(of_runs, dim=1), strict=True):
+        torch_tensors.chunk_cat(run, 0, size, out=part)
+
+
+def _chunk_cat_few(
+    columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
+) -> None:
+    """Write columns on a device, whose kernel takes the whole of a buffer and one dtype.
+
+    It is given the dtype that has the most bytes, and room for the others, which are mostly small
+    (a norm that computes in fp32) and come behind it. To cast all would read and write all again.
+    """
+    nbytes: dict[torch.dtype, int] = {}
+    for column in columns:
+        nbytes[column.dtype] = nbytes.get(column.dtype, 0) + column.nbytes
+    dtype = max(nbytes, key=nbytes.__getitem__)
+    fitting = [c if c.dtype is dtype else c.new_empty(c.shape, dtype=dtype) for c in columns]
+    torch_tensors.chunk_cat(fitting, 0, size, out=out)
+    for column, part in zip(columns, out.split(list(widths), dim=1), strict=True):
+        if column.dtype is not dtype:
+            alone = column.new_empty(part.shape, dtype=out.dtype)
+            torch_tensors.chunk_cat([column], 0, size, out=alone)
+            part.copy_(alone)
+
+
+def zero_copy_gradients(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
+) -> list[Tensor]:
+    """Return the zero-copy ones of local gradients as a collective takes them, flat."""
+    dtype = layout.wire_dtype
+    sent = []
+    for position in layout.zero_copy:
+        grad = grads[position]
+        if grad is None:
+            grad = torch.zeros(layout.shards[position].shape, dtype=dtype, device=device)
+        elif not grad.is_contiguous():
+            grad = grad.contiguous()
+        sent.append(grad.view(-1).to(dtype))
+    return sent
+
+
+def _pack_pieces(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
+) -> None:
+    """Write what each rank is dealt, and its row of ``even`` ``[W, packed_numel]``, into ``out``.
+
+    That is flat. A gradient that is ``None`` counts as zero. All are cast to the dtype of ``out``.
+    """
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    start = out.storage_offset()
+    for first, count in layout.runs:
+        end, step = start, layout.pieces[first]
+        for position in layout.dealt:
+            shard, grad = layout.shards[position], grads[position]
+            assert shard.dim is not None
+            row, rows = shard.span(first)
+            rest = (*shard.shape[: shard.dim], *shard.shape[shard.dim + 1 :])
+            target = out.as_strided((count, rows * math.prod(rest)), (step, 1), end)
+            end += layout.room_for(position, first)
+            if grad is None:
+                target.zero_()
+            elif rows:
+                part = grad.movedim(shard.dim, 0)[row : row + count * rows]
+                sources.append(part.unflatten(0, (count, rows)))
+                targets.append(target.view(count, rows, *rest))
+        sources.append(even[first : first + count])
+        targets.append(out.as_strided((count, layout.packed_numel), (step, 1), end))
+        start += count * step
+    torch_tensors.copy_all(targets, sources)
+
+
+def tail(
+    stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return what a rank that has every gradient adds behind them: ``[W, gap + P + S]``."""
+    row = torch.ones(layout.tail_gap + len(layout.members), dtype=dtype, device=device)
+    row[: layout.tail_gap] = 0
+    if stamps:  # values from the host, for which a device waits
+        row = torch.cat([row, torch.tensor(stamps, dtype=dtype, device=device)])
+    return _for_each_rank(row, layout)
+
+
+def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) -> Tensor:
+    """Return what a rank adds that has no gradient for some members: 0 for these.
+
+    Made of what ``tail`` returned, and not of values from the host, for which a device would wait.
+    """
+    row = complete[0].clone()
+    for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
+        positions = [layout.tail_gap + position for _, position in run]
+        row[positions[0] : positions[-1] + 1] = 0
+    return _for_each_rank(row, layout)
+
+
+def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
+    """Return ``[W, n]``, each row of which is ``row``; on a device with memory of its own."""
+    rows = row.expand(layout.size, -1)
+    return rows if row.is_cpu else rows.contiguous()
+
+
+def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:
+    """Add up the slots of a replicated member, in the same order on every rank."""
+    shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
+    slots = reduced.as_strided((layout.size, shard.numel), (shard.numel, 1), start)
+    return slots.sum(0).view(shard.shape)
+
+
+def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """View a member's shard of the gradient in a reduced buffer ``[numel]``.
+
+    Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
+    """
+    shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
+    shape = shard.shard_shape(rank)
+    if not shard.dim:
+        return reduced.as_strided(shape, contiguous_stride(shape), start)
+    moved = (shape[shard.dim], *shape[: shard.dim], *shape[shard.dim + 1 :])
+    return reduced.as_strided(moved, contiguous_stride(moved), start).movedim(0, shard.dim)

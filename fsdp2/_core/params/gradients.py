@@ -1,0 +1,90 @@
+"""Gradients of unusual kinds: DTensors, annotated ones, and those that users put there.
+
+Owns what it takes to place and to add these. A step with plain gradients enters nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._core.base import torch_dealt, torch_dtensor
+from fsdp2._core.params.param import FSDPParam, OwnerMark
+
+
+def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
+    """Wrap the local part of a sharded gradient, of any dtype, as its parameter is sharded."""
+    spec, like = param.spec, param.like
+    if local.dtype is not param.storage_dtype:
+        spec = param.placement.sharded_spec(local.dtype)
+        like = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    return torch_dtensor.new_dtensor(local, spec, like=like)
+
+
+def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
+    """Return the local part of a gradient that is placed as its parameter is on its own axes.
+
+    How a plain one lies, the annotation of its parameter says; without one it is that part.
+    What has to be summed for that is summed in ``dtype``, if it is the wider one. On data axes it
+    stays what this rank has, summed over them or not: the group reduces it.
+    """
+    spec, annotation = param.placement.tensor_parallel, param.placement.annotation
+    if not isinstance(grad, DTensor):
+        if annotation is None or not annotation.sums:
+            return grad
+        grad = annotation.placed_gradient(grad)
+    assert spec is not None
+    placements = list(spec.placements)
+    for axis in param.placement.data_axes:
+        if not grad.placements[axis].is_shard():
+            placements[axis] = grad.placements[axis]
+    if tuple(grad.placements) != tuple(placements):
+        if any(placement.is_partial() for placement in grad.placements):
+            grad = cast(DTensor, grad.to(torch.promote_types(grad.dtype, dtype)))
+        grad = grad.redistribute(placements=placements)
+    return grad.to_local()
+
+
+def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
+    """Add to the gradient that a parameter has: ours of earlier, or what the user put there.
+
+    A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
+    """
+    is_placed = isinstance(existing, DTensor) and torch_dealt.are_same(
+        existing.placements, grad.placements
+    )
+    if not is_placed:
+        mesh, placements = grad.device_mesh, grad.placements
+        if isinstance(existing, DTensor):
+            existing = torch_dealt.redistribute(existing, mesh, placements)
+        else:
+            existing = torch_dealt.distribute(existing, mesh, placements)
+        param.grad = existing
+    own, new = torch_dtensor.local_tensor(existing), torch_dtensor.local_tensor(grad)
+    if own.shape != new.shape:  # broadcasting would hide it
+        raise RuntimeError(f"local shapes {tuple(own.shape)} and {tuple(new.shape)}")
+    own.add_(new)
+
+
+def mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
+    """Say why a gradient does not fit its parameter, or the gradient that is there."""
+    owner = OwnerMark.owner_of(param)
+    name = "a parameter" if owner is None else owner.fqn
+    return (
+        f"{name}: its gradient is {_describe(grad)}, and cannot be set or added: the parameter is "
+        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter "
+        "or gradient only by one of the same shape, dtype, device and mesh, or by None."
+    )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    text = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}"
+    if isinstance(tensor, DTensor):
+        local = torch_dtensor.local_tensor(tensor)
+        text += f" ({tuple(local.shape)} here, on {local.device}, {tensor.placements})"
+    return text

@@ -1,0 +1,374 @@
+"""Tensors in, tensors out: views of flat buffers, casting shards, unpacking parameters.
+
+No process group, no stream, no module; every function is a few kernels on a plan.
+
+Legend: W = ranks of the shard axis, C = bytes (or wire elements) that a rank contributes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp2._core.base import torch_tensors
+from fsdp2._core.params.layout import (
+    SCALE_DTYPE,
+    Coding,
+    GatherLayout,
+    Packed,
+    ShardLayout,
+    contiguous_stride,
+)
+
+# Tensors in, tensors out: values as codes of 8 bits with scales, and back. See ``Coding``.
+
+EXPONENTS = (-120, 120)  # of scales: bf16 has them as normal numbers
+
+
+class Codes(NamedTuple):
+    """Codes of a shard's shape, and its scales ``[S]``."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class Views:
+    """A buffer of bytes, of which codes and scales are cut by strides: one call for each."""
+
+    def __init__(self, buffer: Tensor, coding: Coding) -> None:
+        self._coding = coding
+        whole = buffer.shape[-1] - buffer.shape[-1] % SCALE_DTYPE.itemsize  # an odd end is no scale
+        self._codes = buffer.view(coding.dtype)
+        self._scales = buffer[..., :whole].view(SCALE_DTYPE)
+        self._start = buffer.storage_offset()
+
+    def at(
+        self, start: int, shape: Sequence[int], room: Sequence[int], count: int = 1, step: int = 0
+    ) -> Codes:
+        """View shards of a shape, from byte ``start`` on, ``count`` of them ``step`` bytes apart.
+
+        Codes are ``[n, *shape]`` and scales ``[n, S]``. ``room`` is what was left for a shard.
+        """
+        begin, size = self._start + start, SCALE_DTYPE.itemsize
+        stride = (step, *contiguous_stride(shape))
+        codes = self._codes.as_strided((count, *shape), stride, begin)
+        begin = (begin + self._coding.scales_start(room)) // size
+        scales = (count, self._coding.scale_count(shape)), (step // size, 1)
+        return Codes(codes, self._scales.as_strided(*scales, begin))
+
+
+def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return values in steps of their rows' scales, and these: what the nearest codes stand for.
+
+    ``rows`` are ``[S, elements]`` of each shard; so are the values, which a copy to codes rounds. A
+    row that is not finite is NaN. Few calls do it for all shards.
+    """
+    most = torch.finfo(coding.dtype).max
+    rows = [one.to(torch.float32) for one in rows]
+    counts = [len(one) for one in rows]
+    largest = torch.empty(sum(counts), dtype=torch.float32, device=rows[0].device)
+    for one, out in zip(rows, largest.split(counts), strict=True):
+        torch.linalg.vector_norm(one, math.inf, 1, out=out)
+    exponents = torch.frexp(largest / most).exponent.clamp(*EXPONENTS)
+    scales = torch.ldexp(torch.ones_like(largest), exponents)
+    scales = torch.where(largest.isfinite(), scales, math.nan)
+    values = torch_tensors.clamped_quotients(rows, scales.unsqueeze(1).split(counts), most)
+    return values, list(scales.to(SCALE_DTYPE).split(counts))
+
+
+def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
+    """Fill each target ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
+    codes = [one.codes for one in made]
+    # fp16 has no scales as small as those of its own small values
+    is_half = any(target.dtype is torch.float16 for target in targets)
+    values = [one.to(torch.float32) for one in codes] if is_half else list(targets)
+    if not is_half:
+        torch_tensors.copy_all(targets, codes)
+    factors = []
+    for value, (_, scales) in zip(values, made, strict=True):
+        ones = (1,) * (value.dim() - 2)
+        factors.append(scales.to(value.dtype).view(*scales.shape, *ones))
+    torch_tensors.scale_all_(values, factors)
+    if is_half:
+        torch_tensors.copy_all(targets, values)
+
+
+def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:
+    """View codes ``[n, *room]`` and scales ``[n, S]`` in bytes ``[n, nbytes]``."""
+    numel = math.prod(room)
+    start = coding.scales_start(room)
+    end = start + coding.scale_count(room) * SCALE_DTYPE.itemsize
+    codes = rows[:, :numel].view(coding.dtype).unflatten(1, tuple(room))
+    return Codes(codes, rows[:, start:end].view(SCALE_DTYPE))
+
+
+def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """View ``numel`` elements of a byte buffer from byte ``start``."""
+    return buffer[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
+    """Return a rank's shard of a parameter, unpadded, on memory of the shard buffer.
+
+    The tensor starts a storage of its own there: saving or copying it touches no other parameter,
+    and a DTensor around it has offset 0, without which torch can neither copy nor pickle it.
+    """
+    item, start = layout.items[index], layout.shard_offsets[index]
+    shape = item.shard.shard_shape(rank)
+    numel = math.prod(shape)
+    if shards.untyped_storage().device.type == "meta" or numel == 0:
+        return torch.empty(shape, dtype=item.storage_dtype, device=shards.device)
+    end = start + numel * item.storage_dtype.itemsize
+    tensor = torch.empty(0, dtype=item.storage_dtype, device=shards.device)
+    return tensor.set_(shards.untyped_storage()[start:end], 0, shape, contiguous_stride(shape))
+
+
+def shard_view(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
+    """View a rank's shard of a parameter, unpadded, in a shard buffer that may be freed."""
+    item = layout.items[index]
+    shape = item.shard.shard_shape(rank)
+    return typed(shards, layout.shard_offsets[index], math.prod(shape), item.storage_dtype).view(
+        shape
+    )
+
+
+def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
+    """View a rank's rows of an unsharded tensor."""
+    if shard.dim is None:
+        return tensor
+    return tensor.narrow(shard.dim, *shard.span(rank))
+
+
+def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
+    """Fill the send buffer from the shard buffer: one kernel for each dtype pair.
+
+    What travels in codes is encoded together.
+    """
+    _encode(shards, send, layout, rank)
+    for segment in layout.segments:
+        if segment.is_coded:
+            continue
+        source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
+        typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
+
+
+def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
+    for how in layout.codings:
+        rows: list[Tensor] = []
+        targets: list[Tensor] = []
+        scales: list[Tensor] = []
+        out = Views(send, how)
+        for segment in layout.segments:
+            index = segment.indices[0]
+            item = layout.items[index]
+            shape = item.shard.shard_shape(rank)
+            if item.coding != how or not math.prod(shape):
+                continue
+            flat = typed(shards, segment.shard_start, math.prod(shape), item.storage_dtype).view(
+                how.scale_count(shape), -1
+            )
+            rows.append(flat)
+            room, start = item.room(rank), layout.send_offsets[index]
+            made = out.at(start, tuple(flat.shape), room)
+            targets.append(made.codes[0])
+            scales.append(made.scales[0])
+        if rows:
+            values, found = encode(rows, how)
+            torch_tensors.copy_all([*targets, *scales], [*values, *found])
+
+
+def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View the unsharded tensors, with their own strides, in the full buffer.
+
+    Each has a version counter of its own, which writes through the full buffer do not touch:
+    autograd must not take an all-gather for a modification of saved parameters.
+    """
+    views = []
+    for item, start in zip(layout.items, layout.full_offsets, strict=True):
+        flat = typed(full, start, item.shard.numel, item.compute_dtype)
+        views.append(flat.as_strided(item.shard.shape, item.shard.stride).data)
+    return views
+
+
+def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -> list[Tensor]:
+    """View where shards land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
+    targets = []
+    for index in indices:
+        item, start = layout.items[index], layout.full_offsets[index]
+        if item.shard.is_replicated or not item.lands_as_it_is:
+            flat = typed(full, start, item.shard.numel, item.compute_dtype)
+            targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
+        else:
+            numel = layout.padded_nbytes(index) // layout.wire_dtype.itemsize
+            flat = typed(full, start, layout.size * numel, layout.wire_dtype)
+            targets.append(flat.view(layout.size, numel))
+    return targets
+
+
+def landing_in(full: Tensor, layout: GatherLayout) -> Tensor | None:
+    """View where the pieces of all ranks land in the full buffer, flat, in wire dtype.
+
+    None if they do not land there.
+    """
+    if layout.landing_start is None:
+        return None
+    return typed(full, layout.landing_start, layout.landing_numel, layout.wire_dtype)
+
+
+def pieces_of(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View where the piece of each rank lands."""
+    itemsize = layout.wire_dtype.itemsize
+    return list(landing.split([nbytes // itemsize for nbytes in layout.pieces]))
+
+
+def even_parts(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View the even parts of what landed: ``[n, C]`` for each run of ``n`` ranks."""
+    itemsize = layout.wire_dtype.itemsize
+    width, start, parts = layout.packed_nbytes // itemsize, landing.storage_offset(), []
+    for first, count in layout.runs:
+        step = layout.pieces[first] // itemsize
+        parts.append(landing.as_strided((count, width), (step, 1), start))
+        start += count * step
+    return parts
+
+
+def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor]) -> None:
+    """Copy what landed of dealt parameters into ``targets`` (of ``dealt_targets``)."""
+    plain: list[Tensor] = []
+    sources: list[Tensor] = []
+    coded = Decoding(landing)
+    flat = landing.view(torch.uint8)
+    for (index, run, start), target in zip(layout.copied, targets, strict=True):
+        item = layout.items[index]
+        shape, step = item.shard.shard_shape(run.first), layout.pieces[run.first]
+        if item.coding is not None:
+            coded.add(target, item.coding, start, shape, step)
+            continue
+        size = (run.ranks, item.sent_nbytes(run.first))
+        rows = flat.as_strided(size, (step, 1), flat.storage_offset() + start)
+        plain.append(target)
+        sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
+    if plain:
+        torch_tensors.copy_all(plain, sources)
+    coded.run()
+
+
+def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View where dealt parameters are copied, once they are there: ``[n, *shard]`` for each run."""
+    targets = []
+    for index, run, _ in layout.copied:
+        item, shard = layout.items[index], layout.items[index].shard
+        assert shard.dim is not None
+        flat = typed(full, layout.full_offsets[index], shard.numel, item.compute_dtype)
+        start, rows = shard.span(run.first)
+        part = flat.as_strided(shard.shape, shard.stride).narrow(shard.dim, start, run.ranks * rows)
+        targets.append(part.unflatten(shard.dim, (run.ranks, rows)).movedim(shard.dim, 0))
+    return targets
+
+
+def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:
+    """Copy what one collective gathered, ``[W, C]``, into ``targets`` (of ``gather_targets``)."""
+    if packed.is_one_split:
+        torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
+        return
+    coded = Decoding(gathered)
+    for target, index in zip(targets, packed.order, strict=True):
+        item, start = layout.items[index], layout.send_offsets[index]
+        if item.shard.numel == 0:
+            continue
+        if item.lands_as_it_is:
+            begin = start // gathered.dtype.itemsize
+            target.copy_(gathered[:, begin : begin + target.shape[1]])
+        else:
+            if item.coding is not None:
+                coded.add_padded(target, item.coding, start, item.shard)
+                continue
+            rows = gathered.view(torch.uint8)[:, start : start + layout.padded_nbytes(index)]
+            _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
+    coded.run()
+
+
+def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
+    """Copy replicated parameters out of this rank's send buffer."""
+    for target, index in zip(targets, layout.replicated, strict=True):
+        item, start = layout.items[index], layout.send_offsets[index]
+        own = typed(send, start, item.shard.numel, item.compute_dtype)
+        target.copy_(own.view(item.shard.shape))
+
+
+def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
+    """Copy padded shards ``[W, padded_numel]`` into a tensor of any stride, sharded on any dim."""
+    padded = padded.unflatten(1, shard.padded_shape)
+    for first, part in _shards_in(target, shard):
+        part.copy_(_unpadded(padded, first, part))
+
+
+class Decoding:
+    """What arrived in codes, which is decoded together."""
+
+    def __init__(self, gathered: Tensor) -> None:
+        self._gathered = gathered
+        self._views: dict[Coding, Views] = {}
+        self._targets: list[Tensor] = []
+        self._made: list[Codes] = []
+
+    def add(
+        self,
+        target: Tensor,
+        how: Coding,
+        start: int,
+        room: Sequence[int],
+        step: int,
+    ) -> None:
+        """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, the first at ``start``."""
+        views = self._views.get(how)
+        if views is None:
+            views = self._views[how] = Views(self._gathered.view(torch.uint8), how)
+        self._targets.append(target)
+        self._made.append(views.at(start, target.shape[1:], room, len(target), step))
+
+    def add_padded(self, target: Tensor, how: Coding, start: int, shard: ShardLayout) -> None:
+        """Add the padded shards of all ranks, in rows ``[W, C]``, from byte ``start`` on."""
+        step = self._gathered.stride(0) * self._gathered.itemsize
+        for first, part in _shards_in(target, shard):
+            self.add(part, how, start + first * step, shard.padded_shape, step)
+
+    def run(self) -> None:
+        if self._targets:
+            decode(self._targets, self._made)
+
+
+def decode_padded(target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
+    """Decode the padded shards of all ranks, as bytes ``[W, nbytes]``, in a graph."""
+    codes, scales = parts(rows, how, shard.padded_shape)
+    for first, part in _shards_in(target, shard):
+        count = how.scale_count(part.shape[1:])
+        own = scales[first : first + len(part), :count]
+        decode([part], [Codes(_unpadded(codes, first, part), own)])
+
+
+def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
+    """Yield ranks side by side that have as many rows: the first, and a view ``[n, *shard]``."""
+    assert shard.dim is not None
+    dim, chunk = shard.dim, shard.chunk
+    whole, rest = divmod(shard.shape[dim], chunk)
+    if whole:
+        shape, stride = list(target.shape), target.stride()
+        shape[dim] = chunk
+        size, steps = (whole, *shape), (chunk * stride[dim], *stride)
+        yield 0, target.as_strided(size, steps, target.storage_offset())
+    if rest:
+        yield whole, target.narrow(dim, whole * chunk, rest).unsqueeze(0)
+
+
+def _unpadded(padded: Tensor, first: int, part: Tensor) -> Tensor:
+    """View the shards of as many ranks as ``part`` has, in its shape."""
+    padded = padded[first : first + len(part)]
+    if padded.shape == part.shape:
+        return padded
+    numel = part[0].numel()  # one rank's, which begin where the padded shard does
+    return padded.reshape(1, -1)[:, :numel].view(part.shape)

@@ -1,0 +1,387 @@
+"""From a parameter, a mesh and a shard dim to DTensor specs, by one rule.
+
+Owns the choice of placements. A plain parameter is a DTensor over no axis of its own, unless it is
+annotated ([Note: annotated parameters] in ``torch_spmd``); another one has its own axes already.
+They follow the data-parallel axes in the sharded spec, or, if the data-parallel dims of a full mesh
+were named, keep their places. It must not know groups, states or collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2._core.base import torch_dealt, torch_dtensor, torch_spmd
+from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base.policy import Aligned, Whole
+from fsdp2._core.base.rows import EVERYTHING, Deal, cuts_a_block
+from fsdp2._core.comm.mesh import OWN, SHARD, DataMesh, mesh_of
+from fsdp2._core.params.deals import Claim
+from fsdp2._core.params.layout import ShardLayout, dense_stride
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """How one parameter lies on a mesh. Specs differ by dtype only, so they are made for one.
+
+    ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain). ``data_axes``
+    are the axes of its mesh over which gradients stay as they come, for the group to reduce.
+    ``annotation``: the unsharded parameter is plain all the same, and that says how it lies.
+    """
+
+    layout: ShardLayout
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    global_shape: tuple[int, ...]
+    global_stride: tuple[int, ...]
+    tensor_parallel: torch_dtensor.DTensorSpec | None
+    data_axes: tuple[int, ...] = ()
+    annotation: torch_spmd.Annotation | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
+        return self  # frozen, and its mesh is shared
+
+    @property
+    def may_sum_gradients(self) -> bool:
+        """True if gradients may have to be summed over the parameter's own axes, too.
+
+        How one arrives on an axis that replicates the parameter is known only when it is there.
+        """
+        if self.annotation is not None:
+            return self.annotation.sums
+        return self.tensor_parallel is not None and any(
+            placement.is_replicate()
+            for axis, placement in enumerate(self.tensor_parallel.placements)
+            if axis not in self.data_axes
+        )
+
+    def sharded_spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec:
+        """Spec of the sharded parameter, of its gradient and of its optimizer state."""
+        return torch_dtensor.make_spec(
+            self.mesh, self.placements, self.global_shape, self.global_stride, dtype
+        )
+
+    def unsharded_spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec | None:
+        """Spec of the unsharded parameter over its own axes; None if it is plain."""
+        spec = self.tensor_parallel
+        if spec is None or self.annotation is not None:
+            return None
+        return torch_dtensor.make_spec(
+            spec.mesh, spec.placements, self.global_shape, self.global_stride, dtype
+        )
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the sharded parameter does."""
+        return self._lies(tensor, self.mesh, self.placements)
+
+    def is_unsharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the unsharded parameter does: whole over the data axes."""
+        spec = self.tensor_parallel
+        if spec is None or self.annotation is not None:
+            return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.layout.shape
+        return self._lies(tensor, spec.mesh, spec.placements)
+
+    def _lies(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> bool:
+        return (
+            isinstance(tensor, DTensor)
+            and tensor.device_mesh == mesh
+            and torch_dealt.are_same(tensor.placements, placements)
+            and tuple(tensor.shape) == self.global_shape
+        )
+
+    def describe(self) -> str:
+        """Say, for a message, which tensors can take the parameter's place."""
+        spec = self.tensor_parallel
+        whole = "a plain one with the whole tensor"
+        if self.annotation is not None:
+            whole = f"a plain one of shape {self.layout.shape}, as this rank has it,"
+        elif spec is not None:
+            whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
+        return (
+            f"of shape {self.global_shape}: {whole}, or a DTensor with placements "
+            f"{self.placements} on {self.mesh}"
+        )
+
+
+def place(
+    param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
+) -> ParamPlacement:
+    """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
+
+    ``deal``: the rows of each rank, if they are no chunks.
+
+    Raises:
+        ConfigError: the parameter's own mesh or placements do not go with the data mesh.
+    """
+    named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
+    annotation = torch_spmd.annotation_of(param, fqn, data.full, named)
+    if annotation is not None or isinstance(param, DTensor):
+        return _place(param, fqn, data, dim, deal, annotation)
+    # the placement keeps its mesh alive, so that no other has the id while it is known
+    axes = id(data.mesh), data.roles, data.shard.size
+    key = (*axes, tuple(param.shape), param.stride(), dim, deal)
+    placement = _plain.get(key)
+    if placement is None:
+        placement = _plain[key] = _place(param, fqn, data, dim, deal, None)
+    return placement
+
+
+# Of plain parameters: the blocks of a model are alike.
+_plain: weakref.WeakValueDictionary[object, ParamPlacement] = weakref.WeakValueDictionary()
+
+
+def _place(
+    param: torch.Tensor,
+    fqn: str,
+    data: DataMesh,
+    dim: int | None,
+    deal: Deal | None,
+    annotation: torch_spmd.Annotation | None,
+) -> ParamPlacement:
+    if annotation is not None:
+        param = annotation.placed(param)
+    local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
+    spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
+    if SHARD not in own.roles:
+        dim = 0 if local.dim() else None  # all rows, in the layout that costs least
+    # of the whole parameter: tensor-parallel ranks may have none of it, and agree all the same
+    if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
+        deal = None
+    rest = iter(own.placements)
+    placements = [next(rest) if role == OWN else Replicate() for role in own.roles]
+    if SHARD in own.roles and dim is not None:
+        axis = own.roles.index(SHARD)
+        factor = 1  # axes to the right split the dim first
+        for right in range(axis + 1, len(placements)):
+            if torch_dtensor.shards_dim(placements[right], dim):
+                factor *= own.mesh.size(right)
+        placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
+        if deal is not None:
+            is_divided = any(torch_dtensor.shards_dim(p, dim) for p in own.placements)
+            if deal.owner is None and is_divided:
+                raise ConfigError(
+                    "FS213",
+                    f"{fqn}: {deal.asked_by}, and its dim {dim} is divided by tensor parallelism "
+                    f"too ({own.placements}). Align another dim, or return Shard({dim}).",
+                )
+            placements[axis] = torch_dealt.Dealt(dim, deal)
+    shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
+    layout = ShardLayout(shape, stride, dim, data.shard.size, deal)
+    stride = stride if spec is None else tuple(param.stride())
+    return ParamPlacement(
+        layout,
+        own.mesh,
+        tuple(placements),
+        tuple(param.shape),
+        stride,
+        spec,
+        own.data_axes,
+        annotation,
+    )
+
+
+@dataclass(frozen=True)
+class _OwnAxes:
+    """The sharded parameter's mesh and roles, and what is placed on its own axes in turn."""
+
+    mesh: DeviceMesh
+    roles: tuple[str, ...]
+    placements: tuple[Placement, ...] = ()
+    data_axes: tuple[int, ...] = ()
+
+
+def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
+    if not isinstance(param, DTensor):
+        if OWN in data.roles:
+            raise ConfigError(
+                "FS219",
+                f"{fqn}: is a plain tensor, and {data.mesh} has dims that are not data-parallel, "
+                "so how it lies on them is not known. Make it a DTensor first, with "
+                "torch.distributed.tensor.distribute_module or parallelize_module.",
+            )
+        return _OwnAxes(data.mesh, data.roles)
+    if data.full is None or data.dims is None:
+        roles = (*data.roles, *(OWN,) * param.device_mesh.ndim)
+        return _OwnAxes(_join(fqn, data.mesh, param.device_mesh), roles, tuple(param.placements))
+    if param.device_mesh != data.full:
+        raise ConfigError(
+            "FS219",
+            f"{fqn}: expected a DTensor on the mesh that dp_mesh_dims names dims of, {data.full}, "
+            f"found one on {param.device_mesh}. Distribute the parameter over the full mesh, with "
+            "Replicate() on the data-parallel dims.",
+        )
+    own: list[Placement] = []
+    data_axes = []
+    named = (*data.dims.shard_names, *data.dims.replicate_names)
+    for axis, (name, placement) in enumerate(
+        zip(data.full.mesh_dim_names or (), param.placements, strict=True)
+    ):
+        if name not in named:
+            own.append(placement)
+            continue
+        data_axes.append(axis)
+        if not isinstance(placement, Replicate):
+            raise ConfigError(
+                "FS219",
+                f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
+                f"{placement}. Distribute it over the other dims only; fully_shard does the rest.",
+            )
+    return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
+
+
+def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
+    """Place the same parameter on a smaller mesh, where it waits between forward and backward.
+
+    Plain parameters only: a tensor-parallel one is registered as a plain local shard's DTensor
+    over the smaller mesh alone.
+    """
+    old = placement.layout
+    layout = ShardLayout(old.shape, old.stride, old.dim, smaller.shard.size)
+    split: Placement = Replicate() if old.dim is None else Shard(old.dim)
+    replicated: tuple[Placement, ...] = (Replicate(),) * (smaller.mesh.ndim - 1)
+    return ParamPlacement(layout, smaller.mesh, (*replicated, split), old.shape, old.stride, None)
+
+
+def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
+    """Read what ``shard_placement_fn`` returned: a dim, or None to replicate.
+
+    ``Whole()``, and what is aligned by elements, is dim 0.
+
+    Raises:
+        ConfigError: nothing that it may return; a dim out of range; a dim of a scalar.
+    """
+    if isinstance(choice, Replicate):
+        return None
+    is_by_elements = isinstance(choice, Aligned) and choice.dim is None
+    if choice is None or isinstance(choice, Whole) or is_by_elements:
+        return 0 if param.dim() else None
+    if not isinstance(choice, Shard | Aligned):
+        raise ConfigError(
+            "FS213",
+            f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim), Replicate(), "
+            "Whole() or Aligned(dim, multiple_of=...).",
+        )
+    assert choice.dim is not None
+    if not -param.dim() <= choice.dim < param.dim():
+        raise ConfigError(
+            "FS213",
+            f"{fqn}: shard_placement_fn returned {type(choice).__name__}({choice.dim}) for a "
+            f"parameter of {param.dim()} dims with shape {tuple(param.shape)}. Return a dim in "
+            "range, or Replicate() to keep the parameter whole.",
+        )
+    return choice.dim % param.dim()
+
+
+def claim_of(
+    choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
+) -> Claim | None:
+    """Return which blocks are to be dealt to ranks; None: rows lie in chunks.
+
+    So do those of an aligned parameter of which no chunk ends inside a block.
+
+    Raises:
+        ConfigError: the user names a rank that the axis does not have.
+        UnsupportedError: this torch cannot hold such a tensor.
+    """
+    is_asked = isinstance(choice, Whole | Aligned)
+    if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
+        return None
+    claim: Claim
+    if isinstance(choice, Whole):
+        claim = _whole_claim(choice, param, fqn, data)
+    else:
+        assert isinstance(choice, Aligned)
+        length, block, least = param.shape[dim], choice.multiple_of, choice.at_least
+        if choice.dim is None:  # rows that have whole blocks of elements
+            row = _row_numel(param)
+            block, least = block // math.gcd(block, row), -(-least // row)
+        if not cuts_a_block(length, data.shard.size, block, least):
+            return None
+        is_long = least > 1  # a block is long enough by itself
+        block *= -(-least // block)
+        if block >= length or (is_long and 2 * block > length):
+            block, is_long = EVERYTHING, False
+        claim = Claim(tuple(param.shape), param.dtype.itemsize, dim, block, is_long=is_long)
+    if not torch_dtensor.asks_subclasses():
+        raise UnsupportedError(
+            "FS233",
+            f"{fqn}: shard_placement_fn returned {choice!r}, which torch {torch.__version__} "
+            "cannot hold: it computes with a DTensor of ours as if it lay in equal chunks. Use "
+            "torch 2.12 or later, or return Shard(0).",
+        )
+    return claim
+
+
+def _row_numel(param: torch.Tensor) -> int:
+    """Return the elements of a row as a rank has it; 1 if tensor-parallel ranks differ in that."""
+    numel, parts = math.prod(param.shape[1:]), 1
+    if isinstance(param, DTensor):
+        for axis, placement in enumerate(param.placements):
+            parts *= 1 if placement.is_replicate() else param.device_mesh.size(axis)
+    return 1 if numel % parts else numel // parts
+
+
+def _whole_claim(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Claim:
+    owner = choice.owner
+    if owner is not None and (type(owner) is not int or not 0 <= owner < data.shard.size):
+        raise ConfigError(
+            "FS213",
+            f"{fqn}: shard_placement_fn returned {choice!r}, and the mesh has {data.shard.size} "
+            f"ranks to shard over. Name one of 0 to {data.shard.size - 1}, or none.",
+        )
+    return Claim(tuple(param.shape), param.dtype.itemsize, 0, EVERYTHING, owner)
+
+
+def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:
+    """Split what ``shard_placement_fn`` returned into a placement and a mesh.
+
+    Raises:
+        ConfigError: a mesh that parameters cannot be sharded over.
+    """
+    if not hasattr(choice, "mesh_info"):
+        return choice, data
+    return choice.placement, mesh_of(choice.mesh_info, fqn, data)
+
+
+def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the data axes followed by the tensor-parallel axes."""
+    names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
+    if names is None or own is None:
+        raise ConfigError(
+            "FS219",
+            f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
+            f"{names} and {own}. Make one mesh of named dims, init_device_mesh(..., "
+            "mesh_dim_names=...); give parallelize_module one of them, as mesh['tensor'], and "
+            "fully_shard another, as mesh=mesh['data'].",
+        )
+    if set(names) & set(own) and data != tensor_parallel:
+        raise ConfigError(
+            "FS219",
+            f"{fqn}: expected a data-parallel mesh without the dims of the tensor-parallel one, "
+            f"found {names} and {own}. Pass fully_shard the other dims only, as "
+            f"mesh=mesh[{next((name for name in names if name not in own), 'data')!r}].",
+        )
+    if data == tensor_parallel:
+        raise ConfigError(
+            "FS202",
+            f"{fqn}: is already a DTensor on {data}, the mesh to shard over. Leave it to the call "
+            "that divided it, or register a plain parameter (full_tensor()).",
+        )
+    try:
+        return torch_dtensor.join_meshes([data, tensor_parallel])
+    except RuntimeError as error:
+        raise ConfigError(
+            "FS219",
+            f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "
+            f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
+            "both from one init_device_mesh(...) call.",
+        ) from error

@@ -1,0 +1,853 @@
+"""Gradients of a group: from autograd's unsharded ones to sharded DTensors.
+
+Owns the reduce layout, what waits for a reduction, one reduction in flight, and the queue of those
+of a tree. It must not know units, hooks or when to reduce.
+
+[Note: reduce is constant]
+A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
+different branches cannot mismatch their collectives. How many ranks had a gradient travels in the
+last elements of the buffer, so that a parameter that nobody used keeps ``grad is None``. A rank
+that has every gradient itself need not look; on a device, looking makes the host wait in ``wait``.
+
+[Note: what waits for a reduction]
+Gradients of backwards without sync stay where autograd leaves them: in ``grad`` of the unsharded
+parameters. There they add up in the dtype that they are reduced in, or in their parameter's own.
+If that dtype is no wider than what backward computes, autograd itself casts each gradient to it
+(``grad_dtype`` of the unsharded parameter). If it is wider, we cast the first gradient that has to
+wait; autograd adds the later ones to that in place. A program that syncs in each backward casts
+nothing. An optimizer's step looks at who may hold such gradients (``may_hold``): it warns, or
+raises if no backward will ever reduce them (``optimizer_steps``).
+
+A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
+that compute runs between them. On a device they are enqueued at once and streams do the waiting.
+``wait`` delivers: where a parameter's ``grad`` is set, compute has waited for it, because autograd
+may add to it in the same backward (a term of the loss that is of the shards). The host waits, too,
+if gradients are kept in its memory, or if it has to look how many ranks had each gradient.
+
+[Note: reused gradients]
+Building a DTensor for every parameter in every step costs more than reducing it. So a group keeps
+the gradients of its last reduction, and fills the same memory again if nothing but the group
+refers to it: not the DTensors (``p.grad``, a list of the user's, a saved tensor of autograd), not
+their local tensors, not the storage (views). Otherwise it makes a new buffer, and the old one
+belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the values.
+On a device the memory of a buffer that nobody refers to is *released* when a forward begins: it
+would lie idle where the step needs most, while allocating it anew costs next to nothing there.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._core.agreement.collective_ids import CollectiveIds
+from fsdp2._core.base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.base.errors import StateError, UnsupportedError
+from fsdp2._core.base.events import Observable
+from fsdp2._core.base.policy import Residence, Settings
+from fsdp2._core.comm.mesh import DataMesh
+from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire
+from fsdp2._core.params import gradient_packing
+from fsdp2._core.params.gradients import add_to, as_gradient, local_gradient, mismatch
+from fsdp2._core.params.layout import ReduceLayout
+from fsdp2._core.params.param import FSDPParam
+from fsdp2._core.params.reduce_plan import ReducePlan, ReducePlanner, Unreduced
+
+AllReduceHook = Callable[[Tensor], None]
+
+_layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
+
+SMALL_NBYTES = 1 << 20
+"""Bytes of a reduction's input below which its memory does not matter."""
+
+
+_buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
+"""Buffers that are alive, by the address of a gradient's storage."""
+
+
+class GradientBuffer:
+    """One flat buffer for each storage dtype, and a DTensor for each member of a reduce layout."""
+
+    def __init__(
+        self,
+        layout: ReduceLayout,
+        params: Sequence[FSDPParam],
+        rank: int,
+        residence: Residence,
+    ) -> None:
+        self.is_filling = False
+        self.is_released = False
+        self._device = device = residence.storage
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self.layout = layout
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[tuple[Tensor, int]] = []
+        self._grads: list[Tensor] = []
+        for position, param in enumerate(params):
+            dtype = param.kept_dtype(layout.dtype)
+            if dtype not in self._flats:
+                self._flats[dtype] = torch.empty(
+                    layout.numel, dtype=dtype, device=device, pin_memory=residence.is_pinned
+                )
+            local: Tensor | None
+            view: Tensor | None
+            local = view = gradient_packing.gradient_view(
+                self._flats[dtype], layout, position, rank
+            )
+            if layout.slotted[position]:
+                local = torch.empty(view.shape, dtype=dtype, device=device)
+                self._sums.append((local, position))
+            elif not view.is_contiguous():
+                local = torch.empty(view.shape, dtype=dtype, device=device)
+                self._copies.append((local, view))
+            self._grads.append(as_gradient(local, param))
+        self.only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
+        self._outputs: list[Tensor] = []
+        if self.only is not None and layout.zero_copy:
+            self._outputs = list(self.only.split(layout.output_sizes))
+        self._storages = [flat.untyped_storage() for flat in self._flats.values()]
+        self._storages += [copied.untyped_storage() for copied, _ in self._copies]
+        self._storages += [summed.untyped_storage() for summed, _ in self._sums]
+        self._numbers = list(map(torch_tensors.number_of, self._storages))
+        local = view = None  # or they would count as holders
+        self._lent: dict[tuple[int, int, int], Tensor] = {}  # by storage, offset and size
+        self._held = self._references()
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._enter()
+
+    def _enter(self) -> None:
+        if torch_modes.has_real_memory():
+            for storage in self._storages:
+                _buffers[storage.data_ptr()] = self
+
+    def release(self) -> None:
+        """Give the memory back; only while ``is_free``. See [Note: reused gradients]."""
+        has_addresses = torch_modes.has_real_memory()
+        for storage in self._storages:
+            if has_addresses:
+                _buffers.pop(storage.data_ptr(), None)
+            storage.resize_(0)
+        self.is_released = True
+
+    def reclaim(self) -> None:
+        """Have memory again, of undefined values."""
+        for storage, nbytes in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(nbytes)
+        self._enter()
+        self.is_released = False
+
+    def _references(self) -> list[int]:
+        counts = list(map(torch_tensors.use_count, self._numbers))
+        counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
+        shards = list(map(torch_tensors.local_of, self._grads))
+        with torch_dtensor.DisableTorchFunctionSubclass():
+            for tensors in (self._grads, shards):  # of a DTensor, and of its local tensor
+                counts += map(sys.getrefcount, tensors)
+                counts += map(torch_tensors.owners_of, tensors)
+        return counts
+
+    @staticmethod
+    def holding(grad: Tensor) -> GradientBuffer | None:
+        """Return the buffer that ``grad`` is a gradient of, if there is one."""
+        if not isinstance(grad, DTensor):
+            return None
+        storage = torch_dtensor.local_tensor(grad).untyped_storage()
+        buffer = _buffers.get(storage.data_ptr())
+        if buffer is None or not any(grad is own for own in buffer._grads):
+            return None
+        return buffer
+
+    def lend(self, first: Tensor, numel: int) -> Tensor:
+        """View ``[numel]`` elements from the local part of gradient ``first`` on.
+
+        The view is the buffer's own and made once, and it stays when memory is released: whoever
+        keeps it (and not this buffer) beyond the moment would read the values of later steps.
+        """
+        local = torch_dtensor.local_tensor(first)
+        at = local.untyped_storage().data_ptr()
+        index = [storage.data_ptr() for storage in self._storages].index(at)
+        key = (index, int(local.storage_offset()), numel)
+        if key not in self._lent:
+            self._lent[key] = local.as_strided((numel,), (1,))
+            self._held[index] += 1
+        return self._lent[key]
+
+    @property
+    def is_free(self) -> bool:
+        """True if nothing but this buffer refers to its memory. See [Note: reused gradients]."""
+        return not self.is_filling and self._references() == self._held
+
+    def outputs(self, reduced: Tensor) -> list[Tensor]:
+        """View what each collective of a reduction writes, in the order of ``output_sizes``."""
+        if self._outputs and self.only is reduced:
+            return self._outputs
+        return list(reduced.split(self.layout.output_sizes))
+
+    def fill(self, reduced: Tensor) -> list[Tensor]:
+        """Take over reduced values ``[numel]``; return the members' gradients, for ``settle``."""
+        for flat in self._flats.values():
+            if flat is not reduced:
+                narrows = reduced.is_complex() and not flat.is_complex()
+                flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
+        for local, position in self._sums:
+            total = gradient_packing.sum_of_slots(reduced, self.layout, position)
+            narrows = total.is_complex() and not local.is_complex()
+            local.copy_(total.real if narrows else total, non_blocking=True)
+        return self._grads
+
+    def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+        """Set or add gradients, from what ``fill`` copied, which is there now."""
+        for local, view in self._copies:
+            local.copy_(view)
+        self.is_filling = False
+        accumulate(params, grads)
+
+
+may_hold: weakref.WeakSet[Reducer] = weakref.WeakSet()
+"""Whose gradients may not be reduced yet; an optimizer's step looks."""
+
+
+class Reducer(Observable):
+    """What a group knows about reducing its gradients."""
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        data: DataMesh,
+        residence: Residence,
+        ids: CollectiveIds,
+    ) -> None:
+        self.params = params
+        self._residence = residence
+        # on a device the streams of users may read gradients
+        self.has_streams = not capabilities(residence.storage).is_host
+        self.data = data
+        self.ids = ids
+        # sharded gradients of the last reduction, to be filled again
+        self._buffer: GradientBuffer | None = None
+        self.wire = Wire()  # what the group sends over; gathers use it, too
+        self.hook: AllReduceHook | None = None
+        self.hook_stream: torch.Stream | None = None
+        self.unreduced = Unreduced()
+        self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
+        self.has_waited = False  # the last gradients had to wait for a reduction
+        # reductions that brought gradients: to one that is there they are added
+        self.deliveries = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are computed and reduced."""
+        return self._residence.compute
+
+    def forget(self, param: FSDPParam) -> None:
+        """Drop the unreduced gradients of a parameter whose place another one takes."""
+        if param.unsharded is not None:
+            param.unsharded.grad = None
+
+    @property
+    def has_unreduced(self) -> bool:
+        """True if gradients of this rank are here, or in a sum, that no reduction has taken."""
+        return self.has_local_gradients or self.unreduced.own_sums > 0
+
+    def refuse_hidden(self) -> None:
+        """Raise StateError if gradients came here that nobody will reduce.
+
+        Call it after a forward of which no output told of a backward, and no backward of the tree.
+        """
+        if self.has_unreduced and not self.unreduced.is_waiting:
+            raise StateError(
+                "FS321",
+                f"{self.ids.fqn or '<root>'}: a backward left gradients on its unsharded "
+                "parameters, and nothing told that it began: what the forward returned held no "
+                "tensor with a gradient. So no gradient was reduced. Return the tensors that "
+                "backward begins from, or put them on an attribute of the module. zero_grad() on "
+                "the model drops the gradients that came.",
+            )
+
+    def keep_partial(self, reduced: Tensor) -> None:
+        """Keep what was reduced over the first axis only, in memory that nobody uses again."""
+        self.unreduced.is_waiting = True
+        self.unreduced.partial = reduced.view(self.data.rows_between, -1)
+        self._buffer = None
+
+    def discard(self) -> None:
+        """Drop every unreduced gradient."""
+        self.unreduced.clear()
+        self._buffer = None
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def plan(self) -> ReducePlan:
+        """Plan, or return the plan: constant over ranks and steps."""
+        return self.planner.current or self.planner.make(self.wire)
+
+    def prepare(self, settings: Settings) -> ReducePlan:
+        """Return the plan, with the scale that the settings ask for."""
+        planner = self.planner
+        plan = planner.current
+        if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
+            return plan
+        return planner.prepare(settings, self.wire)
+
+    def begin_sums(self, settings: Settings) -> None:
+        """See in which dtypes autograd adds up the gradients of the backward that may follow.
+
+        Only where sync is off, or was for the last gradients: else nothing adds up.
+        """
+        self.has_waited = waits = not settings.reduce_grads
+        for param in self.plan().members:
+            param.begin_sum(waits)
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """True if the last backward, or one before it, left gradients on unsharded parameters."""
+        wholes = [param.unsharded for param in self.plan().members]
+        return any(whole is not None and whole.grad is not None for whole in wholes)
+
+    def reduce(
+        self, settings: Settings, context: StepContext, with_graph: bool
+    ) -> Reduction | None:
+        """Pack the local gradients; return the reduction to start, or None while sync is off.
+
+        ``with_graph``: this backward creates a graph.
+
+        Raises:
+            UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
+        """
+        self.unreduced.is_owed = not settings.reduce_grads
+        if not (settings.reduce_grads and settings.all_reduce_grads):
+            may_hold.add(self)
+        plan = self.prepare(settings)
+        if plan.free:
+            plan = self.planner.follow(plan, settings, self.wire)
+        layout = plan.layout
+        if not layout.members:
+            return None
+        self.unreduced.is_waiting = not settings.reduce_grads
+        if self.unreduced.is_waiting:
+            self._widen_gradients(plan, with_graph)
+            return None
+        grads, missing, is_mixed = self._take_gradients(plan, with_graph)
+        if settings.all_reduce_grads or self.data.summed.size == 1:
+            self.unreduced.own_sums = 0
+        else:
+            self.unreduced.own_sums += missing < len(grads)
+        behind = plan.complete
+        absent: list[int] = []
+        if missing:
+            absent = [position for position, grad in enumerate(grads) if grad is None]
+            behind = gradient_packing.tail_without(behind, absent, layout)
+        if self.data.shard.size > 1:
+            # Before the buffer is made: if ranks have to exchange numbers first, a wire that lends
+            # one piece of memory at a time must not have lent it yet.
+            self.ids.reductions.before()
+        inputs = gradient_packing.inputs_of(
+            grads,
+            layout,
+            self.data.shard.rank,
+            behind,
+            self.wire.allocate,
+            self._residence.compute,
+            is_mixed,
+        )
+        if settings.reduce_unused or self.hook is not None:
+            absent = []  # who has no gradient here gets what others have, or zeros
+        streams = context.streams
+        reduction = Reduction(self, plan, inputs, absent, settings.all_reduce_grads, streams)
+        if events.listeners:
+            events.emit("reduce", self.ids.fqn or "", context.phase, reduction.nbytes)
+        return reduction
+
+    def _widen_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
+        """Let gradients wait for a reduction. See [Note: what waits for a reduction]."""
+        for param in plan.members:
+            grad = None if param.unsharded is None else param.unsharded.grad
+            if grad is not None and grad.dtype is not (dtype := param.accumulated_dtype):
+                if with_graph:
+                    _refuse_graph(param, grad)
+                assert param.unsharded is not None
+                param.unsharded.grad = grad.to(dtype)
+
+    def _take_gradients(
+        self, plan: ReducePlan, with_graph: bool
+    ) -> tuple[list[Tensor | None], int, bool]:
+        """Detach the local gradients from the unsharded parameters.
+
+        Returns them, how many miss, and whether they have several dtypes: some have waited, or the
+        model computed them in another one than their parameters are in.
+        """
+        wholes = [param.unsharded for param in plan.members]
+        grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
+        missing = 0
+        if with_graph or plan.is_annotated or not _are_plain(grads):
+            for position, (param, grad) in enumerate(zip(plan.members, grads, strict=True)):
+                if grad is None:
+                    missing += 1
+                    continue
+                if with_graph:
+                    _refuse_graph(param, grad)
+                if param.placement.annotation is not None or isinstance(grad, DTensor):
+                    grad = local_gradient(grad, param, param.accumulated_dtype)
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                grads[position] = grad
+        for whole in wholes:
+            if whole is not None:
+                whole.grad = None
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        return grads, missing, not dtypes <= {plan.grad_dtype}
+
+    def acquire(self, plan: ReducePlan) -> GradientBuffer:
+        """Return a buffer for sharded gradients that nobody reads."""
+        buffer = self._buffer
+        if buffer is not None and buffer.layout is not plan.layout:
+            buffer = None
+        if buffer is not None and buffer.is_released:
+            buffer.reclaim()
+        elif buffer is None or not buffer.is_free:
+            rank = self.data.shard.rank
+            buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
+            self._buffer = buffer
+        elif self.has_streams:  # the allocator knows of those that users recorded on gradients
+            buffer.release()
+            buffer.reclaim()
+        buffer.is_filling = True
+        return buffer
+
+    def release_gradients(self) -> None:
+        """Give back the memory of sharded gradients that nobody refers to, until there are others.
+
+        On a device only: the memory of a host costs more to get than to keep.
+        """
+        buffer = self._buffer
+        if buffer is None or buffer.is_released or not self.has_streams:
+            return
+        if buffer.is_free:
+            buffer.release()
+
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"reduce": reduce}
+
+
+def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
+    if grad.requires_grad:
+        raise UnsupportedError(
+            "FS314",
+            f"{param.fqn}: its gradient has a graph, because backward was called with "
+            "create_graph=True, and a reduced gradient cannot carry one. Take gradients of inputs "
+            "with torch.autograd.grad(..., create_graph=True), then call backward() on what you "
+            "made of them.",
+        )
+
+
+def _are_plain(grads: Sequence[Tensor | None]) -> bool:
+    """True if there is a dense plain gradient of every member."""
+    return set(map(type, grads)) == {Tensor} and set(map(_layout_of, grads)) == {torch.strided}
+
+
+class Reduction:
+    """One group's gradients under way. Calls must come in the order start, advance, finish."""
+
+    def __init__(
+        self,
+        owner: Reducer,
+        plan: ReducePlan,
+        inputs: list[Tensor],
+        absent: Sequence[int],
+        all_reduce: bool,
+        streams: Streams,
+    ) -> None:
+        self.owner = owner
+        self._plan = plan
+        self._absent = absent  # members without a gradient here; others may have some
+        self._all_reduce = all_reduce
+        self._streams = streams
+        # the memory of the inputs is that stream's
+        self._packed_on = streams.current
+        self._scale = owner.planner.scale
+        self._inputs = inputs
+        device = inputs[0].device
+        self._buffer = owner.acquire(plan)
+        only = self._buffer.only  # to reduce into, if every gradient is kept as it is reduced
+        fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
+        # where the sum goes that becomes gradients; None: to memory that the wire lends
+        self._place: Tensor | None = only if fits else None
+        self._reduced: Tensor | None = self._place if owner.data.layers is None else None
+        self._is_borrowed = self._reduced is None  # the sum lies in memory that the wire lends
+        self._flight: InFlight | None = None  # the part of the reduction that was launched last
+        self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
+        self.lane = "reduce"  # in which gradients are filled
+        self._held: Tensor | None = None  # an old partial sum, until compute has waited
+        self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
+        self._grads: list[Tensor] | None = None  # gradients that are filled, and not yet set
+        self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs."""
+        return self._plan.layout.nbytes
+
+    @property
+    def _sums_replicas(self) -> bool:
+        return self.owner.data.summed.size > 1 and self._all_reduce
+
+    def start(self) -> None:
+        """Issue the reduce-scatter."""
+        if self._scale.before != 1.0:
+            self._inputs[0].mul_(self._scale.before)
+        self._streams.order_after_compute("reduce")
+        self._flight = self._scattered = self._streams.launch("reduce", self._reduce_scatter)
+
+    def _reduce_scatter(self) -> InFlight:
+        owner, layout, axis = self.owner, self._plan.layout, self.owner.data.scattered
+        packed, *zero_copy = self._inputs
+        if axis.size == 1:
+            self._reduced, self._is_borrowed = packed.view(-1), True
+            return InFlight((packed,))
+        if self._reduced is None:
+            numel = owner.data.rows_between * layout.numel
+            self._reduced = owner.wire.allocate((numel,), layout.dtype, packed.device)
+        scale, async_op = self._scale, self._streams.async_op
+        if owner.data.layers is not None:
+            work = owner.wire.reduce_scatter_each(self._pairs_inside(), scale.op, axis, async_op)
+        elif layout.pieces:
+            work = owner.wire.reduce_scatter_uneven(
+                self._reduced, packed, layout.pieces, scale.op, axis, async_op
+            )
+        elif zero_copy:
+            *outputs, last = self._buffer.outputs(self._reduced)
+            pairs = [(last, packed.view(-1)), *zip(outputs, zero_copy, strict=True)]
+            work = owner.wire.reduce_scatter_each(pairs, scale.op, axis, async_op)
+        else:
+            sent = packed.view(-1)
+            work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
+        return InFlight((*self._inputs, self._reduced), work, owner.ids.reductions.failed)
+
+    def _pairs_inside(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what is scattered over the inner axis: apart for each rank of the outer one.
+
+        Rows of ranks that are neighbours there lie side by side. So what goes to rank ``r`` of the
+        outer axis, of each neighbour, is the ``r``-th part of any input, where it lies.
+        """
+        assert self._reduced is not None
+        packed, *zero_copy = self._inputs
+        rows = self.owner.data.rows_between
+        sent = [list(one.view(-1).chunk(rows)) for one in (packed, *zero_copy)]
+        pairs = []
+        for row, reduced in enumerate(self._reduced.view(rows, -1)):
+            *outputs, last = reduced.split(self._plan.layout.output_sizes)
+            pairs += [(out, part[row]) for out, part in zip((last, *outputs), sent, strict=True)]
+        return pairs
+
+    def advance(self) -> None:
+        """Issue the reduction over the second axis, if there is one."""
+        if self.owner.data.summed.size == 1:
+            return
+        if self._all_reduce:
+            self.owner.ids.reductions.before_sum()
+        self._flight = self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)
+
+    def _sum_replicas(self) -> InFlight:
+        assert self._reduced is not None
+        owner, layout = self.owner, self._plan.layout
+        self._held = partial = owner.unreduced.partial  # it may lie in compute's memory
+        if partial is not None:
+            self._reduced.add_(partial.view(-1))
+            owner.unreduced.partial = None
+        reduced = self._reduced
+        if not self._all_reduce:
+            owner.ids.reductions.arrived(reduced[: layout.numel])
+            owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
+            self._reduced = None
+            return InFlight((reduced,))
+        axis, op, async_op = owner.data.summed, self._scale.op, self._streams.async_op
+        if owner.data.layers is None:
+            work = owner.wire.all_reduce(reduced, op, axis, async_op)
+            return InFlight((reduced,), work, owner.ids.reductions.failed_sum)
+        place = self._place
+        if place is None:
+            place = owner.wire.allocate((layout.numel,), layout.dtype, reduced.device)
+        work = owner.wire.reduce_scatter(place, reduced, op, axis, async_op)
+        self._reduced, self._is_borrowed = place, self._place is None
+        return InFlight((reduced, place), work, owner.ids.reductions.failed_sum)
+
+    def free_if_done(self) -> None:
+        """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
+        if self._inputs and self._flight is not None and self._flight.is_done:
+            self._flight.wait()
+            self._flight.buffers = ()
+            self._inputs = []
+
+    def finish(self) -> None:
+        """Scale, and fill the sharded gradients."""
+        lane = "reduce" if self.owner.data.summed.size == 1 else "all_reduce"
+        if self.owner.hook is not None:
+            stream = self.owner.hook_stream
+            lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
+        self.lane = lane
+        self._flight = self._streams.launch(lane, self._store, after=self._flight)
+
+    def _store(self) -> InFlight:
+        reduced, owner, layout = self._reduced, self.owner, self._plan.layout
+        if reduced is None:
+            return InFlight(())
+        owner.ids.reductions.arrived(reduced)
+        if owner.hook is not None:
+            owner.hook(reduced[: layout.tail_start - layout.tail_gap])
+        if self._scale.after != 1.0:
+            reduced.mul_(self._scale.after)
+        if self._absent:
+            counts = reduced[layout.tail_start :][: len(layout.members)]
+            self._counts = counts.to("cpu", non_blocking=True)
+        self._grads = self._buffer.fill(reduced)
+        return InFlight((reduced,))
+
+    def _deliver(self) -> None:
+        """Set or add the gradients; where nobody had one, leave what is there."""
+        counts, grads = self._counts, self._grads or []
+        self._counts = self._grads = None
+        params = [member.sharded for member in self._plan.members]
+        if counts is not None:
+            if self.owner.data.shard.is_imagined:  # ranks that are not there have what this one has
+                used = [place for place in range(len(params)) if place not in self._absent]
+            else:
+                used = [place for place, count in enumerate(counts.tolist()) if count != 0]
+            params, grads = [params[p] for p in used], [grads[p] for p in used]
+        self.owner.deliveries += bool(params)
+        self._buffer.deliver(params, grads)
+
+    @property
+    def can_end_later(self) -> bool:
+        """True if nobody sees when gradients are set, and no memory is borrowed of the user's."""
+        wire = self.owner.wire
+        if wire.is_custom or wire.uses_group_memory:
+            return False
+        return is_bare([member.sharded for member in self._plan.members])
+
+    def return_inputs(self) -> None:
+        """Give compute its memory back once it has been scattered; gradients are set by ``wait``.
+
+        What follows, a sum over replicas, or copies to the host, goes on meanwhile. On a device.
+        """
+        assert self._scattered is not None
+        assert self._flight is not None
+        self._scattered.wait()
+        self._hold_back(self._scattered)
+        given_back, self._inputs = self._inputs, []
+        data = self.owner.data
+        stays_in_lane = data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None
+        if self._is_borrowed and stays_in_lane and self._reduced is not None:
+            given_back.append(self._reduced)  # the lane's own: what follows in it comes later
+            self._reduced = None
+        for flight in (self._scattered, self._flight):
+            flight.drop(given_back)
+        self._scattered = None
+
+    @property
+    def holds_sum(self) -> bool:
+        """True if it has memory that is no gradient's, until it ends."""
+        return self._is_borrowed and self._reduced is not None
+
+    @property
+    def needs_host(self) -> bool:
+        """True if the host reads what the device wrote before gradients can be set."""
+        return self._flight is not None and self._grads is not None and self._waits_for_copy
+
+    def show_host(self) -> None:
+        """Let the host wait until it may read what the device wrote."""
+        assert self._flight is not None
+        self._flight.synchronize()
+
+    def wait(self, is_seen: bool = False) -> None:
+        """Set the gradients, safe to use by compute, and free the buffers.
+
+        ``is_seen``: the host has waited for a later launch of the lane, so it may read.
+        """
+        if self._flight is not None:
+            if self.needs_host and not is_seen:
+                self._flight.synchronize()
+            else:
+                self._flight.wait()
+        if self._grads is not None:
+            self._deliver()
+        reduced = self._reduced
+        self._drop()
+        if reduced is not None and self._sums_replicas:
+            self.owner.ids.reductions.arrived_late(reduced)
+
+    def abandon(self) -> None:
+        """Free the buffers once nothing uses them; gradients that are not set by then never are."""
+        if self._flight is not None:
+            self._flight.wait()
+        self._drop()
+
+    def _hold_back(self, flight: InFlight) -> None:
+        """Let the stream whose memory the inputs are wait, if another one computes now."""
+        if self._packed_on is not None and self._packed_on != self._streams.current:
+            flight.hold_back(self._packed_on)
+
+    def _drop(self) -> None:
+        if self._flight is not None:
+            self._hold_back(self._flight)
+        self._inputs = []
+        self._flight = self._scattered = self._reduced = self._held = self._grads = None
+
+    launched_as: ClassVar[Mapping[Callable[..., Any], str]] = {
+        _reduce_scatter: "reduce_scatter",
+        _sum_replicas: "all_reduce",
+        _store: "store",
+    }
+    """What is launched in lanes, and what that is to an observer."""
+
+
+class ReductionQueue:
+    """Reductions in flight, the oldest first.
+
+    Few hold inputs at a time. On a device those before them have given theirs back, and end with
+    the backward: compute need not wait for a sum over replicas, nor the host for what it reads.
+    """
+
+    def __init__(self, context: StepContext, is_large: bool) -> None:
+        self._context = context
+        self.is_large = is_large  # a group of the tree has inputs whose memory matters
+        self._returned: deque[Reduction] = deque()  # without inputs; older than those that run
+        self._running: deque[Reduction] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._running or self._returned)
+
+    def reduce(self, owner: Reducer, settings: Settings, with_graph: bool) -> bool:
+        """Reduce a group's gradients, or accumulate them; return whether a reduction has begun."""
+        while self._is_full_for(owner, settings):  # before it packs gradients
+            self._complete_oldest()
+        if self._returned and any(reduction.owner is owner for reduction in self._returned):
+            self.settle()
+        reduction = owner.reduce(settings, self._context, with_graph)
+        if reduction is None:
+            return False
+        reduction.start()
+        if not self._context.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        self._running.append(reduction)
+        if settings.input_buffers is None and settings.overlap.reductions == 0:
+            self._complete_oldest()
+        return True
+
+    def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
+        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        running = self._running
+        if not running:
+            return False
+        limit = settings.input_buffers
+        if limit is None:  # one more if that takes next to nothing: it waits for the link only
+            limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
+        if len(running) >= limit:
+            return True
+        for reduction in running:  # noqa: SIM110  # each turn of a generator is a call
+            if reduction.owner is owner:
+                return True
+        return False
+
+    def _complete_oldest(self) -> None:
+        reduction = self._running.popleft()
+        if self._context.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        elif reduction.can_end_later:
+            reduction.return_inputs()
+            self._returned.append(reduction)
+            if reduction.holds_sum and not reduction.needs_host and len(self._returned) > 1:
+                self._returned.popleft().wait()
+            return
+        if self._returned:
+            self.settle()
+        reduction.wait()
+
+    def settle(self) -> None:
+        """Set the gradients of those that gave their inputs back."""
+        # a lane runs in order: what is before the last one in it is over then, too
+        last = {reduction.lane: reduction for reduction in self._returned if reduction.needs_host}
+        for reduction in last.values():
+            reduction.show_host()
+        while self._returned:
+            self._returned.popleft().wait(is_seen=True)
+
+    def free_done(self) -> None:
+        """Free the inputs of reductions that have ended.
+
+        No more than that: when one ends differs between ranks, and what ranks do must not.
+        """
+        if self._context.streams.async_op:
+            for reduction in self._running:
+                reduction.free_if_done()
+
+    def wait(self) -> None:
+        """Make every reduced gradient safe to use."""
+        if self._context.streams.async_op:
+            for reduction in self._running:
+                reduction.advance()
+            for reduction in self._running:
+                reduction.finish()
+        self._returned.extend(self._running)
+        self._running.clear()
+        self.settle()
+
+    def drop(self) -> None:
+        """Wait for what is in flight; gradients that are not set by then never are."""
+        self._returned.extend(self._running)
+        self._running.clear()
+        while self._returned:
+            self._returned.popleft().abandon()
+
+
+def _have_hooks(params: Sequence[torch.nn.Parameter]) -> bool:
+    """True if a leaf has a hook that is told of its gradient."""
+    return any(map(torch_autograd.gradient_hooks_of, params)) or any(
+        map(torch_autograd.accumulate_hooks_of, params)
+    )
+
+
+def is_bare(params: Sequence[torch.nn.Parameter]) -> bool:
+    """True if no leaf has a gradient, or a hook that is told of one."""
+    # halves what attributes of a DTensor cost
+    with torch_dtensor.DisableTorchFunctionSubclass():
+        return not _have_hooks(params) and all(param.grad is None for param in params)
+
+
+def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
+    try:
+        # halves what attributes of a DTensor cost
+        with torch_dtensor.DisableTorchFunctionSubclass():
+            have_hooks = _have_hooks(params)
+            if not have_hooks and all(param.grad is None for param in params):
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
+                return
+    except RuntimeError as error:
+        raise StateError("FS319", mismatch(param, grad)) from error
+    for param, grad in zip(params, grads, strict=True):
+        if have_hooks:
+            grad = torch_autograd.apply_gradient_hooks(param, grad)
+        existing = param.grad
+        try:
+            if existing is None:
+                param.grad = grad
+            elif isinstance(grad, DTensor):
+                add_to(param, existing, grad)
+            else:
+                existing.add_(grad)
+        except RuntimeError as error:
+            raise StateError("FS319", mismatch(param, grad)) from error
+        if have_hooks:
+            torch_autograd.run_post_accumulate_hooks(param)

@@ -1,0 +1,227 @@
+"""Where the parts of a distributed tensor lie in the whole, and in which chunks they travel.
+
+Owns the arithmetic of blocks and the plan of a stream of tensors in bounded memory: integers only.
+It must not know tensors, meshes or process groups.
+
+[Note: chunks]
+Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. A *chunk* is
+a range of the largest one, counted from the start of each rank's own, so that all ranks send equal
+parts at a time; where a rank's block is shorter, its part of the chunk is smaller or empty. A
+*bucket* is the chunks that travel in one collective, each at the same offset of every rank's
+buffer; a *batch* is the buckets that are in memory at a time. Of an axis on which one rank owns
+everything, that rank alone sends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
+
+from fsdp2._core.base.rows import Deal, most_rows, rows_of
+from fsdp2._core.params.layout import align
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range on every dim."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(s, s + n) for s, n in zip(self.starts, self.sizes, strict=True))
+
+
+class CutOf(NamedTuple):
+    """A dim that ranks of an axis divide: in chunks (see ``chunk_of``), or as they are dealt it."""
+
+    axis: int
+    dim: int
+    deal: Deal | None = None
+
+    @property
+    def owner(self) -> int | None:
+        """The rank of the axis that has everything; None: it is divided."""
+        return None if self.deal is None else self.deal.owner
+
+
+Owners = tuple[tuple[int, int], ...]
+"""Pairs of an axis and the rank of it that has everything."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a tensor of ``shape`` is cut over the axes of a grid.
+
+    ``counts`` are the sizes of the axes; ``cuts`` come in the order in which a dim is cut: each one
+    divides what the cuts before it left.
+    """
+
+    shape: tuple[int, ...]
+    counts: tuple[int, ...]
+    cuts: tuple[CutOf, ...]
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """Axes over which ranks hold different elements."""
+        return tuple(sorted({cut.axis for cut in self.cuts if self.counts[cut.axis] > 1}))
+
+    @cached_property
+    def owners(self) -> Owners:
+        """Axes on which one rank has everything, with that rank."""
+        cuts = sorted((cut for cut in self.cuts if cut.owner is not None), key=itemgetter(0))
+        return tuple((c.axis, c.owner) for c in cuts if c.owner is not None and c.axis in self.axes)
+
+    @cached_property
+    def count(self) -> int:
+        """Ranks that hold different elements."""
+        owned = dict(self.owners)
+        return math.prod(self.counts[axis] for axis in self.axes if axis not in owned)
+
+    def block(self, place: Sequence[int]) -> Region:
+        """Return what the rank at ``place`` (a coordinate for each axis) holds."""
+        starts, sizes = [0] * len(self.shape), list(self.shape)
+        for axis, dim, deal in self.cuts:
+            first, sizes[dim] = rows_of(sizes[dim], self.counts[axis], place[axis], deal)
+            starts[dim] += first
+        return Region(tuple(starts), tuple(sizes))
+
+    @cached_property
+    def largest(self) -> tuple[int, ...]:
+        """Sizes of the largest block."""
+        sizes = list(self.shape)
+        for axis, dim, deal in self.cuts:
+            sizes[dim] = most_rows(sizes[dim], self.counts[axis], deal)
+        return tuple(sizes)
+
+    def places(self) -> list[tuple[int, ...]]:
+        """Return the places that hold different elements, the last axis fastest."""
+        numbers = [range(n if axis in self.axes else 1) for axis, n in enumerate(self.counts)]
+        for axis, owner in self.owners:
+            numbers[axis] = range(owner, owner + 1)
+        return list(itertools.product(*numbers))
+
+
+def part_of(block: Region, chunk: Region) -> Region:
+    """Return the part of a chunk that a block has, counted from the block's start."""
+    starts = tuple(min(s, n) for s, n in zip(chunk.starts, block.sizes, strict=True))
+    ends = [start + size for start, size in zip(chunk.starts, chunk.sizes, strict=True)]
+    sizes = [min(e, n) - s for e, n, s in zip(ends, block.sizes, starts, strict=True)]
+    return Region(starts, tuple(sizes))
+
+
+def within(block: Region, part: Region) -> Region:
+    """Return a part of a block, counted from the start of the whole."""
+    starts = tuple(a + b for a, b in zip(block.starts, part.starts, strict=True))
+    return Region(starts, part.sizes)
+
+
+def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
+    """Split a block into chunks of at most ``most`` elements, rows first; never below one."""
+    if math.prod(sizes) <= most or not sizes:
+        yield _whole(sizes)
+        return
+    row = math.prod(sizes[1:])
+    rows = max(1, most // max(row, 1))
+    for start in range(0, sizes[0], rows):
+        count = min(rows, sizes[0] - start)
+        for rest in split(sizes[1:], most) if count == 1 else [_whole(sizes[1:])]:
+            yield Region((start, *rest.starts), (count, *rest.sizes))
+
+
+def _whole(sizes: Sequence[int]) -> Region:
+    return Region((0,) * len(sizes), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor as the plan needs it.
+
+    ``grid`` tells tensors of other meshes apart. ``copies`` is how many times a chunk is in memory
+    while it travels; ``kept_nbytes`` is what a receiver holds of the whole until its batch is done.
+    """
+
+    blocks: Blocks
+    grid: int
+    itemsize: int
+    copies: int
+    kept_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of the tensor ``index``, at ``offset`` bytes of every rank's buffer."""
+
+    index: int
+    region: Region
+    offset: int
+
+
+@dataclass
+class Bucket:
+    """Chunks that travel together. ``nbytes`` is the buffer of one rank."""
+
+    axes: tuple[int, ...]
+    owners: Owners = ()
+    chunks: list[Chunk] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass
+class Batch:
+    """Buckets that are in memory at a time, and the tensors that are whole afterwards."""
+
+    buckets: dict[tuple[int, tuple[int, ...], Owners], Bucket] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, index: int, item: Item, region: Region) -> None:
+        axes, owners = item.blocks.axes, item.blocks.owners
+        bucket = self.buckets.setdefault((item.grid, axes, owners), Bucket(axes, owners))
+        bucket.chunks.append(Chunk(index, region, bucket.nbytes))
+        nbytes = align(region.numel * item.itemsize)
+        bucket.nbytes += nbytes
+        self.nbytes += item.copies * nbytes
+
+
+def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
+    """Plan batches of at most ``max_nbytes``, in the order of ``items``.
+
+    A tensor that is larger has batches of its own: its chunks keep to the limit, and what a
+    receiver keeps of it is counted for nobody else.
+    """
+    batches = [Batch()]
+
+    def room_for(nbytes: int) -> Batch:
+        last = batches[-1]
+        if (last.buckets or last.finished) and last.nbytes + nbytes > max_nbytes:
+            batches.append(Batch())
+        return batches[-1]
+
+    for index, item in enumerate(items):
+        sizes = item.blocks.largest
+        sent = item.copies * align(math.prod(sizes) * item.itemsize)
+        if item.kept_nbytes + sent <= max_nbytes:
+            batch = room_for(item.kept_nbytes + sent)
+            batch.add(index, item, _whole(sizes))
+            batch.nbytes += item.kept_nbytes
+            batch.finished.append(index)
+            continue
+        room_for(max_nbytes)
+        most = max(1, max_nbytes // max(item.copies, 1) // item.itemsize)
+        for region in split(sizes, most if item.copies else math.prod(sizes)):
+            room_for(item.copies * align(region.numel * item.itemsize)).add(index, item, region)
+        batches[-1].finished.append(index)
+        if item.kept_nbytes:
+            batches.append(Batch())
+    return [batch for batch in batches if batch.buckets or batch.finished]

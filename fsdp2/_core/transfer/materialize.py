@@ -1,0 +1,548 @@
+"""``materialize``: from a model on the meta device to initialised shards, module by module.
+
+Owns the order in which modules are initialised, the checks of what an ``init`` left behind, and
+``allocate``, which gives meta shards memory. It must not know how a group lays its buffers out: it
+registers shards, and the group adopts them.
+
+[Note: every rank runs the same stream]
+Initial values equal those of one process because every rank does what that process would: it draws
+the whole tensors of a module from the same generator state, keeps its block, and drops the rest.
+So numbers do not depend on the mesh, and generators stay equal.
+
+[Note: written or not]
+Fresh memory is filled with one byte value. An element that still has all of its bytes was not
+written. Version counters would not tell: an ``init`` may write through ``.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from fsdp2._core.base import torch_autograd, torch_dtensor, torch_modules
+from fsdp2._core.base.arguments import check_device, check_flag, check_function, check_module
+from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base.names import children_first, class_name
+from fsdp2._core.comm.process_mesh import Grid, operation
+from fsdp2._core.engine.between_steps import require_idle, units_below
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.transfer.chunk_plan import Blocks
+from fsdp2._core.transfer.redistribute import (
+    STAGED_NBYTES,
+    Grids,
+    LocalShard,
+    Target,
+    checked_together,
+    gather,
+    scatter,
+)
+
+# ``sync_from_rank0``: one model on all ranks, before it is sharded.
+
+
+@operation("sync_from_rank0")
+def sync_from_rank0(model: nn.Module) -> nn.Module:
+    """Give parameters and buffers of every rank the values of rank 0. Returns the model.
+
+    For a model that each rank built by itself, or that rank 0 alone loaded. Call it **before**
+    ``fully_shard``: that keeps each rank's own rows, and rank 0 does not have the others' rows any
+    more. Collective over all ranks, in pieces of 64 MiB. For a model on the meta device there is
+    ``materialize(..., sync_from_rank0=True)``, for a whole state ``checkpoint.load_full_state``.
+
+    Raises:
+        ConfigError: not a module; a parameter that is sharded already, or on meta; ranks have other
+            names, shapes or dtypes. Every rank raises it, and nothing was changed.
+    """
+    with checked_together("sync_from_rank0", model):
+        check_module("sync_from_rank0", "model", model)
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    grids, helds = Grids([]), []
+    with grids.main.together("sync_from_rank0"):  # ranks may have different models
+        for group in (group for unit in units_below(model) for group in unit.own_groups):
+            require_replicas("sync_from_rank0", group)
+        for name, tensor in tensors:
+            if tensor.is_meta or isinstance(tensor, DTensor):
+                raise ConfigError(
+                    "FS227",
+                    f"sync_from_rank0: expected plain tensors with memory, found {name} on the "
+                    "meta device or as a DTensor. Call it before the model is sharded; "
+                    "materialize() is for meta.",
+                )
+            helds.append(grids.hold(name, tensor))
+    seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in tensors]
+    difference = grids.difference(seen)
+    if difference is not None:
+        raise ConfigError(
+            "FS404",
+            f"sync_from_rank0: ranks have different models. Found {difference}. Build the model in "
+            "the same way on every rank.",
+        )
+    with torch.no_grad():
+        for held in helds:
+            scatter([held], STAGED_NBYTES, lambda held: held.local)
+    return model
+
+
+def require_replicas(what: str, group: ParamGroup) -> None:
+    """Raise ConfigError if ranks hold rows of their own of a group's parameters.
+
+    These came from each rank's own values, and no rank has the rest of them: where the ranks
+    differed, the shards are parts of different tensors.
+    """
+    if group.data.shard.size == 1:
+        return
+    for param in group.params:
+        if not param.is_on_meta and param.placement.layout.dim is not None:
+            raise ConfigError(
+                "FS227",
+                f"{what}: {param.fqn} is sharded already, from the values that each rank had, and "
+                "rank 0 has its own rows only. Call fsdp2.sync_from_rank0(model) before "
+                "fully_shard, or load a whole state with checkpoint.load_full_state.",
+            )
+
+
+Init = Callable[[nn.Module], Any]
+
+FILL = 0xFD
+"""As a float of any width nan or larger than 1e37, as an integer nobody's initial value."""
+
+SCAN_NUMEL = 1 << 16
+
+
+@operation("materialize")
+def materialize(
+    model: nn.Module,
+    device: torch.device | str,
+    init: Init | None = None,
+    sync_from_rank0: bool = False,
+) -> nn.Module:
+    """Give a sharded model on the meta device memory and initial values. Returns the model.
+
+    Modules are initialised one after another, children before their parents, as constructors do.
+    One module's own parameters are whole at a time: peak memory is the shards and the largest
+    module. Values are bitwise those that one process gets from the same seed, on any mesh. Tensors
+    that are not on meta keep their values and are moved to ``device``; their module runs only if
+    another of its tensors is on meta. Ties stay, and have the values of the last module.
+
+    Collective. Generators of the CPU and of ``device`` take the first rank's state, so they are
+    equal on all ranks, before and after.
+
+    Args:
+        model: a module to which ``fully_shard`` was applied, or a plain one.
+        device: where modules are initialised: the kind of the mesh.
+        init: called with each module that has parameters or buffers of its own on meta. It writes
+            all of them, in place or by assignment, and nothing of other modules. None calls
+            ``module.reset_parameters()``.
+        sync_from_rank0: only the first rank runs ``init`` (it may read files there), and the others
+            get their shards and buffers from it. Replicas and buffers that were not on meta are
+            made equal to the first rank's too; of what was sharded from real values no rank has all
+            rows (see ``fsdp2.sync_from_rank0``).
+
+    Raises:
+        ConfigError: no ``reset_parameters`` and no ``init``; another kind of device than the
+            mesh's; a parameter or buffer that ``init`` left unwritten, or gave another shape or
+            dtype. The message names the module; all ranks raise it. Or ``init`` drew other
+            random numbers on some ranks; or, with ``sync_from_rank0``, a parameter was sharded from
+            real values.
+        StateError: ``init`` raised, on any rank; inside a forward or a backward.
+        UnsupportedError: ``init`` wrote to a sharded parameter of another module, and something
+            else than a constant (with ``sync_from_rank0``: anything); or a parameter on meta has
+            an all-gather extension, or wraps other tensors.
+    """
+    with checked_together("materialize", model) as same:
+        device = check_device("materialize", "device", device)
+        check_function("materialize", "init", init, "a function of a module or None")
+        check_flag("materialize", "sync_from_rank0", sync_from_rank0)
+        units = require_idle(model, "materialize")
+        for unit in units:
+            for group in unit.own_groups:
+                if group.residence.compute.type != device.type:
+                    raise ConfigError(
+                        "FS226",
+                        f"materialize: expected device to be {group.residence.compute.type}, where "
+                        f"{unit.fqn or 'the module'} was sharded, found {device}.",
+                    )
+        same.update(sync_from_rank0=sync_from_rank0)
+    grids = Grids([*model.parameters(), *model.buffers()])
+    params = model.named_parameters(remove_duplicate=False)
+    tensors = [*params, *model.named_buffers(remove_duplicate=False)]
+    on_meta = [f"{name} on meta" for name, tensor in tensors if tensor.is_meta]
+    difference = grids.difference(on_meta)
+    if difference is not None:
+        raise ConfigError(
+            "FS404",
+            "materialize: ranks have different tensors on the meta device. Found "
+            f"{difference}. Build the model in the same way on every rank.",
+        )
+    for group in (g for unit in units for g in unit.own_groups) if sync_from_rank0 else ():
+        require_replicas("materialize(sync_from_rank0=True)", group)
+    meta = {id(module): _Own.of(module) for module in model.modules()}
+    modules = [(name, module) for name, module in children_first(model) if any(meta[id(module)])]
+    if init is None:
+        lacking = [
+            f"{name or '<root>'} ({class_name(module)})"
+            for name, module in modules
+            if not callable(getattr(module, "reset_parameters", None))
+        ]
+        if lacking:
+            raise ConfigError(
+                "FS224",
+                f"materialize: no reset_parameters() on {', '.join(lacking)}. Pass init=, a "
+                "function that initialises the parameters and buffers of one module.",
+            )
+    allocate(model, device)
+    _move_rest(model, device)
+    _share_generators(grids, device)
+    done: set[int] = set()
+    for name, module in modules:
+        _Step(name, module, meta[id(module)], device, grids, done).run(init, sync_from_rank0)
+    if sync_from_rank0:
+        _share_generators(grids, device)
+        _share_rest(grids, model, meta)
+    elif len(set(grids.main.collect(_generators(device)))) > 1:
+        raise ConfigError(
+            "FS405",
+            "materialize: init drew other random numbers on some ranks, so parts of different "
+            "values may have been put together. Let it do the same on every rank, or pass "
+            "sync_from_rank0=True.",
+        )
+    return model
+
+
+class _Own(NamedTuple):
+    """Names of a module's own parameters and buffers that were on meta."""
+
+    params: frozenset[str]
+    buffers: frozenset[str]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Own:
+        params = {n for n, p in module._parameters.items() if p is not None and p.is_meta}
+        buffers = {n for n, b in module._buffers.items() if b is not None and b.is_meta}
+        return _Own(frozenset(params), frozenset(buffers))
+
+
+# Memory.
+
+
+@torch.no_grad()
+def allocate(model: nn.Module, device: torch.device | None = None) -> None:
+    """Give parameters (and, without ``device``, persistent buffers) on meta memory, unwritten.
+
+    A group's shards get one flat buffer at once: they are registered around a tensor of one element
+    that is expanded to their shape, and the group copies what it adopts.
+
+    Raises:
+        UnsupportedError: a subclass with an all-gather extension, or that wraps others, is on meta.
+    """
+    groups = [group for unit in units_below(model) for group in unit.own_groups]
+    for owner in (param for group in groups for param in group.params):
+        if owner.is_extended and owner.is_on_meta:
+            kind = type(torch_dtensor.local_tensor(owner.sharded)).__name__
+            raise UnsupportedError(
+                "FS221",
+                f"{owner.fqn}: is a {kind} on meta, which keeps memory of its own, and only the "
+                "subclass knows how. Call model.to_empty(device=...) and load its state dict, or "
+                "make it on a real device. Nothing was changed.",
+            )
+    made: dict[int, nn.Parameter] = {}
+    for group in groups:
+        if any(param.is_on_meta for param in group.params):
+            _allocate_group(group, made)
+            group.inspect()
+    fallback = device or next((group.residence.compute for group in groups), None)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                if id(param) not in made:
+                    made[id(param)] = _with_memory(param, fallback)
+                module._parameters[name] = made[id(param)]
+        if device is None:
+            for name, buffer in module._buffers.items():
+                kept = torch_modules.is_persistent(module, name)
+                if buffer is not None and buffer.is_meta and kept:
+                    module._buffers[name] = torch.empty_like(buffer, device=fallback or "cpu")
+
+
+def _allocate_group(group: ParamGroup, made: dict[int, nn.Parameter]) -> None:
+    for param in group.params:
+        old = param.sharded
+        if not old.is_meta:
+            continue
+        local = torch_dtensor.local_tensor(old)
+        element = torch.zeros((), dtype=local.dtype, device=group.residence.storage)
+        new = _like(old, torch_dtensor.new_dtensor(element.expand(local.shape), param.spec))
+        made[id(old)] = new
+        for site in param.sites:
+            site.put(new)
+
+
+def _with_memory(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    if isinstance(param, DTensor):
+        kind = torch.device(param.device_mesh.device_type)
+        local = torch.empty_like(torch_dtensor.local_tensor(param), device=device or kind)
+        return _like(param, torch_dtensor.placed_like(param, local))
+    return _like(param, torch.empty_like(param, device=device or torch.device("cpu")))
+
+
+def _like(old: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    kept = {k: v for k, v in vars(old).items() if k not in vars(new) and not k.startswith("_fsdp2")}
+    vars(new).update(kept)
+    is_set, grad_dtype = torch_autograd.own_grad_dtype(old)
+    if is_set:
+        new.grad_dtype = grad_dtype
+    torch_autograd.move_hooks(old, new)
+    return new
+
+
+@torch.no_grad()
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Move plain tensors that were not on meta to the device."""
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and not isinstance(param, DTensor) and param.device != device:
+                param.data = param.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and not isinstance(buffer, DTensor):
+                module._buffers[name] = buffer.to(device)
+
+
+# Generators.
+
+
+def _share_generators(grids: Grids, device: torch.device) -> None:
+    """Let the generators of all ranks have the first rank's state."""
+    torch.set_rng_state(grids.main.broadcast(torch.get_rng_state()))
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device.type)
+        module.set_rng_state(grids.main.broadcast(module.get_rng_state(device)), device)
+
+
+def _generators(device: torch.device) -> bytes:
+    state = bytes(torch.get_rng_state().numpy())
+    if device.type != "cpu":
+        state += bytes(torch.get_device_module(device.type).get_rng_state(device).numpy())
+    return state
+
+
+# One module.
+
+
+_SAME_ON_SHARDS = frozenset(("zero_", "zeros_", "ones_", "fill_", "constant_"))
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses writes to sharded parameters while an ``init`` runs.
+
+    Constants are right on shards too, if every rank writes them (``on_all``): attention of torch
+    sets the bias of its output's module.
+    """
+
+    def __init__(self, what: str, on_all: bool) -> None:
+        super().__init__()
+        self._what = what
+        self._allowed = _SAME_ON_SHARDS if on_all else frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        target = args[0] if args else next(iter((kwargs or {}).values()), None)  # of torch.nn.init
+        writes = name.endswith("_") and not name.endswith("__") and name not in self._allowed
+        if writes and isinstance(target, DTensor):
+            raise UnsupportedError(
+                "FS225",
+                f"{self._what} wrote ({name}) to a sharded parameter of another module, of shape "
+                f"{tuple(target.shape)}, which is not whole now. Let init write the parameters of "
+                "the module that it is called with only.",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(eq=False)
+class _Step:
+    """The initialisation of one module's own parameters and buffers."""
+
+    name: str
+    module: nn.Module
+    own: _Own
+    device: torch.device
+    grids: Grids
+    done: set[int]  # parameters that a module before has written
+
+    def __post_init__(self) -> None:
+        module, own = self.module, self.own
+        self.what = f"materialize: init of {self.name or '<root>'} ({class_name(module)})"
+        self.registered = {n: p for n, p in module._parameters.items() if p is not None}
+        self.buffers = {
+            n: b for n, b in module._buffers.items() if b is not None and n not in own.buffers
+        }
+        self.fresh = {n for n in own.params if id(self.registered[n]) not in self.done}
+        self.done.update(id(self.registered[n]) for n in own.params)
+
+    def run(self, init: Init | None, sync: bool) -> None:
+        """Put whole tensors onto the module, run ``init``, check, and take what it wrote."""
+        whole: dict[str, Tensor] = {}
+        error: BaseException | None = None
+        written: dict[str, Tensor] = {}
+        try:
+            whole = self._put_whole()
+            if not sync or self.grids.main.is_first:
+                with torch.no_grad(), _Guard(self.what, on_all=not sync):
+                    if init is None:
+                        self.module.reset_parameters()  # type: ignore[operator]  # checked before
+                    else:
+                        init(self.module)
+                written = self._check(whole)
+        except BaseException as caught:
+            error = caught
+        finally:
+            for name, param in self.registered.items():
+                self.module._parameters[name] = param
+            self.module._buffers.update(self.buffers)
+        whole.clear()
+        self.grids.main.raise_together(error, self.what)
+        self._take(written, sync)
+
+    def _put_whole(self) -> dict[str, Tensor]:
+        """Register a whole, unwritten tensor for each one that was on meta; return them."""
+        whole: dict[str, Tensor] = {}
+        by_param: dict[int, nn.Parameter] = {}
+        for name, param in self.registered.items():
+            if id(param) not in by_param:
+                by_param[id(param)] = _like(param, self._whole_of(name, param))
+            self.module._parameters[name] = by_param[id(param)]
+            if name in self.fresh:
+                whole[name] = by_param[id(param)]
+        for name, kept in self.buffers.items():
+            self.module._buffers[name] = kept.detach().clone()
+        for name in self.own.buffers:
+            buffer = self.module._buffers[name]
+            assert buffer is not None
+            made = _unwritten(torch.empty_like(buffer, device=self.device))
+            self.module._buffers[name] = whole[name] = made
+        return whole
+
+    def _whole_of(self, name: str, param: nn.Parameter) -> Tensor:
+        """Return an unwritten tensor, or the values that the parameter has already."""
+        if name in self.fresh:
+            shape, stride = tuple(param.shape), tuple(param.stride())
+            made = torch.empty_strided(shape, stride, dtype=param.dtype, device=self.device)
+            return _unwritten(made)
+        if not isinstance(param, DTensor) and name not in self.own.params:
+            return param.detach().clone()
+        held = self.grids.hold(name, param)
+        target = Target(device=self.device, counted=False)
+        ((_, tensor),) = gather([held], STAGED_NBYTES, target, self.grids.main, self.what)
+        assert tensor is not None
+        return tensor
+
+    def _check(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what ``init`` wrote, by name; ties in the module once.
+
+        Raises:
+            ConfigError: something is missing, on meta, of another shape or dtype, or unwritten.
+        """
+        problems, written = [], {}
+        for name in (*sorted(self.own.params), *sorted(self.own.buffers)):
+            kind = "parameter" if name in self.own.params else "buffer"
+            table: Any = self.module._parameters if kind == "parameter" else self.module._buffers
+            found = table.get(name)
+            expected = self.registered[name] if kind == "parameter" else whole[name]
+            if found is None or found.is_meta:
+                problems.append(f"left {kind} {name} {'on meta' if found is not None else 'out'}")
+            elif found.shape != expected.shape or found.dtype != expected.dtype:
+                problems.append(
+                    f"made {kind} {name} {found.dtype} of shape {tuple(found.shape)}, from "
+                    f"{expected.dtype} of {tuple(expected.shape)}"
+                )
+            elif name in whole and found is whole[name] and (count := _count_unwritten(found)):
+                problems.append(
+                    f"did not write {kind} {name}"
+                    + (f": {count} of {found.numel()} elements" if count < found.numel() else "")
+                )
+            else:
+                written[name] = found
+        if problems:
+            raise ConfigError(
+                "FS225",
+                f"{self.what} {'; '.join(problems)}. Let it give every parameter and buffer of the "
+                "module its value, in place, or build that one on a real device.",
+            )
+        return written
+
+    def _take(self, written: dict[str, Tensor], sync: bool) -> None:
+        """Keep this rank's blocks of what was written; with ``sync``, of what the first wrote."""
+        names = sorted(self.own.params)
+        helds = [self.grids.hold(name, self.registered[name]) for name in names]
+        for name in sorted(self.own.buffers):
+            buffer = written.get(name)
+            if buffer is None:  # another rank ran the init
+                buffer = self.module._buffers[name]
+            assert buffer is not None
+            self.module._buffers[name] = buffer.detach()
+            helds.append(self.grids.hold(name, buffer))
+        if sync:
+            scatter(helds, STAGED_NBYTES, lambda held: written[held.name].detach())
+            return
+        with torch.no_grad():
+            for held in helds:
+                if held.name in self.own.params:
+                    held.local.copy_(written[held.name].detach()[held.own.slices])
+
+
+def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
+    """Make what was not on meta equal to the first rank's: replicas, plain tensors, buffers."""
+    helds: dict[int, LocalShard] = {}
+    for module in model.modules():
+        own = meta[id(module)]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in own.params | own.buffers:
+                helds[id(tensor)] = grids.hold(name, tensor)
+    for held in helds.values():
+        for index, axis in enumerate(held.grid.axes):
+            if axis.size > 1 and index not in held.blocks.axes:  # whose ranks hold the same block
+                line = Grid((axis,), held.grid.device_type)
+                block = Blocks(held.own.sizes, (axis.size,), ())
+                part = LocalShard(held.name, held.local, block, line, tuple(held.local.stride()))
+                scatter([part], STAGED_NBYTES, lambda one: one.local)
+
+
+# Unwritten memory.
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _unwritten(tensor: Tensor) -> Tensor:
+    _bytes_of(tensor).fill_(FILL)
+    return tensor
+
+
+_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _count_unwritten(tensor: Tensor) -> int:
+    """Return how many elements still have every byte of the fill. See [Note: written or not].
+
+    One byte is a value that somebody may want: such tensors count only if nothing was written.
+    """
+    raw = _bytes_of(tensor)
+    if tensor.numel() == 0 or raw.numel() < tensor.numel() * tensor.itemsize:
+        return 0
+    wide = _WIDE[tensor.itemsize]
+    flat = raw[: tensor.numel() * tensor.itemsize].view(wide)
+    mark = torch.full((wide.itemsize,), FILL, dtype=torch.uint8, device=tensor.device).view(wide)
+    count = sum(int(torch.count_nonzero(part == mark)) for part in flat.split(SCAN_NUMEL))
+    count = count * wide.itemsize // tensor.itemsize
+    if tensor.itemsize == 1 and (count < tensor.numel() or torch_autograd.version_of(tensor) > 0):
+        return 0
+    return count

@@ -1,0 +1,609 @@
+"""Whole tensors from shards and shards from whole tensors, in bounded memory.
+
+Owns the moves: every rank packs its chunks of a bucket into one buffer of bytes, a gather for each
+axis carries it, and the receivers put the parts where they belong; the other way round with
+scatters. It must not know modules, optimizers or files. See [Note: chunks] in ``chunk_plan``.
+
+Any placement will do whose ranks hold blocks: ``Shard`` of any dim, on any number of axes, even or
+not, ``Replicate``, and what tensor parallelism and FSDP together make of one dim. All dtypes
+travel as bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2._core.base import torch_comm, torch_dealt, torch_dtensor
+from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._core.base.interrupts import kept_interrupts, take_interrupt
+from fsdp2._core.comm.mesh import MeshAxis
+from fsdp2._core.comm.process_mesh import Grid, carrying, named, wire_device
+from fsdp2._core.engine.between_steps import refuse_other_thread, units_below
+from fsdp2._core.params.layout import dense_stride
+from fsdp2._core.transfer.chunk_plan import (
+    Blocks,
+    Bucket,
+    CutOf,
+    Item,
+    Region,
+    part_of,
+    plan,
+    within,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """A tensor as ranks hold it: this rank's block, and how the whole is cut."""
+
+    name: str
+    local: Tensor
+    blocks: Blocks
+    grid: Grid
+    stride: tuple[int, ...]
+
+    @cached_property
+    def own(self) -> Region:
+        return self.blocks.block(self.grid.place)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+
+STAGED_NBYTES = 64 << 20
+"""The size of chunks, where no caller says another."""
+
+
+class Grids:
+    """The grids of a model's meshes; each mesh is read once.
+
+    The *main* one, of the largest mesh, is where ranks agree, and where plain tensors lie whole. A
+    tensor on a slice of it is taken to be the same along the axes that the slice lacks.
+    """
+
+    def __init__(self, tensors: Sequence[object]) -> None:
+        self._known: dict[DeviceMesh, Grid] = {}
+        self._forms: dict[object, tuple[Grid, Blocks]] = {}
+        for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
+            if mesh.get_coordinate() is None:
+                raise ConfigError(
+                    "FS625",
+                    f"rank {dist.get_rank()} holds a DTensor on {mesh}, which it is not on. "
+                    "Call this on the ranks of the mesh only.",
+                )
+            self._known[mesh] = Grid.of(mesh)
+        largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
+        self.main = Grid.world() if largest is None else self._known[largest]
+
+    def hold(self, name: str, tensor: Tensor) -> LocalShard:
+        """Describe a tensor; a plain one lies whole on every rank.
+
+        Raises:
+            UnsupportedError: a partial sum, a shard that is no block, or a tensor subclass.
+        """
+        if not isinstance(tensor, DTensor):
+            tensor = tensor.detach()
+            _refuse_odd(name, tensor)
+            blocks = Blocks(tuple(tensor.shape), self.main.counts, ())
+            return LocalShard(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
+        # as a method of the DTensor, detach would be planned first
+        local = torch_dtensor.local_tensor(tensor).detach()
+        _refuse_odd(name, local)
+        form = (tensor.device_mesh, torch_dealt.key_of(tensor.placements), tuple(tensor.shape))
+        if form not in self._forms:  # a parameter's states have its own
+            self._forms[form] = self._form_of(name, tensor)
+        grid, blocks = self._forms[form]
+        held = LocalShard(name, _plain(local), blocks, grid, tuple(tensor.stride()))
+        if tuple(local.shape) != held.own.sizes:
+            raise UnsupportedError(
+                "FS624",
+                f"{name}: found a local tensor of shape {tuple(local.shape)} where "
+                f"{held.own.sizes} was expected from placements {tensor.placements} of "
+                f"{held.shape}. Make it with distribute_tensor, which cuts it as Shard says.",
+            )
+        return held
+
+    def _form_of(self, name: str, tensor: DTensor) -> tuple[Grid, Blocks]:
+        """Return how a tensor is cut: on the main grid, if its mesh is a slice of that."""
+        grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
+        self._known[tensor.device_mesh] = grid
+        blocks = blocks_of(name, tensor)
+        axes = self._axes_of_main(grid)
+        if axes is None:
+            return grid, blocks
+        cuts = tuple(c._replace(axis=axes[c.axis]) for c in blocks.cuts if grid.counts[c.axis] > 1)
+        return self.main, Blocks(blocks.shape, self.main.counts, cuts)
+
+    def _axes_of_main(self, grid: Grid) -> list[int] | None:
+        """Return which axes of the main grid a slice of it has; None if it is none.
+
+        A parameter that tensor parallelism leaves whole lies on the data axes only: the ranks of
+        the other axes hold the same values.
+        """
+        if math.prod(grid.counts) == math.prod(self.main.counts):
+            return None
+        lines = [axis.global_ranks if axis.size > 1 else None for axis in self.main.axes]
+        found: list[int] = []
+        for axis in grid.axes:
+            if axis.size == 1:  # any axis will do for one rank; it cuts nothing
+                found.append(0)
+            elif axis.global_ranks in lines:
+                found.append(lines.index(axis.global_ranks))
+            else:
+                return None
+        return found
+
+    def ranks_of(self, grid: Grid) -> list[int] | None:
+        """Return the ranks of a grid in the order of their places; None for one without a mesh."""
+        meshes = {known: mesh for mesh, known in self._known.items()}
+        return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
+
+    def difference(self, names: list[str]) -> str | None:
+        """Say in what the lists of all ranks differ, alike on each of them; None if they do not."""
+        found = self.main.collect(names)
+        for rank, other in enumerate(found):
+            differ = sorted(set(other) ^ set(found[0]))
+            if differ:
+                has, lacks = (0, rank) if differ[0] in found[0] else (rank, 0)
+                return f"{differ[0]} on rank {has}, and not on rank {lacks}"
+        return None if all(other == found[0] for other in found) else "another order of names"
+
+    def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
+        """Check that every tensor lies on the ranks of the main grid, with the same first rank.
+
+        Raises:
+            UnsupportedError: one lies on fewer ranks, so that there are several tensors of a name.
+        """
+        ranks = {grid: self.ranks_of(grid) for grid in self._known.values()}
+        main = ranks.get(self.main)
+        for held in helds:
+            found = ranks.get(held.grid, main)
+            if main is None or found is None:
+                continue
+            if len(found) != len(main) or found[0] != main[0]:
+                raise UnsupportedError(
+                    "FS625",
+                    f"{what}: {held.name} lies on {len(found)} of {len(main)} ranks, and not along "
+                    "axes of their mesh, so that other ranks may hold another tensor of this name. "
+                    "Slice all meshes from one init_device_mesh(...) call, or use the sharded "
+                    "state.",
+                )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
+
+
+def _refuse_odd(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise StateError(
+            "FS208",
+            f"{name}: is on the meta device, so it has no values. Call fsdp2.materialize first.",
+        )
+    if torch_dtensor.is_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            "FS624",
+            f"{name}: found a {type(tensor).__name__}, which wraps other tensors and has no bytes "
+            "of its own to send. Use torch.distributed.checkpoint on the sharded state.",
+        )
+
+
+def blocks_of(name: str, tensor: DTensor) -> Blocks:
+    """Read placements: cuts from left to right, strided ones last and from right to left."""
+    plain: list[CutOf] = []
+    strided: list[CutOf] = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise UnsupportedError(
+                "FS624",
+                f"{name}: is a partial sum ({placement}). Redistribute it to Shard or Replicate.",
+            )
+        for dim in range(tensor.dim()):
+            if torch_dtensor.shards_dim(placement, dim):
+                cut = CutOf(axis, dim, torch_dealt.deal_in(placement))
+                (strided if torch_dtensor.is_strided(placement) else plain).append(cut)
+    mesh = tensor.device_mesh
+    counts = tuple(mesh.size(axis) for axis in range(mesh.ndim))
+    return Blocks(tuple(tensor.shape), counts, (*plain, *reversed(strided)))
+
+
+# From shards to whole tensors.
+
+
+@dataclass(frozen=True)
+class Target:
+    """What becomes of gathered tensors.
+
+    Args:
+        on_all: every rank gets them; else the first rank of their mesh.
+        dtype: floating-point tensors are cast to it; None keeps theirs.
+        device: where they are made; None: where the shards are.
+        counted: whole tensors count for the limit, until the caller has taken them.
+    """
+
+    on_all: bool = True
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    counted: bool = True
+
+    def dtype_of(self, held: LocalShard) -> torch.dtype:
+        casts = self.dtype is not None and held.dtype.is_floating_point
+        return self.dtype if casts and self.dtype is not None else held.dtype
+
+    def wire_dtype_of(self, held: LocalShard) -> torch.dtype:
+        """Return the narrower of the dtypes: it is cast before it is sent, or after."""
+        dtype = self.dtype_of(held)
+        return dtype if dtype.itemsize < held.dtype.itemsize else held.dtype
+
+    def takes(self, grid: Grid) -> bool:
+        return self.on_all or grid.is_first
+
+
+@contextlib.contextmanager
+def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
+    """Around the checks of a call's arguments: what one rank refuses, all ranks of the model do.
+
+    Else the others would wait for it. What decides which collectives follow is put into the dict
+    that this gives, and has to be the same on all ranks. Without a model, all ranks of the job are
+    taken to be there.
+    """
+    refuse_other_thread(model, what)
+    tensors: list[Tensor] = []
+    if isinstance(model, nn.Module):
+        tensors += [*model.parameters(), *model.buffers()]
+        # what is registered may be whole, on some ranks only; shards tell all ranks the same mesh
+        groups = (group for unit in units_below(model) for group in unit.own_groups)
+        tensors += [param.sharded for group in groups for param in group.params]
+    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    shared = [tensor for tensor in placed if tensor.device_mesh.get_coordinate() is not None]
+    with Grids(shared or placed).main.together(what) as same:
+        Grids(placed)  # this rank lacks the mesh of a tensor: those of the others wait for it
+        yield same
+
+
+def gather(
+    helds: Sequence[LocalShard], max_nbytes: int, target: Target, main: Grid, what: str
+) -> Generator[tuple[int, Tensor | None], None, None]:
+    """Yield the index and the whole of each tensor, in order; None where it is not received.
+
+    Collective: every rank takes all of them. The caller must not keep more tensors than it has
+    memory for; this keeps none that it has yielded.
+
+    The ranks of ``main`` agree before each batch, and at the end, that all of them are there and
+    have memory. So if one leaves (it closes the generator, or throws into it), or cannot make room,
+    all of them raise. ``what`` is the name for it in messages.
+    """
+    grids = list(dict.fromkeys(held.grid for held in helds))
+    moves = _Gathering(helds, target)
+    items = []
+    for held, wire in zip(helds, moves.wires, strict=True):
+        kept = held.blocks.count * math.prod(held.blocks.largest) * target.dtype_of(held).itemsize
+        copies = held.blocks.count if held.blocks.axes else 0
+        kept = kept if target.counted else 0
+        items.append(Item(held.blocks, grids.index(held.grid), wire.itemsize, copies, kept))
+    for batch in plan(items, max_nbytes):
+        # as decorators they would keep what was yielded last
+        with torch.no_grad(), kept_interrupts(leave_pending=True):
+            with main.together(what):
+                for bucket in batch.buckets.values():
+                    moves.make_room(bucket)
+            for bucket in batch.buckets.values():
+                with named(f"{what}: {moves.first(bucket).name}"):
+                    moves.move(bucket)
+        for index in batch.finished:
+            try:
+                yield index, moves.whole.pop(index, None)
+            except GeneratorExit:
+                interrupt = take_interrupt()
+                main.leave(interrupt or _left(what, helds[index].name), what)
+                if interrupt is not None:
+                    raise interrupt from None
+                raise
+            except Exception as error:  # thrown in
+                main.leave(error, what)
+                raise
+    with kept_interrupts():
+        main.raise_together(None, what)
+
+
+def _left(what: str, name: str) -> StateError:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return StateError(
+        "FS407",
+        f"{what}: rank {rank} stopped at {name}, so the others cannot go on: it left the loop, or "
+        "what it did with the tensor failed there. Iterate to the end on every rank, or leave the "
+        "loop at the same tensor on all.",
+    )
+
+
+class _Moves:
+    """A stream of buckets on this rank: tensors, the dtypes in which they are sent, and the buffer.
+
+    The buffer is kept for the next bucket, which may be larger.
+    """
+
+    def __init__(self, helds: Sequence[LocalShard], wires: Sequence[torch.dtype]) -> None:
+        self.helds, self.wires = helds, wires
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def first(self, bucket: Bucket) -> LocalShard:
+        return self.helds[bucket.chunks[0].index]
+
+    def buffer(self, bucket: Bucket, rows: int, axes: Sequence[int]) -> Tensor:
+        """Return room for a bucket of so many ranks, where the group of an axis takes tensors."""
+        first, nbytes = self.first(bucket), rows * bucket.nbytes
+        group = first.grid.axes[axes[0]].pg
+        assert group is not None
+        device = wire_device(group, first.local.device)
+        if self._buffer.numel() < nbytes or self._buffer.device != device:
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._buffer[:nbytes]
+
+    def parts(
+        self, bucket: Bucket, place: Sequence[int], row: Tensor
+    ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
+        """Yield each tensor of which the rank at ``place`` has a part of its chunk.
+
+        Its index, where the part is in that rank's block, where in the whole, and its memory in the
+        rank's row of a buffer.
+        """
+        for chunk in bucket.chunks:
+            block = self.helds[chunk.index].blocks.block(place)
+            part, dtype = part_of(block, chunk.region), self.wires[chunk.index]
+            nbytes = part.numel * dtype.itemsize
+            if nbytes:
+                memory = row[chunk.offset : chunk.offset + nbytes].view(dtype).view(part.sizes)
+                yield chunk.index, part.slices, within(block, part).slices, memory
+
+
+class _Gathering(_Moves):
+    """Buckets that become ``whole`` tensors."""
+
+    def __init__(self, helds: Sequence[LocalShard], target: Target) -> None:
+        super().__init__(helds, [target.wire_dtype_of(held) for held in helds])
+        self.target = target
+        self.whole: dict[int, Tensor] = {}
+
+    def make_room(self, bucket: Bucket) -> None:
+        """Allocate what a bucket needs here, and all that it needs."""
+        for chunk in bucket.chunks if self.target.takes(self.first(bucket).grid) else ():
+            if chunk.index not in self.whole:
+                held = self.helds[chunk.index]
+                dtype, device = self.target.dtype_of(held), self.target.device or held.local.device
+                stride = dense_stride(held.shape, held.stride)
+                whole = torch.empty_strided(held.shape, stride, dtype=dtype, device=device)
+                self.whole[chunk.index] = whole
+        self._room(bucket)
+
+    def _room(self, bucket: Bucket) -> Tensor | None:
+        """Return the buffer of a bucket; None where nothing is sent, or another replica does it."""
+        first = self.first(bucket)
+        others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in bucket.axes)
+        is_there = self.target.on_all or first.grid.is_first_on(others)
+        if not bucket.axes or not bucket.nbytes or not is_there:
+            return None
+        rows = first.blocks.count if self.target.on_all else _rows_held(bucket, first.grid)
+        return self.buffer(bucket, rows, bucket.axes)
+
+    def move(self, bucket: Bucket) -> None:
+        first = self.first(bucket)
+        grid = first.grid
+        if not bucket.axes:
+            for chunk in bucket.chunks if self.target.takes(grid) else ():
+                self.whole[chunk.index].copy_(self.helds[chunk.index].local)
+            return
+        buffer = self._room(bucket)
+        if buffer is None:
+            return
+        own = _row_of(bucket, grid) if self.target.on_all else 0
+        row = buffer[own * bucket.nbytes : (own + 1) * bucket.nbytes]
+        for index, held_at, _, memory in self.parts(bucket, grid.place, row):
+            memory.copy_(self.helds[index].local[held_at])
+        if not _gather_axes(buffer, bucket, grid, self.target.on_all):
+            return
+        for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
+            for index, _, whole_at, memory in self.parts(bucket, place, row):
+                self.whole[index][whole_at].copy_(memory)
+
+
+def _row_of(bucket: Bucket, grid: Grid) -> int:
+    """Return which row of the gathered buffer is this rank's."""
+    row, owners = 0, dict(bucket.owners)
+    for axis in bucket.axes:
+        if axis not in owners:
+            row = row * grid.counts[axis] + grid.place[axis]
+    return row
+
+
+def _rows_held(bucket: Bucket, grid: Grid) -> int:
+    """Return how many ranks' chunks pass through this rank, to or from the first one.
+
+    The first on the innermost axes collects, or hands out, what their lines hold.
+    """
+    rows, owners = 1, dict(bucket.owners)
+    for axis in reversed(bucket.axes):
+        if grid.place[axis]:
+            break
+        rows *= 1 if axis in owners else grid.counts[axis]
+    return rows
+
+
+def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
+    """Fill the rows of a buffer axis by axis, the last first, in place.
+
+    Returns True where the result arrives. What is sent and received lies in the buffer, so that
+    nothing else is allocated, by gloo neither: its all-gather and gather copy, broadcasts do not.
+    """
+    own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
+    owners = dict(bucket.owners)
+    for index in reversed(bucket.axes):
+        axis = grid.axes[index]
+        if index in owners:
+            start = own // nbytes * nbytes if on_all else 0
+            part = buffer[start : start + nbytes]
+            if on_all:
+                with carrying():
+                    dist.broadcast(part, group=axis.pg, group_src=owners[index])
+            else:
+                _pass_on(part, axis, owners[index], 0)
+                if axis.rank != 0:
+                    return False
+            continue
+        if on_all:
+            line = axis.size * nbytes
+            start = own // line * line
+            _gather_line(buffer[start : start + line], axis)
+        else:
+            _exchange(buffer, nbytes, axis, to_first=True)
+            if axis.rank != 0:
+                return False
+        nbytes *= axis.size
+    return True
+
+
+def _gather_line(line: Tensor, axis: MeshAxis) -> None:
+    """Fill the parts of the others; each rank of an axis has its own part of ``line``."""
+    parts = list(line.view(axis.size, -1))
+    with carrying():
+        if line.device.type == "cpu":
+            works = [
+                dist.broadcast(part, src=source, group=axis.pg, async_op=True)
+                for part, source in zip(parts, axis.global_ranks, strict=True)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+        else:
+            torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)
+
+
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
+    """Send a part from one rank of an axis to another one. Collective over the axis."""
+    if sender == receiver:
+        return
+    assert axis.pg is not None
+    through_host = not part.is_cpu and torch_comm.is_gloo(axis.pg, part.device.type)
+    if not (part.is_cpu or through_host or axis.pg in _connected):
+        # NCCL makes a communicator at the first operation, which has to be one of all ranks
+        with carrying():
+            dist.all_reduce(part.new_zeros(1), group=axis.pg)
+        _connected.add(axis.pg)
+    if axis.rank not in (sender, receiver):
+        return
+    carried = part.cpu() if through_host else part
+    act, peer = (dist.isend, receiver) if axis.rank == sender else (dist.irecv, sender)
+    with carrying():
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(act, carried, axis.global_ranks[peer], axis.pg)]
+        ):
+            work.wait()
+    if through_host and axis.rank == receiver:
+        part.copy_(carried)
+
+
+def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) -> None:
+    """Send every other rank's part to the first rank of an axis, or from there.
+
+    On the first rank the buffer begins with a part for each rank, on the others with their own.
+    """
+    is_first, ranks = axis.rank == 0, axis.global_ranks
+    peers = ranks[1:] if is_first else ranks[:1]
+    start = nbytes if is_first else 0
+    parts = buffer[start : start + len(peers) * nbytes].view(len(peers), nbytes)
+    receives = is_first is to_first
+    assert axis.pg is not None
+    through_host = not parts.is_cpu and torch_comm.is_gloo(axis.pg, parts.device.type)
+    carried = parts.cpu() if through_host else parts
+    act = dist.irecv if receives else dist.isend
+    with carrying():
+        sent = [dist.P2POp(act, p, peer, axis.pg) for p, peer in zip(carried, peers, strict=True)]
+        for work in dist.batch_isend_irecv(sent):
+            work.wait()
+    if through_host and receives:
+        parts.copy_(carried)
+
+
+# From whole tensors to shards.
+
+
+@torch.no_grad()
+def scatter(
+    helds: Sequence[LocalShard], max_nbytes: int, source: Callable[[LocalShard], Tensor]
+) -> None:
+    """Fill every rank's blocks with the parts of whole tensors that the first rank has.
+
+    Collective. ``source`` is called on the first rank only, once for each tensor and batch; what it
+    returns has the shape of the tensor and any dtype and device.
+    """
+    grids = list(dict.fromkeys(held.grid for held in helds))
+    items = []
+    for held in helds:
+        copies = held.blocks.count if any(count > 1 for count in held.grid.counts) else 0
+        items.append(Item(held.blocks, grids.index(held.grid), held.dtype.itemsize, copies))
+    moves = _Moves(helds, [held.dtype for held in helds])
+    for batch in plan(items, max_nbytes):
+        wholes: dict[int, Tensor] = {}
+        for bucket in batch.buckets.values():
+            if moves.first(bucket).grid.is_first:
+                for chunk in bucket.chunks:
+                    if chunk.index not in wholes:
+                        wholes[chunk.index] = source(helds[chunk.index])
+            with named(moves.first(bucket).name):
+                _scatter_bucket(bucket, moves, wholes)
+
+
+def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) -> None:
+    first = moves.first(bucket)
+    grid = first.grid
+    real = [axis for axis, size in enumerate(grid.counts) if size > 1]
+    if bucket.nbytes == 0:
+        return
+    if not real:
+        for chunk in bucket.chunks:
+            moves.helds[chunk.index].local.copy_(wholes[chunk.index])
+        return
+    others, owners = tuple(a for a in real if a not in bucket.axes), dict(bucket.owners)
+    is_on_line = grid.is_first_on(others)
+    buffer = moves.buffer(bucket, _rows_held(bucket, grid) if is_on_line else 1, real)
+    if grid.is_first:
+        for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
+            for index, _, whole_at, memory in moves.parts(bucket, place, row):
+                memory.copy_(wholes[index][whole_at])
+    for position, index in enumerate(bucket.axes) if is_on_line else ():
+        inner = bucket.axes[position + 1 :]
+        if grid.is_first_on(inner):
+            counted = [axis for axis in inner if axis not in owners]
+            nbytes = bucket.nbytes * math.prod(grid.counts[axis] for axis in counted)
+            if index in owners:
+                _pass_on(buffer[:nbytes], grid.axes[index], 0, owners[index])
+            else:
+                _exchange(buffer, nbytes, grid.axes[index], to_first=False)
+    own = buffer[: bucket.nbytes]
+    for position, index in enumerate(others):
+        if grid.is_first_on(others[position + 1 :]):
+            axis = grid.axes[index]
+            with carrying():
+                dist.broadcast(own, src=axis.global_ranks[0], group=axis.pg)
+    for index, held_at, _, memory in moves.parts(bucket, grid.place, own):
+        moves.helds[index].local[held_at].copy_(memory)

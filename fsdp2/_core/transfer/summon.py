@@ -1,0 +1,391 @@
+"""``summon_full_params``: whole parameters registered on the modules, inside a context.
+
+Owns what is registered meanwhile, and what of it goes back into the shards; and ``full_params``,
+whole parameters one after another. It must not know how
+tensors travel.
+
+[Note: summoned]
+Whole parameters are tensors of their own in the dtype that shards are kept in, not the buffers of a
+group: nothing here moves a group's state. While they are registered, the units must not run or look
+at them, so their modules refuse a forward, and ``Unit.summoned_on`` keeps units from adopting them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.arguments import check_count, check_dtype, check_flag, check_function
+from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.interrupts import kept_interrupts
+from fsdp2._core.base.names import class_name, cleaned, named_parameters
+from fsdp2._core.base.warn import warn
+from fsdp2._core.comm.process_mesh import operation
+from fsdp2._core.engine.between_steps import require_idle
+from fsdp2._core.engine.tree import Unit, unit_of
+from fsdp2._core.params.param import SUMMONED, OwnerMark, own_attributes
+from fsdp2._core.params.registration import Site
+from fsdp2._core.transfer.redistribute import (
+    STAGED_NBYTES,
+    Grids,
+    LocalShard,
+    Target,
+    checked_together,
+    gather,
+)
+
+WHO = "summon_full_params"
+
+
+@dataclass(eq=False)
+class _Summoned:
+    """A parameter in both forms, and the places where it is registered."""
+
+    name: str
+    sharded: nn.Parameter
+    sites: list[Site]
+    held: LocalShard
+    whole: nn.Parameter | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the whole parameter, or a file with it, is no longer summoned."""
+        return type(None), ()
+
+    def register(self, param: nn.Parameter) -> None:
+        for site in self.sites:
+            site.put(param)
+
+    def write_back(self, with_grads: bool) -> None:
+        """Copy this rank's block of what is registered now into the shard."""
+        found = self.sites[0].registered
+        assert found is not None
+        block = found.detach()[self.held.own.slices]
+        with torch.no_grad():
+            self.held.local.copy_(block)
+        if with_grads:
+            self._write_grad(found.grad)
+
+    def _write_grad(self, grad: Tensor | None) -> None:
+        if grad is None:
+            self.sharded.grad = None
+            return
+        block = grad.detach()[self.held.own.slices]
+        if self.sharded.grad is None:
+            dtype = self.sharded.grad_dtype or grad.dtype
+            made = torch.empty_like(self.held.local, dtype=dtype)
+            self.sharded.grad = torch_dtensor.placed_like(self.sharded, made)
+        with torch.no_grad():
+            torch_dtensor.local_tensor(self.sharded.grad).copy_(block)
+
+
+def _check(module: nn.Module, flags: dict[str, bool]) -> list[Unit]:
+    """Return the units of a module; raise what ``summon_full_params`` says of its arguments."""
+    for name, flag in flags.items():
+        check_flag("summon_full_params", name, flag)
+    rank0_only = flags["rank0_only"]
+    if rank0_only and flags["writeback"]:
+        raise ConfigError(
+            "FS307",
+            "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "
+            "do not have what would be written. Pass writeback=False, or rank0_only=False.",
+        )
+    units = require_idle(module, "summon_full_params")
+    if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
+        raise StateError(
+            "FS307",
+            "summon_full_params: is nested in a context of the same parameters, and one of the two "
+            "has rank0_only. Leave the outer one first.",
+        )
+    return units
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Register whole parameters on a module's units inside the context.
+
+    Each is a plain ``nn.Parameter`` under the same name, in the dtype of the shards (not the
+    compute dtype), whole over replicate and tensor-parallel axes too, so ``module.apply(fn)``,
+    ``state_dict()`` and initialisers see what one process would. Gathers are collective, on entry;
+    nothing is sent on exit. Works on a module inside a sharded one, and nested: what an outer
+    context has summoned stays as it is, and an inner one with ``writeback`` writes it back at once.
+
+    Args:
+        recurse: units below ``module`` too; False takes the module's own unit (or, for a module
+            that is none, the parameters that it registers itself).
+        writeback: on exit each rank copies its own part of what is registered into its shard; parts
+            that differ between ranks stay so. False drops every change.
+        rank0_only: only the first rank of the mesh gets whole parameters; the others keep their
+            shards. Not with ``writeback``.
+        offload_to_cpu: whole parameters are in host memory.
+        with_grads: whole gradients as ``grad``, and back with ``writeback``: a gradient set to None
+            is dropped, a new one is placed as its parameter is.
+
+    Raises:
+        ConfigError: not a module; a flag that is no bool; ``rank0_only`` with ``writeback``; some
+            ranks have a gradient that others lack.
+        StateError: inside a forward or a backward; a forward, ``unshard`` or ``fully_shard`` of a
+            summoned unit inside the context; on exit, a parameter that was removed or reshaped
+            (shards keep their values).
+        UnsupportedError: a parameter without bytes of its own (a wrapper subclass).
+
+    Source: ``FullyShardedDataParallel.summon_full_params`` of torch, for composable modules.
+    """
+    flags = {
+        "recurse": recurse,
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": offload_to_cpu,
+        "with_grads": with_grads,
+    }
+    with operation("summon_full_params"):
+        with checked_together("summon_full_params", module) as same:
+            units = _check(module, flags)
+            same.update((name, flags[name]) for name in ("recurse", "rank0_only", "with_grads"))
+        summoned = (param.__dict__.get(SUMMONED) for param in module.parameters())
+        outer = [item for item in summoned if isinstance(item, _Summoned)]
+        found = _find(module, units if recurse else None)
+        grids = Grids([item.sharded for item in found])
+        _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
+    if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
+        warn(
+            "FS309",
+            "summon_full_params: offload_to_cpu without rank0_only puts a copy of every "
+            "parameter into host memory for each rank of the machine.",
+        )
+    top = unit_of(module)
+    own = [unit for unit in units if not unit.summoned_on and (recurse or unit is top)]
+    parts = [part for unit in own for part in unit.modules]
+    parts += [site.module for item in found for site in item.sites]
+    handles = [
+        part.register_forward_pre_hook(_refuse_forward, prepend=True)
+        for part in dict.fromkeys(parts)
+    ]
+    for unit in own:
+        unit.summoned_on = "first" if rank0_only else "all"
+    for item in found:
+        if item.whole is not None:
+            item.register(item.whole)
+    try:
+        yield
+    finally:
+        for unit in own:
+            unit.summoned_on = ""
+        for handle in handles:
+            handle.remove()
+        bad = next(filter(None, map(_problem, found)), None)
+        try:
+            if bad is not None:
+                raise StateError("FS308", f"summon_full_params: {bad} No shard was changed.")
+            if writeback:
+                for item in (*(item for item in found if item.whole is not None), *outer):
+                    item.write_back(with_grads)
+        finally:
+            for item in found:
+                item.register(item.sharded)
+                if item.whole is not None:
+                    item.whole.__dict__.pop(SUMMONED, None)
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    unit = unit_of(module)
+    name = unit.fqn if unit is not None else ""
+    raise StateError(
+        "FS306",
+        f"{name or class_name(module)}: its forward was called inside summon_full_params, where "
+        "no parameters are gathered or reduced. Leave the context first.",
+    )
+
+
+def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
+    """Return the sharded parameters of a module's tree, or of its own unit if ``units`` is None."""
+    sites: dict[int, list[Site]] = {}
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    wanted: set[int] | None = None
+    if units is None:
+        unit = unit_of(module)
+        own = list(module.parameters(recurse=False))
+        if unit is not None:
+            own = [param.sharded for group in unit.own_groups for param in group.params]
+        wanted = {id(param) for param in own}
+    for prefix, part in module.named_modules():
+        for name, param in part._parameters.items():
+            if not isinstance(param, DTensor) or (wanted is not None and id(param) not in wanted):
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            params.setdefault(id(param), (fqn, param))  # type: ignore[arg-type]  # both
+            sites.setdefault(id(param), []).append(Site(part, name))
+    for key, (_, param) in params.items():
+        owner = OwnerMark.owner_of(param)
+        if owner is not None and owner.sharded is param:  # sites outside of the module too
+            sites[key] = list(owner.sites)
+    grids = Grids([param for _, param in params.values()])
+    return [
+        _Summoned(fqn, param, sites[key], grids.hold(fqn, param))
+        for key, (fqn, param) in params.items()
+    ]
+
+
+def _gather(
+    found: list[_Summoned], grids: Grids, rank0_only: bool, offload: bool, with_grads: bool
+) -> None:
+    """Make whole parameters, and gradients, where they are wanted."""
+    helds = [item.held for item in found]
+    if rank0_only:
+        grids.require_common(helds, WHO)
+    device = torch.device("cpu") if offload else None
+    target = Target(on_all=not rank0_only, device=device, counted=False)
+    for index, tensor in _received(helds, target, grids):
+        item = found[index]
+        whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
+        vars(whole).update(own_attributes(item.sharded))
+        if whole.grad_dtype is not item.sharded.grad_dtype:  # whatever the user puts there
+            whole.grad_dtype = item.sharded.grad_dtype
+        whole.__dict__[SUMMONED] = item
+        item.whole = whole
+    if not with_grads:
+        return
+    having = [item for item in found if item.sharded.grad is not None]
+    difference = grids.difference([item.name for item in having])
+    if difference is not None:
+        raise ConfigError(
+            "FS406",
+            f"summon_full_params: some ranks lack a gradient. Found that of {difference}. Clear it "
+            "everywhere, or leave with_grads out.",
+        )
+    grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
+    for index, tensor in _received(grads, target, grids):
+        item = having[index]
+        if item.whole is not None:
+            item.whole.grad = tensor
+
+
+def _received(helds: list[LocalShard], target: Target, grids: Grids) -> list[tuple[int, Tensor]]:
+    with contextlib.closing(gather(helds, STAGED_NBYTES, target, grids.main, WHO)) as tensors:
+        return [(index, tensor) for index, tensor in tensors if tensor is not None]
+
+
+def _problem(item: _Summoned) -> str | None:
+    """Say why what is registered cannot go back into the shard."""
+    if item.whole is None:
+        return None
+    seen = [site.registered for site in item.sites]
+    now = seen[0]
+    if now is None:
+        return f"{item.name} was removed inside the context. Leave it registered."
+    if isinstance(now, DTensor):
+        return f"{item.name} is a DTensor now. Replace it by a whole parameter."
+    if tuple(now.shape) != item.held.shape:
+        return (
+            f"{item.name} has shape {tuple(now.shape)} now, and was {item.held.shape}. Write to it "
+            "in place."
+        )
+    if any(other is not now for other in seen):
+        return f"{item.name} is tied, and was replaced in one of its places. Replace it in all."
+    return None
+
+
+# ``full_params``: the whole parameters of a model, one after another in bounded memory.
+
+Transform = Callable[[str, Tensor], "Tensor | None"]
+
+
+def full_params(
+    module: nn.Module,
+    *,
+    max_bytes: int,
+    dtype: torch.dtype | None = None,
+    callback: Transform | None = None,
+    names: Callable[[str], bool] | None = None,
+    buffers: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over ``(name, whole tensor)`` of a module's parameters, in bounded memory.
+
+    Parameters are gathered in buckets, in the order of ``named_parameters()``, under their names
+    without wrappers (of activation checkpointing, say); a tied one comes once, under its first.
+    Tensors are new, detached and plain, on the device of the shards, and belong to the caller;
+    tensor-parallel ones are whole too. Collective: every rank iterates to the end, or leaves the
+    loop at the same tensor. If one rank alone leaves, or its callback or its loop raises, the
+    others raise too, when they ask for the next bucket.
+
+    Adapters can be merged on the way: gather them first, then let ``callback`` add them::
+
+        adapters = dict(full_params(model, max_bytes=n, names=lambda name: "lora_" in name))
+
+        def merge(name, weight):
+            stem = name.removesuffix("base_layer.weight")
+            a, b = (adapters.get(f"{stem}lora_{x}.default.weight") for x in "AB")
+            return weight if a is None else weight + scale * (b @ a)
+
+        for name, weight in full_params(model, max_bytes=n, callback=merge): ...
+
+    Args:
+        module: a sharded module, or any other, whose parameters may be DTensors.
+        max_bytes: bytes of the bucket and of the buffers that it travels in, beside what the caller
+            keeps (the tensor of a loop's variable lives while the next bucket is gathered). A
+            parameter that is larger comes alone, in pieces: then it is that parameter and this.
+        dtype: floating-point tensors are cast to it, before they are sent if it is narrower.
+        callback: called with each name and whole tensor on every rank; what it returns is yielded,
+            and None leaves the tensor out.
+        names: which parameters to take; None takes all. It must say the same on every rank.
+        buffers: yield buffers too (this rank's), after the parameters.
+
+    Raises:
+        ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not one of
+            floating-point numbers.
+        StateError: inside a forward or a backward; a parameter is on the meta device; another rank
+            left the loop, its callback raised, or it had no memory.
+        UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
+    """
+    # Ctrl-C here is told in the exchange of the first bucket, where the others go on to
+    with kept_interrupts(leave_pending=True), checked_together("full_params", module) as same:
+        check_count("full_params", "max_bytes", max_bytes)
+        check_dtype("full_params", "dtype", dtype)
+        check_function("full_params", "callback", callback)
+        check_function("full_params", "names", names)
+        check_flag("full_params", "buffers", buffers)
+        require_idle(module, "full_params")
+        found: dict[str, Tensor] = {**named_parameters(module)}
+        if buffers:
+            found |= cleaned(dict(module.named_buffers()))
+        chosen = {name: found[name] for name in found if names is None or names(name)}
+        grids = Grids(list(chosen.values()))
+        helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]
+        same.update(max_bytes=max_bytes, dtype=dtype, names=[*chosen])
+    tensors = gather(helds, max_bytes, Target(dtype=dtype), grids.main, "full_params")
+    return _iterate(tensors, list(chosen), callback)
+
+
+def _iterate(
+    tensors: Generator[tuple[int, Tensor | None], None, None],
+    names: list[str],
+    callback: Transform | None,
+) -> Iterator[tuple[str, Tensor]]:
+    with contextlib.closing(tensors):
+        for index, tensor in tensors:
+            assert tensor is not None
+            result: Tensor | None = tensor
+            if callback is not None:
+                try:
+                    result = callback(names[index], tensor)
+                except Exception as error:
+                    tensors.throw(error)  # so that the other ranks hear of it
+                    raise
+            del tensor
+            if result is not None:
+                yield names[index], result
+            del result

@@ -1,0 +1,131 @@
+"""What to set, each with the figure that says why; and how far the plan was from the step.
+
+Owns the rules. They read what was measured, so nothing is said where nothing was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TypeGuard
+
+from fsdp2._core.base.names import nbytes_text
+from fsdp2._tools.doctor import fast
+from fsdp2._tools.doctor.ranks import Values
+from fsdp2._tools.doctor.verdicts import (
+    FAST,
+    NOT_MEASURED,
+    OK,
+    WARNING,
+    WRONG,
+    Findings,
+    Setting,
+    Verdict,
+    counted,
+)
+
+GAIN = 0.97
+"""A setting is worth a change if a step takes less than this part, in three quarters of rounds."""
+FAR = 2.0
+"""How many times as long as planned, or as short, a step may take without a word about it."""
+
+
+def prediction(findings: Findings) -> Iterator[Verdict]:
+    """Compare the plan's step with the one that was timed."""
+    steps, plan = findings.values.get("steps"), findings.of_first("plan")
+    if not _is_whole(steps) or plan.get("seconds") is None:
+        return
+    took = statistics.median(fast.rounds_of(steps, fast.OURS))
+    factor = took / plan["seconds"]
+    said = f"a step took {factor:.3g} times what the plan predicts"
+    peak = steps[0]["looks"][fast.OURS].get("peak")
+    if peak:
+        said += f", its memory {peak / plan['peak']:.3g} times"
+    is_far = not 1 / FAR <= factor <= FAR
+    if is_far:
+        said += ": other work on the machine, or ranks that share cores, which no plan knows of"
+    yield Verdict(FAST, "prediction", WARNING if is_far else OK, said)
+
+
+def settings(findings: Findings) -> Iterator[Setting]:
+    """Say what to set, and what to leave as it is."""
+    steps = findings.values.get("steps")
+    if _is_whole(steps):
+        yield from _of_steps(steps, _copied_in_a_hop(findings))
+    yield from _environment(findings)
+
+
+def _of_steps(steps: Sequence[Values], hop: str) -> Iterator[Setting]:
+    if steps[0]["ranks"] == 1:
+        return
+    ours = fast.rounds_of(steps, fast.OURS)
+    found = {
+        name: fast.ratio(fast.rounds_of(steps, name), ours)
+        for name in (fast.LOW, fast.FASTEST, fast.PACKED)
+    }
+    memory = {name: found[name] for name in (fast.LOW, fast.FASTEST)}
+    best = min(memory, key=lambda name: memory[name][1])
+    said = "; ".join(f"{name} takes {_share(*times)}" for name, times in memory.items())
+    is_better = memory[best][1] < GAIN and memory[best][2] < 1
+    yield Setting(
+        "memory and prefetch",
+        f"model.{best}" if is_better else "",
+        f"{said} of the time of 'balanced', which gathers one unit ahead",
+    )
+    _, middle, high = found[fast.PACKED]
+    is_better = middle < GAIN and high < 1
+    yield Setting(
+        "zero-copy size",
+        f"model.{fast.PACKED}" if is_better else "",
+        f"with all parameters in one collective a step takes {_share(*found[fast.PACKED])} "
+        f"of its time{hop}",
+    )
+
+
+def _share(low: float, middle: float, high: float) -> str:
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _is_whole(found: Sequence[Values] | None) -> TypeGuard[Sequence[Values]]:
+    """True if a check ran, and raised on no rank."""
+    return bool(found) and not any("error" in one for one in found or ())
+
+
+def _copied_in_a_hop(findings: Findings) -> str:
+    machine = findings.of_first("plan").get("hardware")
+    if not machine or not machine["latency"]:
+        return ""
+    nbytes = int(machine["latency"] * machine["memory_bandwidth"] / 2)
+    hop = f"{machine['latency'] * 1e6:.3g} us"
+    return f"; a collective more costs a hop of {hop}, in which {nbytes_text(nbytes)} are copied"
+
+
+def _environment(findings: Findings) -> Iterator[Setting]:
+    limits = findings.values.get("limits")
+    if not _is_whole(limits):
+        return
+    for host in sorted({one["host"] for one in limits}):
+        there = [one for one in limits if one["host"] == host]
+        threads, cores = sum(one["threads"] for one in there), there[0]["cores"]
+        if threads > max(cores, len(there)):
+            each = max(1, int(cores // len(there)))
+            yield Setting(
+                "environment",
+                f"export OMP_NUM_THREADS={each}",
+                f"{threads} threads of {len(there)} ranks run on {cores:g} cores",
+            )
+            return
+
+
+def last_word(verdicts: Sequence[Verdict]) -> str:
+    """Return one line about all: how many are wrong, and which."""
+    wrong = [one.name for one in verdicts if one.status == WRONG]
+    warned = [one.name for one in verdicts if one.status == WARNING]
+    unknown = sum(one.status == NOT_MEASURED for one in verdicts)
+    words = []
+    if wrong:
+        words.append(f"{len(wrong)} wrong ({', '.join(dict.fromkeys(wrong))})")
+    if warned:
+        words.append(f"{counted(len(warned), 'warning')} ({', '.join(dict.fromkeys(warned))})")
+    words.append(f"{sum(one.status == OK for one in verdicts)} ok, {unknown} not measured")
+    return "; ".join(words)

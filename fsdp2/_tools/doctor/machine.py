@@ -1,0 +1,278 @@
+"""Is the machine well: links between ranks, a slow rank, clocks, memory and its copies.
+
+Owns what has to be timed. What can be looked up is in ``installed``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdp2._core.base import torch_comm
+from fsdp2._core.base.names import nbytes_text
+from fsdp2._tools.doctor.ranks import Ranks, Values
+from fsdp2._tools.doctor.verdicts import (
+    MACHINE,
+    NOT_MEASURED,
+    OK,
+    WARNING,
+    WRONG,
+    Check,
+    Verdict,
+    ranks_text,
+)
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+"""Bytes of one rank's part."""
+SIZES_OF_DEVICE = (*SIZES, 1 << 26)
+PAIRED, SHIFTS = 1 << 22, 8
+"""Bytes that go from one rank to another, and to how many others at most."""
+REPEATS = 5
+SLOW, VERY_SLOW = 1.5, 2.5
+"""How many times as slow as the median makes a rank a warning, and makes it wrong."""
+SLOW_LINK, VERY_SLOW_LINK = 2.0, 4.0
+CLOCK_S = 0.05
+"""Clocks that are further apart than this mix up the lines of logs, and the times of files."""
+ALIGNED = 16
+"""Bytes; NCCL moves as many at a time, and only where every pointer allows it."""
+
+
+def _say(name: str, status: str, said: str) -> Verdict:
+    return Verdict(MACHINE, name, status, said)
+
+
+def least_seconds(ranks: Ranks, run: Callable[[], object]) -> float:
+    """Return the least seconds of a few runs that all ranks begin together."""
+    times = []
+    for _ in range(REPEATS + 1):
+        ranks.barrier()
+        begun = time.perf_counter()
+        run()
+        ranks.synchronize()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
+# Collectives by size.
+
+
+def measure_links(ranks: Ranks) -> Values:
+    """Time all-gathers and reduce-scatters over all ranks, by size."""
+    found: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
+    sizes = SIZES_OF_DEVICE if ranks.is_large else SIZES
+    for nbytes in sizes if ranks.size > 1 else ():
+        part = torch.ones(nbytes // 4, dtype=torch.float32, device=ranks.device)
+        whole = part.repeat(ranks.size)
+        found["all_gather"].append(
+            least_seconds(ranks, lambda: torch_comm.all_gather_single(whole, part))  # noqa: B023  # at once
+        )
+        found["reduce_scatter"].append(
+            least_seconds(ranks, lambda: torch_comm.reduce_scatter_single(part, whole))  # noqa: B023  # at once
+        )
+    return {"sizes": sizes, "seconds": found, "several_hosts": ranks.is_several_hosts}
+
+
+def judge_links(found: Sequence[Values]) -> Iterator[Verdict]:
+    others = len(found) - 1
+    if not others:
+        yield _say("bandwidth", NOT_MEASURED, "one rank sends nothing")
+        return
+    for kind in found[0]["seconds"]:
+        said = []
+        for index, nbytes in enumerate(found[0]["sizes"]):
+            seconds = max(one["seconds"][kind][index] for one in found)
+            said.append(f"{nbytes_text(nbytes)} {others * nbytes / seconds / 1e9:.3g}")
+        yield _say(f"bandwidth, {kind}", OK, f"GB/s by bytes a rank: {', '.join(said)}")
+
+
+# Pairs of ranks.
+
+
+def measure_pairs(ranks: Ranks) -> Values:
+    """Send to the next rank, then to the one behind it, ...; return what came from each, B/s."""
+    size, rank = ranks.size, ranks.rank
+    rates: dict[str, float] = {}
+    sent = torch.ones(PAIRED, dtype=torch.uint8, device=ranks.device)
+    received = torch.empty_like(sent)
+    for shift in range(1, min(size, SHIFTS + 1)):
+        source, target = (rank - shift) % size, (rank + shift) % size
+
+        times = []
+        for _ in range(REPEATS):
+            ranks.barrier()
+            begun = time.perf_counter()
+            *sends, receive = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
+            )
+            receive.wait()  # alone: what this rank sends may go over another link
+            ranks.synchronize()
+            times.append(time.perf_counter() - begun)
+            for work in sends:  # NCCL has one work for both
+                work.wait()
+        rates[str(source)] = PAIRED / min(times)
+    return {"rates": rates, "hosts": list(ranks.hosts)}
+
+
+def judge_pairs(found: Sequence[Values]) -> Iterator[Verdict]:
+    hosts = found[0]["hosts"]
+    rates = {
+        (int(source), rank): rate
+        for rank, one in enumerate(found)
+        for source, rate in one["rates"].items()
+    }
+    if not rates:
+        yield _say("links", NOT_MEASURED, "one rank sends nothing")
+        return
+    for is_near, where in ((True, "in a host"), (False, "between hosts")):
+        same = {p: r for p, r in rates.items() if (hosts[p[0]] == hosts[p[1]]) is is_near}
+        if same:
+            yield from _judge_same(same, where, len(found))
+
+
+def _judge_same(rates: dict[tuple[int, int], float], where: str, size: int) -> Iterator[Verdict]:
+    usual = statistics.median(rates.values())
+    slow = {pair: rate for pair, rate in rates.items() if rate * SLOW_LINK < usual}
+    if not slow:
+        low, high = min(rates.values()) / 1e9, max(rates.values()) / 1e9
+        said = f"{len(rates)} pairs {where}, {low:.3g} to {high:.3g} GB/s"
+        yield _say("links", OK, said)
+        return
+    worst = min(slow.values())
+    senders, receivers = ({pair[i] for pair in slow} for i in (0, 1))
+    pairs = ", ".join(f"{source} to {target}" for source, target in sorted(slow)[:6])
+    common = ""
+    for word, ends, index in (("sends", senders, 0), ("receives", receivers, 1)):
+        if len(ends) == 1 and size > 2:
+            (rank,) = ends
+            if len(slow) == len([pair for pair in rates if pair[index] == rank]):
+                common = f": all that rank {rank} {word}"
+    yield _say(
+        "links",
+        WRONG if worst * VERY_SLOW_LINK < usual else WARNING,
+        f"slow {where}: {pairs} ({worst / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}){common}",
+    )
+
+
+# Ranks that compute slowly.
+
+
+def measure_compute(ranks: Ranks) -> Values:
+    """Multiply the same matrices on all ranks at the same time."""
+    size = 4096 if ranks.is_large else 384
+    left = torch.ones(size, size, dtype=torch.float32, device=ranks.device)
+    times = []
+    for _ in range(4 * REPEATS):
+        ranks.barrier()
+        begun = time.perf_counter()
+        for _ in range(4):
+            left @ left
+        ranks.synchronize()
+        times.append(time.perf_counter() - begun)
+    return {"seconds": times[REPEATS:]}
+
+
+def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
+    """Tell a rank whose times are long even where they are short: noise makes some of them long."""
+    own = [statistics.quantiles(one["seconds"], n=4)[0] for one in found]
+    usual = statistics.median(own)
+    slow = {rank: mine / usual for rank, mine in enumerate(own) if mine > SLOW * usual}
+    if len(own) == 2 and max(own) > SLOW * min(own):  # of two the median lies between
+        slow = {own.index(max(own)): max(own) / min(own)}
+    for rank, times in slow.items():
+        yield _say(
+            "slow rank",
+            WRONG if times > VERY_SLOW else WARNING,
+            f"rank {rank} takes {times:.2g} times as long as the others for the same products",
+        )
+    if len(own) == 1:
+        yield _say("slow rank", NOT_MEASURED, "one rank has none to be compared with")
+    elif not slow:
+        said = f"the same products take {min(own) * 1e3:.3g} to {max(own) * 1e3:.3g} ms"
+        yield _say("slow rank", OK, said)
+
+
+# Clocks.
+
+
+def measure_clocks(ranks: Ranks) -> Values:
+    """Let rank 0 ask each rank for its time, and take the answer that came back fastest."""
+    found: dict[str, list[float]] = {}
+    asked = torch.zeros(1, dtype=torch.float64, device="cpu")
+    for other in range(1, ranks.size):
+        tries = []
+        for _ in range(2 * REPEATS):
+            if ranks.rank == 0:
+                begun = time.time()
+                dist.send(asked, other)
+                dist.recv(asked, other)
+                ended = time.time()
+                tries.append((ended - begun, float(asked) - (begun + ended) / 2))
+            elif ranks.rank == other:
+                dist.recv(asked, 0)
+                asked[0] = time.time()
+                dist.send(asked, 0)
+        if tries:
+            found[str(other)] = list(min(tries))
+    return {"offsets": found}
+
+
+def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
+    offsets = found[0]["offsets"]
+    if not offsets:
+        yield _say("clocks", NOT_MEASURED, "one rank has one clock")
+        return
+    off = {int(rank): off for rank, (way, off) in offsets.items() if abs(off) > CLOCK_S + way}
+    for rank, offset in off.items():
+        said = f"the clock of rank {rank} is {offset:+.3g} s off that of rank 0: logs, and times"
+        yield _say("clocks", WARNING, f"{said} of files, cannot be compared")
+    if not off:
+        most = max(abs(offset) for _, offset in offsets.values())
+        yield _say("clocks", OK, f"within {most * 1e3:.2g} ms of rank 0's")
+
+
+# Memory.
+
+
+def measure_memory(ranks: Ranks) -> Values:
+    """Look how tensors are aligned, and how fast copies to a device are from pinned memory."""
+    odd = [torch.empty(n, dtype=torch.uint8, device=ranks.device) for n in (1, 13, 1001, 100_003)]
+    pointers = [tensor.data_ptr() for tensor in odd]
+    found: Values = {"aligned": min(p & -p for p in pointers if p), "copies": {}}
+    if ranks.device.type == "cuda":
+        target = torch.empty(1 << 26, dtype=torch.uint8, device=ranks.device)
+        for name in ("pinned", "pageable"):
+            source = torch.empty(
+                1 << 26, dtype=torch.uint8, device="cpu", pin_memory=name == "pinned"
+            )
+            seconds = least_seconds(ranks, lambda: target.copy_(source, non_blocking=True))  # noqa: B023
+            found["copies"][name] = (1 << 26) / seconds
+    return found
+
+
+def judge_memory(found: Sequence[Values]) -> Iterator[Verdict]:
+    bad = [rank for rank, one in enumerate(found) if one["aligned"] < ALIGNED]
+    least = min(one["aligned"] for one in found)
+    said = f"tensors begin at multiples of {least} bytes"
+    if bad:
+        said += f" on {ranks_text(bad)}; collectives are slow below {ALIGNED}"
+    yield _say("alignment", WARNING if bad else OK, said)
+    if not found[0]["copies"]:
+        yield _say("pinned copies", NOT_MEASURED, "there is no CUDA device")
+        return
+    pinned = min(one["copies"]["pinned"] for one in found) / 1e9
+    pageable = min(one["copies"]["pageable"] for one in found) / 1e9
+    said = f"{pinned:.3g} GB/s from pinned memory, {pageable:.3g} from other memory"
+    yield _say("pinned copies", OK if pinned >= pageable else WARNING, said)
+
+
+CHECKS = (
+    Check(MACHINE, "clocks", measure_clocks, judge_clocks),
+    Check(MACHINE, "slow rank", measure_compute, judge_compute),
+    Check(MACHINE, "bandwidth", measure_links, judge_links),
+    Check(MACHINE, "links", measure_pairs, judge_pairs),
+    Check(MACHINE, "memory", measure_memory, judge_memory),
+)

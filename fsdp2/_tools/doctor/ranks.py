@@ -1,0 +1,225 @@
+"""The ranks of a doctor: how they meet, exchange what they measured, and never wait for ever.
+
+Owns the process group, the store beside it, and the watch on a check. It must not know checks.
+
+[Note: answers go through the store]
+A process group whose rank is stopped, or has met an error, is of no use to anybody. So what ranks
+measured goes through the store. Each rank writes its answer and waits for those of the others, and
+then offers what it found as the conclusion. The first offer counts for all ranks, so a rank that
+answers at the last moment is missing on all of them or on none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public, not listed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from fsdp2._core.comm.mesh import default_device_type
+
+Values = dict[str, Any]
+"""What one rank measured: what JSON can hold, so that ranks can exchange it and a file keep it."""
+
+GRACE_S = 5.0
+"""How much longer than a collective the others wait for an answer: one may have timed out."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. ``seconds``: for all measurements that are repeated."""
+
+    seconds: float = 60.0
+    timeout_s: float = 60.0
+    folder: Path = Path()
+    hsdp: bool = False
+
+
+class LostRankError(RuntimeError):
+    """Ranks did not answer; ``ranks`` names them."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"no answer from {list(ranks)}")
+        self.ranks = tuple(ranks)
+
+
+class Ranks:
+    """This rank among the others. ``hosts`` has for each rank the number of its host."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.device = torch.device(default_device_type())
+        self._is_alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
+        if self._is_alone:
+            self.rank, self.size = 0, 1
+            self._store: Any = HashStore()
+        else:
+            patience = timedelta(seconds=options.timeout_s)
+            self._store, self.rank, self.size = next(rendezvous("env://", timeout=patience))
+            self._store.set_timeout(patience)
+        if self.device.type == "cuda":
+            torch.accelerator.set_device_index(self.local_rank % torch.accelerator.device_count())
+        self.hosts: tuple[int, ...] = ()
+        self._asked = 0  # checks
+        self._exchanges = 0  # in this check: a rank that raises leaves some out
+        self._generation = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """True without a launcher."""
+        return self._is_alone
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def is_large(self) -> bool:
+        """True if the device computes large models: others get what a CPU can do, too."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_several_hosts(self) -> bool:
+        return len(set(self.hosts)) > 1
+
+    def meet(self) -> None:
+        """Make the process group, a new one after an error, and learn which ranks share a host."""
+        if dist.is_initialized():
+            with suppress(Exception):  # a group whose ranks met an error need not end well
+                dist.destroy_process_group()
+        self._generation += 1
+        kind = self.device.type
+        backends = {one: dist.get_default_backend_for_device(one) for one in ("cpu", kind)}
+        named = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        dist.init_process_group(
+            named if len(backends) > 1 else backends["cpu"],
+            store=PrefixStore(f"doctor-{self._generation}", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.options.timeout_s),
+        )
+        if not self.hosts:
+            names = self.exchange(os.environ.get("GROUP_RANK", "") + "@" + socket.gethostname())
+            numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
+            self.hosts = tuple(numbers[name] for name in names)
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        """Return a mesh of all ranks, or of so many replicas of so many shards."""
+        names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
+        made = init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
+        for name in names:  # a mesh does not take over the time-out of the default group
+            made.get_group(name).set_timeout(timedelta(seconds=self.options.timeout_s))
+        return made
+
+    def barrier(self) -> None:
+        """Wait for all ranks, and for the device."""
+        self.synchronize()
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
+
+    def most(self, *found: float) -> list[float]:
+        """Return the largest of each number over the ranks."""
+        values = torch.tensor(found, dtype=torch.float64, device="cpu")
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        numbers: list[float] = values.tolist()
+        return numbers
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each rank gave, in their order. See [Note: answers go through the store].
+
+        Raises:
+            LostRankError: a rank did not answer in time; on every rank that is left.
+        """
+        self._exchanges += 1
+        return self._conclude(f"{self._asked}-{self._exchanges}", value)
+
+    def _conclude(self, topic: str, value: Any) -> list[Any]:
+        try:
+            answers = self._settle(topic, json.dumps(value))
+        except dist.DistError as error:  # the store is gone, which the first rank's host has
+            raise LostRankError([0]) from error
+        missing = [rank for rank in range(self.size) if str(rank) not in answers]
+        if missing:
+            raise LostRankError(missing)
+        return [json.loads(answers[str(rank)]) for rank in range(self.size)]
+
+    def _settle(self, topic: str, mine: str) -> dict[str, str]:
+        """Return the answers that count for all ranks, by rank."""
+        keys = [f"answer-{topic}-{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], mine)
+        with suppress(dist.DistStoreError):  # some are missing, and the conclusion says so
+            self._store.wait(keys, timedelta(seconds=self.options.timeout_s + GRACE_S))
+        found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
+        offer = json.dumps({rank: self._store.get(key).decode() for rank, key in found.items()})
+        agreed = self._store.compare_set(f"conclusion-{topic}", "", offer)
+        answers: dict[str, str] = json.loads(agreed.decode())
+        return answers
+
+    def ask(
+        self,
+        measure: Callable[[Ranks], Values],
+        limit_s: float,
+        give_up: Callable[[list[Values] | LostRankError], None],
+    ) -> list[Values]:
+        """Run ``measure`` here and return what all ranks measured, ``error`` where one raised.
+
+        A collective of a device may neither end nor raise. Then another thread calls ``give_up``
+        with what the ranks answered, after ``limit_s`` and the time that a collective may take.
+
+        Raises:
+            LostRankError: a rank did not answer; the others cannot go on with collectives.
+        """
+        self._asked, self._exchanges = self._asked + 1, 0
+        limit = limit_s + self.options.timeout_s + self.options.seconds
+        begun = time.monotonic()
+        hung = {"error": f"did not come back within {limit:.0f} s", "after_s": limit}
+        timer = threading.Timer(limit, lambda: give_up(self._answers_of_others(hung)))
+        timer.daemon = True
+        timer.start()
+        try:
+            mine = measure(self)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            mine = {"error": said, "after_s": time.monotonic() - begun}
+        finally:
+            timer.cancel()
+        return self._conclude(f"{self._asked}", mine)
+
+    def _answers_of_others(self, mine: Values) -> list[Values] | LostRankError:
+        try:
+            return self._conclude(f"{self._asked}", mine)
+        except LostRankError as error:
+            return error
+
+    def wait_for_teller(self, tells: bool) -> None:
+        """Let the rank that tells end first: a launcher ends all others with the first one."""
+        with suppress(Exception):
+            if tells:
+                self._store.set("told", "")
+            else:
+                self._store.wait(["told"], timedelta(seconds=GRACE_S))
+
+    def leave(self) -> None:
+        """End the process group together, so that no rank is gone while another one needs it."""
+        with suppress(Exception):
+            self.exchange("leave")
+        with suppress(Exception):
+            dist.destroy_process_group()

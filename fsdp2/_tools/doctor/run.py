@@ -1,0 +1,338 @@
+"""The command: its words, the checks in their order, and how it ends.
+
+Every rank runs every check, and comes to the same verdicts; one of them tells. It must not know
+what a check measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from os import _exit as end_now  # without what waits for other ranks
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp2._core.base.names import printable
+from fsdp2._tools.doctor import advice, fast, installed, machine, right
+from fsdp2._tools.doctor.advice import last_word
+from fsdp2._tools.doctor.ranks import LostRankError, Options, Ranks, Values
+from fsdp2._tools.doctor.verdicts import (
+    AREAS,
+    MACHINE,
+    NOT_MEASURED,
+    SET,
+    WARNING,
+    WRONG,
+    Check,
+    Findings,
+    Verdict,
+    differing,
+    exit_status,
+    ranks_text,
+)
+from fsdp2._tools.pages.content import Advice, Fact, Page, Table
+from fsdp2._tools.pages.page import write_page, write_whole
+
+# What a doctor leaves: lines in a terminal, a page, and a JSON file that ``plan`` reads.
+
+FORMAT = 1
+
+
+def line_of(verdict: Verdict) -> str:
+    """Return a verdict as a terminal shows it: names of files and hosts may hold anything."""
+    said = printable(verdict.said, most=1000)
+    return f"  {verdict.status:<12} {verdict.name}: {said}"
+
+
+def lines_of_settings(findings: Findings) -> Iterator[str]:
+    yield AREAS[SET]
+    if not findings.settings:
+        yield "  nothing was measured that says so"
+    for one in findings.settings:
+        change = one.change or "leave it"
+        yield f"  {one.what}: {change}. {printable(one.reason, most=1000)}"
+
+
+def verdict_line(findings: Findings) -> str:
+    """Return the last line of all."""
+    is_wrong = exit_status(findings.verdicts)
+    return f"{'NOT WELL' if is_wrong else 'WELL'}: {last_word(findings.verdicts)}"
+
+
+def page_of(findings: Findings, ranks: int, device: str) -> Page:
+    verdicts = findings.verdicts
+    bad = [one for one in verdicts if one.status in (WRONG, WARNING)]
+    tables = [
+        Table(
+            title,
+            ("check", "verdict", "what was found"),
+            tuple((v.name, v.status, v.said) for v in verdicts if v.area == area),
+        )
+        for area, title in AREAS.items()
+        if area != SET
+    ]
+    tables.append(
+        Table(
+            AREAS[SET],
+            ("what", "set", "why"),
+            tuple((one.what, one.change or "leave it", one.reason) for one in findings.settings),
+        )
+    )
+    return Page(
+        title="fsdp2 doctor",
+        subtitle=verdict_line(findings),
+        facts=(
+            Fact("ranks", str(ranks), device),
+            *(
+                Fact(status, str(sum(one.status == status for one in verdicts)))
+                for status in dict.fromkeys(one.status for one in verdicts)
+            ),
+        ),
+        advice=tuple(Advice(one.status, one.name, one.said, "") for one in bad),
+        tables=tuple(table for table in tables if table.rows),
+    )
+
+
+def json_of(findings: Findings, ranks: int, device: str) -> dict[str, Any]:
+    """Return what the file holds: ``hardware`` is what ``fsdp2.plan`` takes of it."""
+    return {
+        "fsdp2_doctor": FORMAT,
+        "ranks": ranks,
+        "device": device,
+        "status": exit_status(findings.verdicts),
+        "verdicts": [vars(one) for one in findings.verdicts],
+        "settings": [vars(one) for one in findings.settings],
+        "hardware": findings.of_first("plan").get("hardware"),
+        "measured": dict(findings.values),
+    }
+
+
+def write(
+    findings: Findings, ranks: int, device: str, page: Path | None, file: Path | None
+) -> None:
+    """Write what was asked for.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if file is not None:
+        values = _finite(json_of(findings, ranks, device))
+        write_whole(file, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    if page is not None:
+        write_page(page, page_of(findings, ranks, device))
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no numbers for, by a word."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+CHECKS: tuple[Check, ...] = (*installed.CHECKS, *machine.CHECKS, *right.CHECKS, *fast.CHECKS)
+QUICK_S = 10.0
+
+EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 4 -m fsdp2 doctor
+  torchrun --nproc-per-node 8 -m fsdp2 doctor --html doctor.html --json doctor.json
+exit status:
+  0 if nothing is wrong (warnings, and what was not measured, are no failure), 1 if something is,
+  2 if the command line is
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m fsdp2 doctor",
+        description="Say if sharding is right here, if it is fast, if the machine is well, and "
+        "what to set. Under torchrun it measures all ranks.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--html", metavar="FILE", type=Path, help="write a page with all that was found")
+    add("--json", metavar="FILE", type=Path, help="write it for a report, and for fsdp2.plan")
+    effort = made.add_mutually_exclusive_group()
+    effort.add_argument(
+        "--seconds", type=_seconds, default=60.0, help="how long steps are timed, about (60)"
+    )
+    effort.add_argument(
+        "--quick", dest="seconds", action="store_const", const=QUICK_S, help="10 seconds in place"
+    )
+    add("--timeout", type=_seconds, default=60.0, help="seconds until a rank is lost (60)")
+    add("--hsdp", action="store_true", help="try replicas of shards also on one host")
+    add(
+        "--checkpoint",
+        metavar="FOLDER",
+        type=Path,
+        default=Path(),
+        help="where to save and load (the current folder)",
+    )
+    return made
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found <= 86400.0:
+        raise argparse.ArgumentTypeError(f"expected seconds, from above 0 to a day; found {text!r}")
+    return found
+
+
+class Doctor:
+    """The checks on this rank, and what they found so far."""
+
+    def __init__(self, ranks: Ranks, page: Path | None, file: Path | None) -> None:
+        self.ranks = ranks
+        self.findings = Findings()
+        self._page, self._file = page, file
+        self._lost: tuple[int, ...] = ()
+        self._over = ""  # why there are no collectives any more
+        self._told_area = ""
+
+    @property
+    def _tells(self) -> bool:
+        """True on the first rank that answers."""
+        left = (rank for rank in range(self.ranks.size) if rank not in self._lost)
+        return self.ranks.rank == next(left, None)
+
+    def run(self, checks: Sequence[Check]) -> int:
+        """Run checks, tell what they find, and return the exit status."""
+        self._meet("the first meeting")
+        if self.ranks.size == 1:
+            self._print("One rank is measured; all: torchrun --nproc-per-node N -m fsdp2 doctor")
+        for index, check in enumerate(checks):
+            if self._over:
+                left = checks[index:]
+                self._tell(Verdict(one.area, one.name, NOT_MEASURED, self._over) for one in left)
+                break
+            self._run_one(check)
+        return self._finish()
+
+    def _run_one(self, check: Check) -> None:
+        def give_up(answers: list[Values] | LostRankError) -> None:
+            """End this process: a collective that neither ends nor raises holds the main thread."""
+            if isinstance(answers, LostRankError):
+                self._lose(answers, check.name)
+            else:
+                self._over = f"{check.name} did not come back"
+                self._tell([_failure(check, answers)])
+            self._finish()
+
+        try:
+            answers = self.ranks.ask(check.measure, check.limit_s, give_up)
+        except LostRankError as error:
+            self._lose(error, check.name)
+            return
+        self.findings.values[check.name] = answers
+        if any("error" in one for one in answers):
+            self._tell([_failure(check, answers)])
+            self._meet("the meeting after it")
+            return
+        try:
+            self._tell(check.judge(answers))
+        except Exception as error:  # figures that no rule expects are no reason to say nothing
+            said = f"figures that cannot be judged: {type(error).__name__}: {error}"
+            self._tell([Verdict(check.area, check.name, WRONG, said)])
+        if check is CHECKS[-1]:
+            self._tell(advice.prediction(self.findings))
+
+    def _meet(self, where: str) -> None:
+        try:
+            self.ranks.meet()
+        except LostRankError as error:
+            self._lose(error, where)
+        except Exception as error:  # of a backend, which has classes of its own
+            self._over = "the ranks could not meet"
+            said = f"{self._over}: {type(error).__name__}: {error}".partition("\n")[0]
+            self._tell([Verdict(MACHINE, "ranks", WRONG, said)])
+
+    def _lose(self, error: LostRankError, where: str) -> None:
+        self._lost, self._over = error.ranks, f"{ranks_text(error.ranks)} is lost"
+        said = f"did not answer within {self.ranks.options.timeout_s:g} s, in {where}"
+        self._tell([Verdict(MACHINE, "ranks", WRONG, f"{ranks_text(self._lost)} {said}")])
+
+    def _tell(self, verdicts: Iterable[Verdict]) -> None:
+        for verdict in verdicts:
+            self.findings.verdicts.append(verdict)
+            if verdict.area != self._told_area:
+                self._told_area = verdict.area
+                self._print(AREAS[verdict.area])
+            self._print(line_of(verdict))
+
+    def _print(self, line: str) -> None:
+        if self._tells:
+            print(line, flush=True)
+
+    def _finish(self) -> int:
+        self.findings.settings.extend(advice.settings(self.findings))
+        for line in lines_of_settings(self.findings):
+            self._print(line)
+        self._print(verdict_line(self.findings))
+        status = exit_status(self.findings.verdicts)
+        if self._tells:
+            try:
+                device = self.ranks.device.type
+                write(self.findings, self.ranks.size, device, self._page, self._file)
+            except OSError as error:
+                print(f"python -m fsdp2 doctor: {error}", file=sys.stderr)
+                status = 1
+            else:
+                for path in filter(None, (self._page, self._file)):
+                    self._print(f"wrote {path}")
+        if self._over:
+            self._end(status)
+        self.ranks.leave()
+        return status
+
+    def _end(self, status: int) -> None:
+        """End at once: a process group with a lost rank may wait for it when it is destroyed."""
+        self.ranks.wait_for_teller(self._tells)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_now(status)
+
+
+def _failure(check: Check, answers: Sequence[Values]) -> Verdict:
+    """Return the verdict of a check that raised: what was raised first is why the others did."""
+    raised = {rank: one for rank, one in enumerate(answers) if "error" in one}
+    first = min(raised, key=lambda rank: raised[rank]["after_s"])
+    said = f"{ranks_text([first])} raised {raised[first]['error']}"
+    if len(raised) == len(answers) and len(differing([one["error"] for one in answers])) == 1:
+        said = f"every rank raised {raised[first]['error']}"
+        if raised[first]["error"].startswith("NotImplementedError"):
+            return Verdict(check.area, check.name, NOT_MEASURED, said)
+    return Verdict(check.area, check.name, WRONG, said)
+
+
+def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
+    """Run the doctor on this rank; return its exit status."""
+    made = parser()
+    given = made.parse_args(arguments)
+    for path in filter(None, (given.html, given.json)):
+        if not path.absolute().parent.is_dir():
+            made.error(f"there is no folder for {path}")
+    # Else torch ends a process whose collective took too long, before anything is said of it.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
+    try:
+        ranks = Ranks(options)
+    except dist.DistError as error:
+        said = f"the ranks did not meet within {given.timeout:g} s: {error}".partition("\n")[0]
+        print(f"python -m fsdp2 doctor: {said}", file=sys.stderr)
+        return 1
+    return Doctor(ranks, given.html, given.json).run(checks)

@@ -1,0 +1,250 @@
+"""``render``: one HTML document of a ``Page``, which needs no server, no network and no package.
+
+Owns the document: what is text is written here, as escaped HTML, so that it can be read, searched
+and printed even where no script runs. Pictures are drawn by ``js/`` with the library in
+``echarts/`` from the values in one block of JSON.
+
+[Note: names are not to be trusted]
+A module, and so a unit, may have any name, and a page is sent to other people. Text goes through
+``escape``, JSON has no ``<``, scripts set ``textContent`` alone, and the page's own policy loads
+nothing and runs only the scripts whose hash it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fsdp2._tools.pages import content
+
+# Files of text that are there whole, or not at all. It must not know what is in them.
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, in place of one that is there. Of several writers the last one's stays.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is as it was.
+    """
+    # ranks on several machines may have one process id, and one folder
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:  # of the file that was asked for, not of the one beside it
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+FOLDER = Path(__file__).parent
+LIBRARY = FOLDER / "echarts" / "echarts.min.js"
+SCRIPTS = ("words", "pictures", "units", "memory", "times", "page")
+"""In the order in which they use each other."""
+
+EMBEDDED_HEIGHT = 720  # pixels
+HEADLINES = ("good", "bad")
+SEVERITIES = ("refused", "slow", "memory", "note")
+
+
+def render(page: content.Page) -> str:
+    """Return a whole HTML document that shows a page."""
+    style = (FOLDER / "page.css").read_text(encoding="utf-8")
+    scripts = (_library(), _own_script())
+    allowed = " ".join(_hash(script) for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    lines = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{_text(page.title)}</title>",
+        f"<style>{style}</style></head><body>",
+        *_body(page),
+        f'<script type="application/json" id="values">{_values(page)}</script>',
+        *(f"<script>{script}</script>" for script in scripts),
+        "</body></html>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def embed(page: content.Page) -> str:
+    """Return a frame with the whole page in it: what a notebook shows for ``_repr_html_``.
+
+    The frame has an origin of its own, so what is in it reads nothing of the notebook.
+    """
+    style = f"width:100%;height:{EMBEDDED_HEIGHT}px;border:0"
+    return (
+        f'<iframe sandbox="allow-scripts" title="{_text(page.title)}" style="{style}" '
+        f'srcdoc="{escape(render(page))}"></iframe>'
+    )
+
+
+def write_page(path: str | os.PathLike[str], page: content.Page) -> None:
+    """Write the document of a page to a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is as it was.
+    """
+    write_whole(Path(path), render(page))
+
+
+@cache
+def _library() -> str:
+    return LIBRARY.read_text(encoding="utf-8")
+
+
+def _own_script() -> str:
+    parts = [(FOLDER / "js" / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _text(text: str) -> str:
+    """Escape text for HTML; halves of surrogate pairs, which no file can hold, become marks."""
+    return escape(text.encode("utf-8", "replace").decode("utf-8"))
+
+
+# What is text.
+
+
+def _body(page: content.Page) -> Iterator[str]:
+    yield '<header><div class="heading">'
+    yield f"<h1>{_text(page.title)}</h1>"
+    if page.subtitle:
+        yield f'<p class="subtitle">{_text(page.subtitle)}</p>'
+    yield '</div><button type="button" id="theme" hidden></button></header><main>'
+    if page.headline is not None:
+        kind = page.headline.kind if page.headline.kind in HEADLINES else ""
+        yield f'<p class="headline {kind}">{_text(page.headline.text)}</p>'
+    yield from _facts(page.facts)
+    yield from _advice(page.advice)
+    pictures = {
+        "units": (page.units, "Units", "Bytes as areas. Click a part to look into it."),
+        "memory": (page.memory, "Memory over a step", ""),
+        "times": (page.time_lines, "Time", ""),
+    }
+    for name in page.order:
+        shown, heading, hint = pictures[name]
+        if shown:
+            yield _picture(name, heading, hint)
+    for table in page.tables:
+        yield from _table(table)
+    if page.notes:
+        yield '<section class="notes"><h2>Notes</h2><ul>'
+        yield from (f"<li>{_text(note)}</li>" for note in page.notes)
+        yield "</ul></section>"
+    yield "</main><noscript><p>The pictures are drawn by scripts in this file.</p></noscript>"
+
+
+def _facts(facts: Sequence[content.Fact]) -> Iterator[str]:
+    if not facts:
+        return
+    yield '<section class="facts" aria-label="Figures">'
+    for fact in facts:
+        note = f"<small>{_text(fact.note)}</small>" if fact.note else ""
+        yield f"<div><span>{_text(fact.name)}</span><b>{_text(fact.value)}</b>{note}</div>"
+    yield "</section>"
+
+
+def _advice(advice: Sequence[content.Advice]) -> Iterator[str]:
+    if not advice:
+        return
+    yield '<section class="advice"><h2>Advice</h2><ol>'
+    for one in advice:
+        kind = one.severity if one.severity in SEVERITIES else "note"
+        yield f'<li class="{kind}"><span class="badge">{_text(one.severity)}</span><div>'
+        yield f"<p><b>{_text(one.about)}</b> {_text(one.found)}</p>"
+        if one.change:
+            yield f"<pre>{_text(one.change)}</pre>"
+        if one.gain:
+            yield f'<p class="gain">{_text(one.gain)}</p>'
+        yield "</div></li>"
+    yield "</ol></section>"
+
+
+def _picture(name: str, heading: str, hint: str) -> str:
+    return (
+        f'<section id="{name}"><h2>{heading}</h2><p class="hint">{hint}</p>'
+        '<div class="place"></div></section>'
+    )
+
+
+def _table(table: content.Table) -> Iterator[str]:
+    yield f'<section><h2>{_text(table.heading)}</h2><div class="scroll"><table><thead><tr>'
+    yield from (f'<th scope="col">{_text(column)}</th>' for column in table.columns)
+    yield "</tr></thead><tbody>"
+    for row in table.rows:  # where a page is narrow, each cell has its column's name before it
+        cells = zip(table.columns, row, strict=True)
+        yield "<tr>"
+        yield from (f'<td data-column="{_text(name)}">{_text(cell)}</td>' for name, cell in cells)
+        yield "</tr>"
+    yield "</tbody></table></div></section>"
+
+
+# What pictures are made of.
+
+
+def _values(page: content.Page) -> str:
+    """Return JSON that no HTML parser can end early: lists in the order that ``js/`` reads."""
+    values = {
+        "units": [_unit(unit) for unit in page.units],
+        "memory": [_tab(tab) for tab in page.memory],
+        "times": [_time_line(line) for line in page.time_lines],
+    }
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _unit(unit: content.UnitArea) -> dict[str, Any]:
+    return {
+        "name": unit.name,
+        "parameters": unit.parameters,
+        "numel": unit.numel,
+        "dtypes": list(unit.dtypes),
+        "whole": unit.whole_nbytes,
+        "shard": unit.shard_nbytes,
+        "padding": unit.padding_nbytes,
+        "gather": unit.gather_nbytes,
+        "reduce": unit.reduce_nbytes,
+        "ranks": unit.shard_ranks,
+    }
+
+
+def _tab(tab: content.MemoryTab) -> dict[str, Any]:
+    return {
+        "name": tab.name,
+        "kinds": list(tab.kinds),
+        "moments": [[one.time, one.label, list(one.nbytes)] for one in tab.moments],
+        "isTimed": tab.is_timed,
+        "limit": tab.limit_nbytes,
+        "measured": [[one.time, one.label, sum(one.nbytes)] for one in tab.measured],
+        "measuredName": tab.measured_name or "measured",
+    }
+
+
+def _time_line(line: content.TimeLine) -> dict[str, Any]:
+    return {
+        "name": line.name,
+        "lanes": list(line.lanes),
+        "spans": [
+            [line.lanes.index(s.lane), s.name, s.begin, s.end, s.nbytes, s.cause, s.note]
+            for s in line.spans
+        ],
+    }

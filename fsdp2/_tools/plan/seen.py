@@ -1,0 +1,196 @@
+"""What is seen of a step while it runs: events, memory at each, and which unit computes.
+
+Owns the lists of a step, which begin anew with each. It must not know what is run, or what is made
+of what was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn as nn
+
+from fsdp2._core.base import events
+from fsdp2._core.engine.between_steps import units_below
+from fsdp2._core.engine.tree import Runtime, Unit, Visit
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.registration import SMALLER
+from fsdp2._tools.plan.clock import Clock
+from fsdp2._tools.plan.lanes import LaneClock
+from fsdp2._tools.plan.values import Collective, GroupPlan, MemoryPoint
+from fsdp2._tools.plan.watch import GRADIENTS, MemoryWatch
+
+# Collectives of a step: what each event of the engine stands for, and who takes part in it.
+
+
+@dataclass(frozen=True)
+class Over:
+    """How many ranks take part in the collective of an event, and in one that follows at once."""
+
+    ranks: int = 0
+    then: int = 0
+    is_smaller: bool = False
+
+    @staticmethod
+    def of(group: ParamGroup, kind: str) -> Over:
+        if kind != "unshard":
+            then = group.data.summed.size if group.settings.all_reduce_grads else 0
+            return Over(group.data.scattered.size, then)
+        smaller = group.buffers.post_forward.mesh
+        if smaller is None or group.state is not SMALLER:
+            return Over(group.data.shard.size)
+        return Over(smaller.shard.size, is_smaller=True)
+
+
+def with_stamps(event: events.Event, over: Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
+    """Return an event with the bytes that real ranks have: they send numbers along."""
+    group = sizes.get(event.fqn)
+    if group is None or not event.nbytes:
+        return event
+    nbytes = {
+        "unshard": group.regather_nbytes if over.is_smaller else group.gather_nbytes,
+        "reduce": group.reduce_nbytes,
+        "reshard": group.whole_nbytes,
+    }
+    return replace(event, nbytes=nbytes.get(event.kind, event.nbytes))
+
+
+def collectives_of(
+    seen: Iterable[tuple[events.Event, Over]], sizes: Mapping[str, GroupPlan]
+) -> Iterator[Collective]:
+    for event, over in seen:
+        phase, fqn = event.phase, event.fqn
+        if event.kind == "unshard":
+            yield Collective(phase, "all_gather", fqn, event.nbytes, over.ranks)
+        elif event.kind == "reduce":
+            yield Collective(phase, "reduce_scatter", fqn, event.nbytes, over.ranks)
+            group = sizes[fqn]
+            if over.then > 1 and group.all_reduce_nbytes > 0:
+                nbytes, then = group.all_reduce_nbytes, over.then
+                yield Collective(phase, "all_reduce", fqn, nbytes, then, over.ranks)
+            elif over.then > 1:
+                nbytes, then = group.outer_nbytes, over.then
+                yield Collective(phase, "reduce_scatter", fqn, nbytes, then, over.ranks)
+
+
+class Seen:
+    """Events and memory of the step that runs. ``over``: for each event, who takes part in it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        watch: MemoryWatch,
+        clock: Clock | LaneClock | None,
+    ) -> None:
+        self._units = units_below(model)
+        self._groups = groups
+        self._watch, self._clock = watch, clock
+        self._observed: set[Runtime] = set()
+        self._running: list[str] = []  # units, the innermost last
+        self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
+        self.events: list[events.Event] = []
+        self.over: list[Over] = []
+
+    def begin(self) -> int:
+        """Forget what was, and return the bytes that a step begins with."""
+        self.events.clear()
+        self.over.clear()
+        self._points.clear()
+        self._running.clear()
+        self._show()
+        if self._clock is not None:
+            self._clock.restart()
+        self._watch.take_highest()
+        if isinstance(self._clock, LaneClock):  # gradients are given back as a forward begins
+            return self._watch.nbytes - self._watch.by_kind[GRADIENTS]
+        return self._watch.nbytes
+
+    def see_event(self, event: events.Event) -> None:
+        group = next((group for group in self._groups if group.fqn == event.fqn), None)
+        self.events.append(event)
+        self.over.append(Over.of(group, event.kind) if group is not None else Over())
+        self.see(str(event))
+
+    def see(self, label: str) -> int:
+        """Note the memory there is, and return the most since the last note."""
+        highest = self._watch.take_highest()
+        mark = 0.0 if self._clock is None else self._clock.mark()
+        kinds = tuple(self._watch.by_kind)
+        point = MemoryPoint(label, 0.0, self._watch.nbytes, sum(highest), kinds, highest)
+        self._points.append((point, mark))
+        return point.peak_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        return max(point.peak_nbytes for point, _ in self._points)
+
+    def points(self) -> Iterator[MemoryPoint]:
+        """Yield what was noted, each with its time; the clock has to be finished."""
+        for point, mark in self._points:
+            time = 0.0 if self._clock is None else self._clock.time_of(mark)  # type: ignore[arg-type]
+            yield replace(point, time=time)
+
+    # Which unit computes.
+
+    @contextlib.contextmanager
+    def following_units(self) -> Iterator[None]:
+        """Know which unit computes: the innermost whose forward or backward is running."""
+        handles = []
+        for unit in self._units:
+            for module in unit.modules:
+                entered = functools.partial(self._enter_forward, unit)
+                handles.append(module.register_forward_pre_hook(entered))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_forward(self, unit: Unit, *_: Any) -> None:
+        runtime = unit.runtime
+        assert runtime is not None
+        if runtime not in self._observed:
+            self._observed.add(runtime)
+            runtime.observe(self)
+        self._enter(unit, runtime.context.phase)
+
+    def around(
+        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Follow a backward into units and out of them."""
+        if kind == "arrive":
+            return self._arrive(call, *args)
+        if kind == "depart":
+            return self._depart(call, *args)
+        return call(*args, **kwargs)
+
+    def _enter(self, unit: Unit, phase: str) -> None:
+        self._running.append(f"{unit.fqn or '<root>'} {phase}")
+        self._show()
+
+    def _leave(self, *_: Any) -> None:
+        if self._running:
+            self._running.pop()
+        self._show()
+
+    def _arrive(self, arrive: Callable[..., None], visit: Visit, *how: Any) -> None:
+        was_open = visit.opened_in
+        arrive(visit, *how)
+        if visit.opened_in != was_open:
+            self._enter(visit.unit, events.BACKWARD)
+
+    def _depart(self, depart: Callable[[Visit], None], visit: Visit) -> None:
+        was_open = visit.opened_in
+        depart(visit)
+        if visit.opened_in != was_open:
+            self._leave()
+
+    def _show(self) -> None:
+        if self._clock is not None:
+            self._clock.label = self._running[-1] if self._running else "outside of units"

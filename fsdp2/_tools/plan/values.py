@@ -1,0 +1,263 @@
+"""What a plan consists of, as plain values: groups, collectives, memory, time.
+
+Owns the values. They must not know how they are found or shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp2._core.agreement.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
+from fsdp2._core.base import events, torch_dtensor
+from fsdp2._core.base.capabilities import ROW_NBYTES
+from fsdp2._core.params.buffers import ShardBuffer
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.layout import GatherItem, GatherLayout
+from fsdp2._core.params.param import FSDPParam
+from fsdp2._tools.pages.content import COMPUTE, Span
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One parameter of a group, whole.
+
+    ``dim`` is the dim along which it is sharded; None: every rank holds it whole. ``owner`` is the
+    place of the rank that alone has it (``Whole``); None: it is divided. ``nbytes`` is its
+    size in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is what padding
+    adds over all ranks of the shard axis, in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None
+    nbytes: int
+    padding_nbytes: int
+    owner: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Parameters that are gathered and reduced together. All sizes are bytes on one rank.
+
+    - ``name``: full name of the unit, or of the large part of a root that is a group of its own.
+    - ``parameters``, ``numel``: how many parameters there are, and elements in them, whole.
+    - ``dtypes``: of the shards.
+    - ``shard_nbytes``: the shards that this rank keeps, with their padding.
+    - ``padding_nbytes``: what padding adds, over all ranks of the shard axis.
+    - ``whole_nbytes``: the whole parameters in the dtype of compute, and what aligns them.
+    - ``gather_nbytes``: what a rank has when it has gathered.
+    - ``regather_nbytes``: the same in backward, where it may gather over fewer ranks.
+    - ``reduce_nbytes``: what it gives to a reduce-scatter.
+    - ``all_reduce_nbytes``: what it gives to the all-reduce over the replicate axis.
+    - ``outer_nbytes``: what it gives to the reduce-scatter over the outer dim (``shard_outer``).
+    - ``grad_nbytes``: its sharded gradients.
+    - ``alone``: names of the parameters that travel in collectives of their own.
+    - ``params``: each parameter.
+    """
+
+    name: str
+    parameters: int
+    numel: int
+    dtypes: tuple[torch.dtype, ...]
+    shard_nbytes: int
+    padding_nbytes: int
+    whole_nbytes: int
+    gather_nbytes: int
+    regather_nbytes: int
+    reduce_nbytes: int
+    all_reduce_nbytes: int
+    grad_nbytes: int
+    outer_nbytes: int = 0
+    alone: tuple[str, ...] = ()
+    params: tuple[ParamPlan, ...] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step.
+
+    ``phase`` is ``forward`` or ``backward``. ``kind`` is ``all_gather``, ``reduce_scatter`` or
+    ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` counts the larger of its two
+    buffers: the output of a gather, the input of a reduction. ``ranks`` is how many take part,
+    and ``stride`` how far apart these are, in the order of all ranks.
+    """
+
+    phase: str
+    kind: str
+    unit: str
+    nbytes: int
+    ranks: int = field(default=0, compare=False)
+    stride: int = field(default=1, compare=False)
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Bytes that are alive on a rank after something happened, and the most since the last point.
+
+    ``label`` says what happened. ``time`` is in seconds from the step's start, or 0 without
+    hardware. ``nbytes`` is what is alive now, ``peak_nbytes`` the most since the point before.
+    ``by_kind`` and ``peak_by_kind`` divide the same bytes by purpose, in the order of
+    ``StepPlan.kinds``.
+    """
+
+    label: str
+    time: float
+    nbytes: int
+    peak_nbytes: int
+    by_kind: tuple[int, ...]
+    peak_by_kind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one rank does in a step, in order, the memory that it takes, and the time.
+
+    ``collectives``, ``events`` and ``memory`` are in the order of the step. ``kinds`` names what
+    memory is for. All sizes are bytes:
+
+    - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
+      Gradients are cleared. On a CPU their memory stays for the next ones, and counts; a device
+      gets it back when the forward begins.
+    - ``peak_nbytes``: the most in forward and backward, all included.
+    - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the most in its
+      step (0 without an optimizer).
+    - ``host_nbytes``: memory of the host for activations and states that are offloaded.
+
+    ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
+    are None and empty. ``product_seconds`` is what the products of forward and backward would take
+    at the machine's peak (that of a machine that was ``scaled``, too), without those that
+    checkpointing computes again (0 without hardware). ``tokens`` are those of one rank's batch: the
+    elements of its first tensor of whole numbers; 0 if there is none.
+    """
+
+    kinds: tuple[str, ...]
+    collectives: tuple[Collective, ...]
+    events: tuple[events.Event, ...]
+    memory: tuple[MemoryPoint, ...]
+    start_nbytes: int
+    peak_nbytes: int
+    optimizer_nbytes: int
+    optimizer_peak_nbytes: int = 0
+    host_nbytes: int = 0
+    seconds: float | None = None
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    product_seconds: float = 0.0
+    tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that one rank trains on in a second; None without hardware, or without tokens."""
+        return self.tokens / self.seconds if self.seconds and self.tokens else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: the share of the machine's peak; None without hardware."""
+        return self.product_seconds / self.seconds if self.seconds else None
+
+    @property
+    def highest_nbytes(self) -> int:
+        """The most bytes of the whole step, the optimizer's included."""
+        return max(self.peak_nbytes, self.optimizer_peak_nbytes)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds that compute waits for links; 0 without hardware."""
+        return sum(s.end - s.begin for s in self.spans if s.lane == COMPUTE and s.cause)
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Seconds that compute waits, by what it waits for, the longest first."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            if span.lane == COMPUTE and span.cause:
+                found[span.cause] = found.get(span.cause, 0.0) + span.end - span.begin
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+# What a group will keep, gather and reduce, read from the layouts that the engine runs on.
+
+
+def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
+    """Return the layout of a buffer with the numbers that real ranks send along."""
+    layout, smaller = buffer.layout, group.buffers.post_forward.mesh
+    if buffer.tail is not None:
+        return layout
+    others = () if smaller is None else (smaller.shard.size,)
+    zero_copy = group.wire.zero_copy
+    return GatherLayout.plan_with_tail(
+        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy, layout.rank
+    )
+
+
+def describe(group: ParamGroup) -> GroupPlan:
+    """Read a group's own layouts, with room for what ranks tell each other."""
+    buffer = group.buffers.home
+    assert buffer is not None  # it was looked at
+    layout = buffer.layout
+    sent, again = (
+        _as_sent(group, buffer),
+        _as_sent(group, group.buffers.post_forward.buffer or buffer),
+    )
+    axes = [axis for axis in (group.data.scattered, group.data.summed) if axis.size > 1]
+    planned = group.reducer.plan()
+    tail_numel = len(planned.members) + len(axes) * STAMP_NUMEL
+    reduced = planned.layout.with_tail(tail_numel, ROW_NBYTES)
+    items = layout.items[: len(group.params)]  # behind them may be what ranks tell each other
+    params = tuple(map(_describe_param, group.params, items))
+    has_members = bool(planned.members)
+    return GroupPlan(
+        name=group.fqn,
+        parameters=len(group.params),
+        numel=sum(one.shard.numel for one in items),
+        dtypes=tuple(dict.fromkeys(one.storage_dtype for one in items)),
+        shard_nbytes=sum(
+            one.shard.kept_numel(layout.rank) * one.storage_dtype.itemsize for one in items
+        ),
+        padding_nbytes=sum(param.padding_nbytes for param in params),
+        whole_nbytes=sent.full_nbytes,
+        gather_nbytes=_gathered(sent),
+        regather_nbytes=_gathered(again),
+        reduce_nbytes=reduced.nbytes if has_members else 0,
+        all_reduce_nbytes=(
+            reduced.numel * reduced.dtype.itemsize
+            if has_members and group.data.replicate.size > 1
+            else 0
+        ),
+        outer_nbytes=(
+            group.data.rows_between * reduced.numel * reduced.dtype.itemsize
+            if has_members and group.data.layers is not None
+            else 0
+        ),
+        grad_nbytes=sum(
+            torch_dtensor.local_part(param.sharded).numel()
+            * param.kept_dtype(reduced.dtype).itemsize
+            for param in group.params
+            if param.trainable
+        ),
+        alone=tuple(group.params[index].fqn for index in layout.zero_copy),
+        params=params,
+    )
+
+
+def _gathered(layout: GatherLayout) -> int:
+    """Return the bytes that all ranks send."""
+    if layout.size == 1:
+        return 0
+    return sum(layout.pieces) or layout.gather_nbytes * layout.size
+
+
+def _describe_param(param: FSDPParam, item: GatherItem) -> ParamPlan:
+    shard, itemsize = item.shard, item.storage_dtype.itemsize
+    padded = shard.padded_numel * shard.size if shard.is_even else 0
+    return ParamPlan(
+        name=param.fqn,
+        shape=shard.shape,
+        dtype=item.storage_dtype,
+        dim=shard.dim,
+        nbytes=shard.numel * itemsize,
+        padding_nbytes=max(padded - shard.numel, 0) * itemsize,
+        owner=shard.owner,
+    )

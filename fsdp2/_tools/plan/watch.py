@@ -1,0 +1,174 @@
+"""How many bytes are alive while something runs, by what they are for.
+
+Owns the count. It follows storages, also where one is resized, and must not know units.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2._core.base import torch_dtensor, torch_tensors
+from fsdp2._core.base.containers import visit_tensors
+from fsdp2._core.base.torch_modes import DispatchMode
+from fsdp2._tools.pages.content import KINDS
+
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS, LOGITS = range(len(KINDS))
+"""Places in ``KINDS``. What nobody says anything of is an activation, or logits by its shape."""
+
+
+class MemoryWatch(DispatchMode):
+    """Count the storages that are made inside, and those that it is told of.
+
+    ``by_kind``: bytes alive, in the order of ``KINDS``; ``highest``: the same at the time when most
+    were, since it was last asked. ``vocabularies``: what has so many numbers in its last dim is
+    logits. ``loss_chunks``: logits count as if they were made in so many parts, one at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.by_kind = [0] * len(KINDS)
+        self.nbytes = 0
+        self.vocabularies: frozenset[int] = frozenset()
+        self.loss_chunks = 1
+        self._highest_nbytes = 0
+        self._highest = tuple(self.by_kind)
+        self._sizes: dict[int, int] = {}
+        self._kinds: dict[int, int] = {}
+        self._elsewhere: set[int] = set()  # storages that lie in the memory of another device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch_tensors.DEVICE_OF:
+            return torch_tensors.device_of_fake(args[0])
+        if torch_dtensor.is_among(types):
+            return NotImplemented  # what it does to local tensors is seen
+        if func in torch_tensors.CHUNK_CATS and args[0][0].is_cpu:
+            copied = _copied_nbytes(*args, **(kwargs or {}))
+            self._change(COMMUNICATION, copied)
+            self._change(COMMUNICATION, -copied)
+        made = func(*args, **(kwargs or {}))
+        visit_tensors(self._see_made, made)
+        return made
+
+    def _see_made(self, tensor: Tensor) -> None:
+        if not tensor.is_meta:  # DTensor asks for shapes only
+            self.see(tensor)
+
+    def see(self, tensor: Tensor, kind: int = ACTIVATIONS) -> None:
+        """Count a tensor's storage from now on, until nothing has it any more."""
+        storage = tensor.untyped_storage()
+        key = torch_tensors.number_of(storage)
+        if key not in self._sizes:
+            if kind == ACTIVATIONS and tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
+                kind = LOGITS
+            self._sizes[key] = 0
+            self._kinds[key] = kind
+            weakref.finalize(storage, self._drop, key)
+        self._set(key, storage.nbytes())
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count a storage no more: it lies in the host's memory, and this counts a device's."""
+        self.see(tensor)
+        key = torch_tensors.number_of(tensor.untyped_storage())
+        self._set(key, 0)
+        self._elsewhere.add(key)
+
+    def tag(self, tensor: Tensor, kind: int) -> None:
+        """Say what a storage is for."""
+        self.see(tensor, kind)
+        key = torch_tensors.number_of(tensor.untyped_storage())
+        nbytes = self._sizes[key]
+        self.by_kind[self._kinds[key]] -= nbytes
+        self.by_kind[kind] += nbytes
+        self._kinds[key] = kind
+
+    def kind_of(self, tensor: Tensor) -> int:
+        """Return what a tensor's storage is for, as far as it is known."""
+        key = torch_tensors.number_of(tensor.untyped_storage())
+        return self._kinds.get(key, ACTIVATIONS)
+
+    def take_highest(self) -> tuple[int, ...]:
+        """Return the most bytes since the last call, by kind."""
+        found = self._highest
+        self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
+        return found
+
+    @property
+    def highest(self) -> tuple[int, tuple[int, ...]]:
+        """The most bytes since ``take_highest`` was called, in all and by kind; it can be set."""
+        return self._highest_nbytes, self._highest
+
+    @highest.setter
+    def highest(self, highest: tuple[int, tuple[int, ...]]) -> None:
+        self._highest_nbytes, self._highest = highest
+
+    def is_alive(self, key: int) -> bool:
+        """Return True if somebody still has the storage of a number."""
+        return key in self._sizes
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return True if a tensor's storage is counted."""
+        return torch_tensors.number_of(tensor.untyped_storage()) in self._sizes
+
+    def rise(self, nbytes: int) -> None:
+        """Count activations that are gone again."""
+        self._change(ACTIVATIONS, nbytes)
+        self._change(ACTIVATIONS, -nbytes)
+
+    def _set(self, key: int, nbytes: int) -> None:
+        before = self._sizes[key]
+        if self._kinds[key] == LOGITS:
+            nbytes = -(-nbytes // self.loss_chunks)
+        if nbytes != before and key not in self._elsewhere:
+            self._sizes[key] = nbytes
+            self._change(self._kinds[key], nbytes - before)
+
+    def _change(self, kind: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.by_kind[kind] += nbytes
+        if self.nbytes > self._highest_nbytes:
+            self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
+
+    def _drop(self, key: int) -> None:
+        nbytes = self._sizes.pop(key)
+        self._elsewhere.discard(key)
+        self.nbytes -= nbytes
+        self.by_kind[self._kinds.pop(key)] -= nbytes
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """See storages that are resized inside: no operation is dispatched for that."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            if torch_tensors.number_of(storage) in self._sizes:
+                self._set(torch_tensors.number_of(storage), size)
+            return done
+
+        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[assignment,method-assign]  # for a while
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # as it was
+
+
+def _copied_nbytes(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor | None) -> int:
+    """Return the bytes of the copies that a CPU makes to cut into chunks.
+
+    All padded ones are there at once; what is cast is copied once more, one after the other.
+    """
+
+    def padded(one: Tensor) -> int:
+        return one.nbytes // one.shape[dim] * (-(-one.shape[dim] // chunks) * chunks)
+
+    copied = sum(padded(one) for one in tensors if one.shape[dim] % chunks)
+    is_cast = out is not None and out.dtype != tensors[0].dtype
+    return copied + (max(map(padded, tensors)) if is_cast else 0)

@@ -1,0 +1,114 @@
+"""What compute, gathers and reductions of one rank did when: rows as spans that do not overlap.
+
+Owns the reading of rows as lanes. It must not know formats of output, or other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE
+
+UNIT_KINDS = ("forward", "backward", "recompute")
+LANES = {"unshard": GATHER, "reduce": REDUCE, "all_reduce": REDUCE}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a lane, in nanoseconds; ``cause`` of a wait: what was waited for."""
+
+    lane: str
+    name: str
+    begin: int
+    end: int
+    nbytes: int = 0
+    cause: str = ""
+    note: str = ""
+
+
+def shown(name: str) -> str:
+    return name or "<root>"
+
+
+def has_times(row: dict[str, Any]) -> bool:
+    return row["begin_ns"] is not None and row["end_ns"] is not None
+
+
+def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Piece]:
+    """Return the lanes of some rows: of a step, say."""
+    known = [row for row in rows if has_times(row)]
+    waits = sorted(
+        (_wait(row) for row in known if row["kind"] == "wait" and row["end_ns"] > row["begin_ns"]),
+        key=lambda piece: piece.begin,
+    )
+    units = [row for row in known if row["kind"] in UNIT_KINDS]
+    flights = [row for row in known if row["kind"] in LANES and row["end_ns"] > row["begin_ns"]]
+    return [*_without(_innermost(units), waits), *waits, *(_flight(row) for row in flights)]
+
+
+def _wait(row: dict[str, Any]) -> Piece:
+    cause = f"{row['for']} {shown(row['unit'])}"
+    note = f"by {shown(row['by'])}"
+    if "prefetch" in row:
+        note += {
+            "hit": ", prefetched",
+            "late": ", prefetched too late",
+            "none": ", not prefetched",
+        }[row["prefetch"]]
+    return Piece(COMPUTE, f"wait for {cause}", row["begin_ns"], row["end_ns"], 0, cause, note)
+
+
+def _flight(row: dict[str, Any]) -> Piece:
+    kind = row.get("collective", row["kind"])
+    name = f"{kind} {shown(row['unit'])}"
+    return Piece(LANES[row["kind"]], name, row["begin_ns"], row["end_ns"], row["nbytes"])
+
+
+def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Piece]:
+    """Yield at each time the unit that was entered last: of a block in a root, the block.
+
+    Backwards of units may end in another order than they began, so they are no tree.
+    """
+    edges = [(row["begin_ns"], 1, row["n"], row) for row in units]
+    edges += [(row["end_ns"], 0, row["n"], row) for row in units]
+    edges.sort(key=lambda edge: edge[:3])
+    active: dict[int, dict[str, Any]] = {}
+    begin = 0
+    for time, enters, number, row in edges:
+        if active and time > begin:
+            inner = active[next(reversed(active))]
+            yield Piece(COMPUTE, f"{inner['kind']} {shown(inner['unit'])}", begin, time)
+        begin = time
+        if enters:
+            active[number] = row
+        else:
+            active.pop(number, None)
+
+
+def _without(pieces: Iterable[Piece], waits: Sequence[Piece]) -> Iterator[Piece]:
+    """Cut waits out of what ran; what is next to each other and has one name becomes one."""
+    last: Piece | None = None
+    position = 0
+    for piece in pieces:
+        begin = piece.begin
+        while position < len(waits) and waits[position].end <= begin:
+            position += 1
+        place = position
+        cuts = []
+        while place < len(waits) and waits[place].begin < piece.end:
+            cuts.append((max(waits[place].begin, begin), waits[place].end))
+            place += 1
+        for start, stop in [*cuts, (piece.end, piece.end)]:
+            if start > begin:
+                part = Piece(piece.lane, piece.name, begin, start)
+                if last is not None and last.name == part.name and last.end == part.begin:
+                    last = Piece(part.lane, part.name, last.begin, part.end)
+                else:
+                    if last is not None:
+                        yield last
+                    last = part
+            begin = max(begin, stop)
+    if last is not None:
+        yield last

@@ -1,0 +1,212 @@
+"""Traces for Perfetto and chrome://tracing, of recordings and of what torch.profiler exported.
+
+Owns the trace event format (JSON). It must not know how clocks are aligned: it is given a function.
+
+A rank is a process. Its threads: steps, compute, waits, gathers, reductions, engine (events that
+take no time); counters: memory. A profiler's files keep their processes and threads, behind ours.
+
+Source: "Trace Event Format", the document that Perfetto's importer follows; ``baseTimeNanoseconds``
+as torch.profiler writes it: what ``ts``, in microseconds, is counted from.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.names import printable
+from fsdp2._core.base.regular_files import read_regular
+from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE
+from fsdp2._tools.record.format import MOST, MOST_RANKS
+from fsdp2._tools.record.rows import EVENTS, RankFile
+from fsdp2._tools.record.time_line import Piece, has_times, pieces_of, shown
+
+Time = Callable[[int, int], float]
+"""Of a rank, and nanoseconds since the epoch by its clock: microseconds of the trace."""
+
+STEPS, ENGINE, WAITS = "steps", "engine", "waits"
+THREADS = (STEPS, COMPUTE, WAITS, GATHER, REDUCE, ENGINE)
+LANES_OF_ONE = 100
+"""Numbers of threads for what overlaps in a lane."""
+
+PROFILE_NBYTES = 4 << 30
+TIMES = 200
+FOREIGN = MOST_RANKS
+"""From here on are numbers of a profiler's processes; it is also what ranks' own may not reach."""
+
+
+def events_of(file: RankFile, time: Time) -> Iterator[dict[str, Any]]:
+    """Yield a rank's trace events."""
+    rank, epoch = file.rank, file.header["epoch_ns"]
+
+    def at(time_ns: int) -> float:
+        return time(rank, epoch + time_ns)
+
+    yield _named("process_name", rank, 0, f"rank {rank}: fsdp2")
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    used = {}
+    for piece, thread in _threads(pieces_of(file.rows)):
+        used[thread] = piece.lane if not piece.cause else WAITS
+        yield _complete(piece.name, rank, thread, at(piece.begin), at(piece.end), _about(piece))
+    for row in file.rows:
+        yield from _others(row, rank, at)
+    for thread, name in {**used, _thread(STEPS): STEPS, _thread(ENGINE): ENGINE}.items():
+        yield _named("thread_name", rank, thread, name)
+
+
+def _thread(lane: str) -> int:
+    return LANES_OF_ONE * (THREADS.index(lane) + 1)
+
+
+def _threads(pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
+    """Yield each piece with a thread in which nothing overlaps it."""
+    ends: dict[str, list[int]] = {}
+    for piece in sorted(pieces, key=lambda one: one.begin):
+        lane = WAITS if piece.cause else piece.lane
+        taken = ends.setdefault(lane, [])
+        place = next((i for i, end in enumerate(taken) if end <= piece.begin), len(taken))
+        taken[place : place + 1] = [piece.end]
+        yield piece, _thread(lane) + place
+
+
+def _about(piece: Piece) -> dict[str, Any]:
+    about = {"bytes": piece.nbytes, "cause": piece.cause, "note": piece.note}
+    return {name: value for name, value in about.items() if value}
+
+
+def _others(row: dict[str, Any], rank: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
+    """Yield what is no piece of a lane: steps, events, memory."""
+    kind = row["kind"]
+    if kind in ("step", "pass") and has_times(row):
+        name = f"step {row['step']}" if kind == "step" else f"{row['phase']} {shown(row['unit'])}"
+        yield _complete(name, rank, _thread(STEPS), at(row["begin_ns"]), at(row["end_ns"]), {})
+    elif kind in EVENTS and has_times(row):
+        when = row.get("host_ns", row["begin_ns"])
+        yield {
+            "ph": "i",
+            "s": "t",
+            "name": f"{kind} {shown(row['unit'])}",
+            "cat": "fsdp2",
+            "pid": rank,
+            "tid": _thread(ENGINE),
+            "ts": at(when),
+            "args": {"bytes": row["nbytes"], "phase": row["phase"]},
+        }
+    if "communication_nbytes" in row and row["begin_ns"] is not None:
+        memory = {
+            "gathered": row["gathered_nbytes"],
+            "communication": row["communication_nbytes"],
+        }
+        if "allocated_nbytes" in row:
+            memory["allocated"] = row["allocated_nbytes"]
+        when = row.get("host_ns", row["begin_ns"])
+        yield {"ph": "C", "name": "memory", "pid": rank, "tid": 0, "ts": at(when), "args": memory}
+
+
+def _named(what: str, pid: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": thread, "args": {"name": name}}
+
+
+def _complete(
+    name: str, pid: int, thread: int, begin: float, end: float, about: dict[str, Any]
+) -> dict[str, Any]:
+    event = {"ph": "X", "name": name, "cat": "fsdp2", "pid": pid, "tid": thread}
+    return {**event, "ts": begin, "dur": max(end - begin, 0.0), "args": about}
+
+
+# What a profiler exported.
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """Read a trace that torch.profiler exported, packed or not.
+
+    Raises:
+        ConfigError: it is none, or of a torch that does not say when it was.
+    """
+    try:
+        data = read_regular(path, PROFILE_NBYTES)
+        found = json.loads(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)
+        _check(found)
+    except (OSError, ValueError, KeyError, RecursionError, OverflowError, zlib.error) as error:
+        raise ConfigError(
+            "FS917",
+            f"trace: expected profiles to be traces of torch.profiler, found {printable(path)} "
+            f"({type(error).__name__}: {printable(error)}). Pass what export_chrome_trace wrote.",
+        ) from error
+    return found  # type: ignore[no-any-return]  # a dict, or the check above raised
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Unpack what gzip packed, unless it becomes much more than a trace does: a thirtieth."""
+    machine = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    most = TIMES * len(data) + (64 << 20)
+    found = machine.decompress(data, most)
+    if machine.unconsumed_tail:
+        raise ValueError(f"it unpacks to more than {most} bytes")
+    if not machine.eof:
+        raise ValueError("it ends too early")
+    return found
+
+
+def _check(profile: Any) -> None:
+    """Raise ValueError for what is no profile, or has an event that ``merged`` cannot take."""
+    if type(profile) is not dict or type(profile.get("traceEvents")) is not list:
+        raise ValueError("traceEvents is no list")
+    base = profile.get("baseTimeNanoseconds")
+    if not isinstance(base, int | str) or abs(int(base)) >= MOST:
+        raise ValueError("baseTimeNanoseconds is no time")
+    info = profile.get("distributedInfo")
+    if isinstance(info, dict) and type(info.get("rank", 0)) is not int:
+        raise ValueError("rank is no number")
+    for event in profile["traceEvents"]:
+        if not isinstance(event, dict) or "ph" not in event:
+            continue
+        if isinstance(event.get("pid"), list | dict) or isinstance(event.get("id"), list | dict):
+            raise ValueError("an event has no process")
+        if not isinstance(event.get("args", {}), dict):
+            raise ValueError("an event has other args")
+        if "ts" in event and not abs(float(_text_or_number(event["ts"]))) < MOST / 1e3:
+            raise ValueError("an event has no time")
+
+
+def _text_or_number(value: Any) -> Any:
+    if isinstance(value, str | int | float):
+        return value
+    raise ValueError("an event has no time")
+
+
+def rank_of_profile(profile: Mapping[str, Any]) -> int | None:
+    """Return the rank that a profile says it is of."""
+    info = profile.get("distributedInfo")
+    return int(info["rank"]) if isinstance(info, Mapping) and "rank" in info else None
+
+
+def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[str, Any]]:
+    """Yield a profile's events, as a rank's: on our clock, and under numbers of its own."""
+    base = int(profile["baseTimeNanoseconds"])
+    numbers: dict[Any, int] = {}
+    for event in profile["traceEvents"]:
+        if not isinstance(event, dict) or "ph" not in event:
+            continue
+        changed = dict(event)
+        pid = event.get("pid")
+        changed["pid"] = numbers.setdefault(pid, FOREIGN * (rank + 1) + len(numbers))
+        if "ts" in event:
+            changed["ts"] = time(rank, base + round(float(event["ts"]) * 1e3))
+        if "id" in event:
+            changed["id"] = _own_id(event["id"], rank)
+        if event["ph"] == "M" and event.get("name") == "process_name":
+            name = event.get("args", {}).get("name", pid)
+            changed["args"] = {"name": f"rank {rank}: {name} (torch.profiler)"}
+        if event["ph"] == "M" and event.get("name") == "process_sort_index":
+            changed["args"] = {"sort_index": FOREIGN * (rank + 1)}
+        yield changed
+
+
+def _own_id(given: Any, rank: int) -> Any:
+    """Return an id of a flow that no other rank has; those of numbers stay numbers."""
+    return given + ((rank + 1) << 40) if isinstance(given, int) else f"{rank}.{given}"
