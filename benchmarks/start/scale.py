@@ -8,20 +8,35 @@ second one on the same mesh, so that torch's caches are warm for everybody).
 That is a proxy for host time which misses what one call does inside: `host` counts that, for one
 size. Also ops dispatched, and CPU milliseconds a step over the plain model's (the least of a few,
 not gated). Every curve should be flat in ranks, and straight in groups and parameters.
+
+Memory, in a process for each variant: a hundred blocks of eight parameters of width 32, on 1,024
+and 4,096 ranks. `MB allocated a step` is exact, by the allocator's events in a steady step. The MB
+of the process are its growth since before the model was built. They depend on the C library's heap,
+and are not gated. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
+import json
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.kit import noop, plot
 from benchmarks.kit.dispatch import OpCounter
-from benchmarks.kit.models import Size, make_input, make_step
+from benchmarks.kit.models import OURS, Size, make_input, make_step
 from benchmarks.kit.models import build as build_model
 from benchmarks.kit.report import RESULTS, Figure, Measured, gated, make_parser, run
 
@@ -31,6 +46,9 @@ RANKS = (8, 64, 512, 4096)
 DEPTHS = (4, 8, 16, 32)
 BLOCKS_PER_GROUP = (1, 2, 4, 8)
 CALLS, SETUP, OPS, CPU = "calls a step", "calls to shard", "ops a step", "CPU ms a step"
+ALLOCATED, GROWN = "MB allocated a step", "MB of the process"
+MEMORY_RANKS = (1024, 4096)
+MEMORY_BLOCKS = 100
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,15 @@ def measure(arguments: argparse.Namespace) -> Measured:
             for quantity, value in values.items():
                 is_gated = gated(library) and quantity != CPU
                 figures.append(Figure(point.case, library, quantity, value, is_gated))
+    for ranks in MEMORY_RANKS:
+        for library in arguments.libraries:
+            if library not in ("ddp", "fsdp1", "torch tuned"):
+                command = [sys.executable, "-m", "benchmarks.start.scale", "--memory-of", library]
+                told = subprocess.check_output([*command, str(ranks)], text=True)
+                for quantity, value in json.loads(told).items():
+                    is_gated = gated(library) and quantity == ALLOCATED
+                    case = f"small blocks, ranks = {ranks}"
+                    figures.append(Figure(case, library, quantity, value, is_gated))
     if arguments.save:
         plot.save(RESULTS / "scale.svg", figures, CURVES, CALLS)
     return Measured(figures, {"curves": CURVES})
@@ -120,6 +147,54 @@ def count(library: str, point: Point) -> Counted:
     return Counted(calls, setup, counter.names.total(), cpu_ms)
 
 
+class SmallBlock(nn.Sequential):
+    """Eight parameters of width 32."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(32, 32) for _ in range(4)))
+
+
+def memory_of(library: str, ranks: int, blocks: int = MEMORY_BLOCKS) -> dict[str, float]:
+    """Run a few steps of small blocks in this process; return what they take, by quantity."""
+    with noop.ranks(ranks) as (_, mesh):
+        if library == OURS:
+            from fsdp2 import fully_shard
+        else:
+            from torch.distributed.fsdp import fully_shard
+        shard: Any = fully_shard if library != "plain" else lambda module, mesh: module
+        warm = shard(nn.Linear(4, 4), mesh=mesh)
+        warm(torch.ones(1, 4)).sum().backward()
+        before = _resident_nbytes()
+        model = nn.Sequential(*(SmallBlock() for _ in range(blocks)))
+        for block in model:
+            shard(block, mesh=mesh)
+        shard(model, mesh=mesh)
+        x = torch.randn(2, 32)
+
+        def step() -> None:
+            model(x).sum().backward()
+            model.zero_grad()
+
+        for _ in range(WARMUP):
+            step()
+        cpu_ms = min(_cpu_ms(step) for _ in range(TIMED))
+        grown = _resident_nbytes() - before
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+    assert profiler.profiler is not None
+    found = profiler.profiler.kineto_results
+    assert found is not None
+    sizes = [event.nbytes() for event in found.events() if event.name() == "[memory]"]
+    allocated = sum(nbytes for nbytes in sizes if nbytes > 0)
+    return {CPU: cpu_ms, ALLOCATED: allocated / 1e6, GROWN: grown / 1e6}
+
+
+def _resident_nbytes() -> int:
+    gc.collect()
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
 def count_calls(run: Callable[[], None]) -> int:
     """Return how many functions `run` calls from Python, C functions included."""
     profile = cProfile.Profile()
@@ -137,4 +212,8 @@ def _cpu_ms(step: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--memory-of"]:  # of one variant, in a process of its own
+        torch.set_num_threads(1)
+        print(json.dumps(memory_of(sys.argv[2], int(sys.argv[3]))))
+        sys.exit()
     run("scale", __doc__, measure, make_parser("scale", __doc__))

@@ -517,9 +517,9 @@ FAULTS = [
     Fault(
         "layout-no-room-for-other-axis",
         "fsdp2/_core/params/layout.py",
-        "full_nbytes",
-        "(shard.size, *full_sizes)",
-        "(shard.size,)",
+        "GatherLayout.plan",
+        "(size, *full_sizes)",
+        "(size,)",
         "With an int for reshard_after_forward and rows that do not divide evenly, the layouts of the two axes put the unsharded parameters at different offsets of the one full buffer: backward gathers to the wrong places, or fails.",
         near=("unit/test_layout.py",),
     ),

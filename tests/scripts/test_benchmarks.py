@@ -255,6 +255,14 @@ def test_state_is_saved_and_loaded_by_every_variant(monkeypatch: pytest.MonkeyPa
     }
 
 
+def test_padding_of_small_blocks_on_many_ranks_is_not_allocated_in_a_step() -> None:
+    """Groups use the same buffers one after another, and unsharded parameters have no padding."""
+    few, many = (
+        scale.memory_of("fsdp2", ranks, blocks=3)[scale.ALLOCATED] for ranks in (128, 1024)
+    )
+    assert many == few < 0.2  # each block gathers 0.6 MB twice, and reduces 1 MB
+
+
 @pytest.mark.slow
 def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     few = argparse.Namespace(
@@ -265,6 +273,7 @@ def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "VIRTUAL", SMALL)
     monkeypatch.setattr(link, "GROUPINGS", ("default",))
     monkeypatch.setattr(scale, "points", lambda: [scale.Point("ranks", 4, 4, 2)])
+    monkeypatch.setattr(scale, "MEMORY_RANKS", ())
     for module in (copies, link, scale):
         measured = module.measure(few)
         table = Result("x", ORIGIN, measured.figures).to_table()

@@ -93,7 +93,8 @@ def test_gathered_parameters_are_rounded_and_lie_as_they_did(
         sent.append(send)
     layout = layouts[-1]
     full = torch.full((layout.full_nbytes,), 0xA5, dtype=torch.uint8)
-    targets = packing.gather_targets(full, layout, layout.whole.order)
+    behind = torch.empty(size * layout.padded_nbytes(len(layout.items) - 1), dtype=torch.uint8)
+    targets = packing.gather_targets(full, layout, layout.whole.order, behind)
     if layout.pieces:
         landing = packing.landing_in(full, layout)
         if landing is None:

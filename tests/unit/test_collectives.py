@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from fsdp2._core.base import torch_modes
+from fsdp2._core.comm import wire
 from fsdp2._core.comm.mesh import MeshAxis
 from fsdp2._core.comm.wire import Wire as Sender
 from fsdp2._core.params.reduce_plan import GradientScale
@@ -112,3 +115,46 @@ def test_collectives_reach_the_axis_process_group(one_rank: MeshAxis, async_op: 
         assert (work is not None) == async_op
         if work is not None:
             work.wait()
+
+
+# --- kept memory ----------------------------------------------------------------------------------
+
+
+def test_kept_memory_is_lent_again_when_nothing_refers_to_it() -> None:
+    memory = wire.KeptMemory()
+    take = partial(memory.take, "gather", (4, 6), torch.float32, ((2, 4), ((4, 2), (3, 4))))
+    kept = take()
+    assert [tuple(part.shape) for part in kept.parts] == [(4, 2), (3, 4)]
+    assert take() is kept
+    uses: list[Callable[[], object]] = [
+        lambda: kept.memory,
+        lambda: kept.memory.view(-1),
+        lambda: kept.parts[0][0],
+        lambda: torch.ones(4, 6, requires_grad=True) * kept.memory,  # autograd saves it
+    ]
+    for use in uses:
+        holder = use()
+        assert take() is not kept
+        del holder
+        assert take() is kept
+
+
+def test_kept_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "KEPT_NBYTES", 100)
+    memory = wire.KeptMemory()
+    take = partial(memory.take, "reduce", dtype=torch.uint8)
+    small = [take(shape=(1, n), cut=((n,), ((1, n),))) for n in (40, 60)]
+    assert [take(shape=(1, n), cut=((n,), ((1, n),))) for n in (40, 60)] == small
+    large = take(shape=(1, 101), cut=((101,), ((1, 101),)))
+    assert take(shape=(1, 101), cut=((101,), ((1, 101),))) is not large
+    other = take(shape=(1, 50), cut=((50,), ((1, 50),)))  # no room: the others are forgotten
+    assert take(shape=(1, 50), cut=((50,), ((1, 50),))) is other
+    assert take(shape=(1, 40), cut=((40,), ((1, 40),))) is not small[0]
+
+
+def test_groups_over_one_process_group_share_kept_memory() -> None:
+    axis = MeshAxis("shard", 2, 0, torch.nn.Module())  # type: ignore[arg-type]  # a stand-in
+    other = MeshAxis("shard", 2, 0, torch.nn.Module())  # type: ignore[arg-type]
+    assert wire.memory_of(axis) is wire.memory_of(axis) is not wire.memory_of(other)
+    with torch_modes.without_memory():  # fake tensors and real ones must not meet
+        assert wire.memory_of(axis) is not wire.memory_of(axis)

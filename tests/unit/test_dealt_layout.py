@@ -109,7 +109,9 @@ def test_gathered_parameters_are_the_original_ones(
             landing = torch.empty(layout.landing_numel, dtype=layout.wire_dtype)
         for piece, send in zip(packing.pieces_of(landing, layout), sent, strict=True):
             piece.view(torch.uint8).copy_(send[: piece.nbytes])
-        targets = packing.gather_targets(full, layout, layout.whole.order)
+        last = layout.size * layout.padded_nbytes(len(layout.items) - 1)
+        behind = torch.empty(last, dtype=torch.uint8)
+        targets = packing.gather_targets(full, layout, layout.whole.order, behind)
         if targets:
             even = torch.cat(packing.even_parts(landing, layout))
             packing.unpack(even, layout, layout.whole, targets)

@@ -121,12 +121,12 @@ def test_rows_that_travel_alone_are_multiples_where_asked(
     assert all(shards[p].padded_numel * 4 % row_nbytes == 0 for p in reduced.zero_copy)
 
 
-@given(groups_of_specs, rank_counts, zero_copy_rules)
+@given(groups_of_specs, rank_counts, zero_copy_rules, st.booleans())
 def test_offsets_are_aligned_disjoint_and_inside(
-    group: list[Spec], size: int, zero_copy: ZeroCopy | None
+    group: list[Spec], size: int, zero_copy: ZeroCopy | None, trims: bool
 ) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size, (), zero_copy)
+    layout = GatherLayout.plan(items, size, (), zero_copy, trims=trims)
     shard, send, full = [], [], []
     for index, item in enumerate(items):
         numel = item.shard.padded_numel
@@ -143,7 +143,11 @@ def test_offsets_are_aligned_disjoint_and_inside(
             assert is_inside != (index in layout.zero_copy) or not numel
         start = layout.full_offsets[index]
         assert start % ALIGN_NBYTES == 0
-        full.append((start, start + full_nbytes(item)))
+        landed = layout.ranks_of(index) * layout.padded_nbytes(index)
+        exact = item.shard.numel * item.compute_dtype.itemsize
+        full.append((start, start + (landed if item.shard.is_rank_major else exact)))
+        if trims and index not in layout.zero_copy and item.shard.is_rank_major:
+            assert exact <= landed < exact + max(layout.padded_nbytes(index), 1)
     assert_disjoint(shard, layout.shard_nbytes)
     assert_disjoint(send, layout.send_nbytes)
     assert_disjoint(full, layout.full_nbytes)
@@ -198,23 +202,43 @@ def test_segments_cover_every_piece_once(
 def test_full_buffer_has_room_for_the_padding(group: list[Spec], size: int) -> None:
     for spec in group:
         item = spec.item(size)
-        room = full_nbytes(item) // item.compute_dtype.itemsize
+        room = full_nbytes(item, (size,), ZeroCopy(0)) // item.compute_dtype.itemsize
         assert room >= item.shard.numel
         if item.shard.is_rank_major:
             assert room >= size * item.shard.padded_numel
         assert room <= item.shard.numel + size * math.prod(item.shard.shape[1:])
 
 
-@given(groups_of_specs, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (4, 1)]))
+@given(
+    groups_of_specs,
+    st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (4, 1)]),
+    zero_copy_rules,
+    st.booleans(),
+    st.integers(1, 40),
+)
 def test_two_axes_place_unsharded_parameters_alike(
-    group: list[Spec], sizes: tuple[int, int]
+    group: list[Spec], sizes: tuple[int, int], rule: ZeroCopy | None, trims: bool, numel: int
 ) -> None:
-    """What `reshard_after_forward=<int>` needs: one full buffer that both gathers fill."""
+    """What `reshard_after_forward=<int>` needs: one full buffer that both gathers fill.
+
+    The smaller mesh gathers parameters as they are computed. Tails have no room in the buffer.
+    """
     large, small = sizes
-    home = GatherLayout.plan([spec.item(large) for spec in group], large, (small,))
-    waiting = GatherLayout.plan([spec.item(small) for spec in group], small, (large,))
-    assert home.full_offsets == waiting.full_offsets
+    items = [spec.item(large) for spec in group]
+    home = GatherLayout.plan_with_tail(items, large, numel, (small,), rule, trims=trims)
+    items = [spec.item(small) for spec in group]
+    items = [replace(item, storage_dtype=item.compute_dtype) for item in items]
+    waiting = GatherLayout.plan_with_tail(items, small, numel, (large,), rule, trims=trims)
+    count = len(group)
+    assert home.full_offsets[:count] == waiting.full_offsets[:count]
     assert home.full_nbytes == waiting.full_nbytes
+    for layout in (home, waiting):
+        ends = [
+            start + layout.ranks_of(index) * layout.padded_nbytes(index)
+            for index, start in enumerate(layout.full_offsets[:count])
+            if layout.items[index].shard.is_rank_major
+        ]
+        assert max(ends, default=0) <= home.full_nbytes
 
 
 def test_a_plan_by_example() -> None:
@@ -303,23 +327,6 @@ def test_rows_of_one_dtype_that_is_stored_as_two() -> None:
     layout = GatherLayout.plan_with_tail(items, 4, 12)
     assert layout.packed_nbytes % ROW_NBYTES == 0
     assert layout.send_nbytes >= layout.packed_nbytes
-
-
-@given(groups_of_specs, rank_counts, rank_counts, st.integers(1, 40))
-def test_the_full_buffer_has_room_for_the_tails_of_two_axes(
-    group: list[Spec], size: int, other: int, numel: int
-) -> None:
-    """The smaller mesh gathers parameters as they are computed, into the same buffer."""
-    home = GatherLayout.plan_with_tail([spec.item(size) for spec in group], size, numel, (other,))
-    items = [spec.item(other) for spec in group]
-    smaller = [replace(item, storage_dtype=item.compute_dtype) for item in items]
-    waiting = GatherLayout.plan_with_tail(smaller, other, numel, (size,))
-    both = [layout.items[-1].is_tail for layout in (home, waiting)]
-    if all(both):
-        assert home.full_offsets == waiting.full_offsets
-        for layout, room in ((home, home), (waiting, home), (home, waiting)):
-            needed = layout.size * layout.padded_nbytes(len(layout.items) - 1)
-            assert layout.full_offsets[-1] + needed <= room.full_nbytes
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]

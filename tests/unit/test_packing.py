@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp2._core.base.capabilities import ZeroCopy
+from fsdp2._core.comm.wire import Kept
 from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
@@ -71,13 +72,21 @@ def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apa
 # --- gather ---------------------------------------------------------------------------------------
 
 
-@given(groups_of_specs, rank_counts, st.integers(0, 99), zero_copy_rules, st.booleans())
+@given(
+    groups_of_specs,
+    rank_counts,
+    st.integers(0, 99),
+    zero_copy_rules,
+    st.booleans(),
+    st.booleans(),
+)
 def test_gathered_parameters_are_the_original_ones(
-    group: list[Spec], size: int, seed: int, zero_copy: ZeroCopy | None, apart: bool
+    group: list[Spec], size: int, seed: int, zero_copy: ZeroCopy | None, apart: bool, trims: bool
 ) -> None:
     """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
-    layout = GatherLayout.plan([spec.item(size) for spec in group], size, (), zero_copy)
+    items = [spec.item(size) for spec in group]
+    layout = GatherLayout.plan(items, size, (), zero_copy, trims=trims)
     sends = send_buffers(shard_buffers(wholes, layout), layout)
     for rank in {0, size - 1}:
         full = garbage(layout.full_nbytes)
@@ -187,6 +196,11 @@ def pack(
         counts = gradient_packing.tail_without(counts, absent, layout)
     packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
     gradient_packing.pack_gradients(grads, layout, rank, counts, packed)
+    if layout.cut is not None:  # a host writes rows only, and leaves the padding as it was
+        kept = Kept((layout.size, layout.packed_numel), layout.dtype, layout.cut)
+        args = grads, layout, rank, counts, kept.memory
+        gradient_packing.pack_gradients(*args, parts=kept.parts)
+        assert same_bits(kept.memory, packed)
     zero_copy = gradient_packing.zero_copy_gradients(grads, layout, CPU)
     return torch.cat([*(grad.view(layout.size, -1) for grad in zero_copy), packed], 1)
 
@@ -273,6 +287,15 @@ def test_gradients_of_any_stride_are_packed_alike(dim: int) -> None:
         pack([grad.new_ones(()).expand(5, 7, 3)], layout, torch.float32),
         pack([torch.ones(5, 7, 3)], layout, torch.float32),
     )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 9, 13])
+def test_half_of_padding_or_more_is_not_written(rows: int) -> None:
+    specs = [Spec((n, 3), (0, 1), 0, torch.float32, torch.float32) for n in (rows, 1)]
+    layout = ReduceLayout.plan([0, 1], [spec.over(8) for spec in specs], 8, torch.float32, 2)
+    pack([torch.ones(rows, 3), None], layout, torch.float32)  # compares both ways
+    shapes = (rows, 3), (1, 3), (8, 2)
+    assert layout.cut == (((3, 3, 2), shapes) if rows < 8 else None)
 
 
 def test_packing_leaves_nothing_unwritten_and_pads_with_zeros() -> None:

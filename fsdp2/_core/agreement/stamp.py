@@ -171,13 +171,18 @@ class Stamp:
             self._row = self._row.to(row.device)  # kept, because the host waits for this copy
         row.copy_(self._row)
 
-    def landing(self, rows: Tensor) -> Tensor:
-        """Return where the rows of all ranks land: these bytes, or memory of its own."""
-        if rows.is_cpu:
-            self._landed = rows
-        elif not rows.is_meta:
-            rows = self._look_late().view(torch.uint8)
-        return rows
+    def landing(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return the bytes where the rows of all ranks land.
+
+        On a host all stamps over an axis have the same: each looks at once.
+        """
+        if device.type not in ("cpu", "meta"):
+            return self._look_late().view(torch.uint8)
+        landed = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if type(landed) is Tensor and landed.is_cpu:  # real memory, no estimate's
+            landed = self._agreement.landed.setdefault(nbytes, landed)
+        self._landed = landed
+        return landed
 
     def arrived(self) -> None:
         """Compare what a gather brought; on a device, somebody does later.

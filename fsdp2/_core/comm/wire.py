@@ -22,6 +22,8 @@ reduce lane: ``InFlight.wait`` makes compute wait.
 from __future__ import annotations
 
 import math
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -29,7 +31,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fsdp2._core.base import torch_autograd, torch_comm
+from fsdp2._core.base import torch_autograd, torch_comm, torch_modes, torch_tensors
 from fsdp2._core.base.capabilities import ZERO_COPY_NBYTES, ZeroCopy
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.base.events import IDLE, Observable
@@ -116,6 +118,70 @@ class GroupMemoryAllGather(GroupMemory, DefaultAllGather):
 
 class GroupMemoryReduceScatter(GroupMemory, DefaultReduceScatter):
     """torch.distributed's reduce-scatter, on the process group's memory."""
+
+
+KEPT_NBYTES = 1 << 25
+"""Limit of ``KeptMemory``. The C library gets larger blocks from the system, and returns them."""
+
+Cut = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Widths of columns, and the shapes in which these are used: with fewer rows, perhaps."""
+
+
+class Kept:
+    """A kept buffer ``[W, C]``, zeros at first, and its columns."""
+
+    @torch.inference_mode(False)
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cut: Cut) -> None:
+        self.memory = torch.zeros(shape, dtype=dtype, device="cpu")
+        columns = list(self.memory.split(cut[0], 1))
+        self.parts = [columns.pop(0)[: shape[0]].view(shape) for shape in cut[1]]
+        self._number = torch_tensors.number_of(self.memory.untyped_storage())
+        self.at_rest = self.count_owners()
+
+    def count_owners(self) -> tuple[int, int, int]:
+        """Count the owners of the tensor, in Python and in C++, and of its storage (views)."""
+        memory = self.memory
+        holders = sys.getrefcount(memory), torch_tensors.owners_of(memory)
+        return *holders, torch_tensors.use_count(self._number)
+
+
+class KeptMemory:
+    """Host buffers for what travels over one process group; groups use them one after another.
+
+    Allocating and freeing a few MB for each of many groups fragments the C library's heap: small
+    objects settle in the freed blocks, and the process grows with each group. Views of the columns
+    are kept too, because making them costs half of what unpacking small parameters does.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[object, list[Kept]] = {}
+        self._room = KEPT_NBYTES
+
+    def take(self, use: str, shape: tuple[int, int], dtype: torch.dtype, cut: Cut) -> Kept:
+        """Return a free buffer. Outside of its columns only the same ``use`` has written."""
+        key = use, shape, dtype, cut
+        for kept in self._buffers.get(key, ()):
+            if kept.count_owners() == kept.at_rest:
+                return kept
+        kept = Kept(shape, dtype, cut)
+        nbytes = kept.memory.nbytes
+        if nbytes <= KEPT_NBYTES:
+            if nbytes > self._room:
+                self._buffers.clear()
+                self._room = KEPT_NBYTES
+            self._room -= nbytes
+            self._buffers.setdefault(key, []).append(kept)
+        return kept
+
+
+_memories: weakref.WeakKeyDictionary[Any, KeptMemory] = weakref.WeakKeyDictionary()
+
+
+def memory_of(axis: MeshAxis) -> KeptMemory:
+    """Return the memory of an axis' process group. Fake tensors get one of their own."""
+    if axis.pg is None or not torch_modes.has_real_memory():
+        return KeptMemory()
+    return _memories.setdefault(axis.pg, KeptMemory())
 
 
 class Wire:
@@ -211,6 +277,11 @@ class Wire:
     def scatters_zero_copy(self) -> bool:
         """The same for a reduce-scatter."""
         return type(self.scatter) is DefaultReduceScatter
+
+    @property
+    def sends_kept(self) -> bool:
+        """True if on a host a reduce-scatter may send what lies in kept memory."""
+        return self.keeps_landing and self.scatters_zero_copy and self.sum_rows is None
 
     def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output of an all-gather, and ``sent`` where it has to lie.

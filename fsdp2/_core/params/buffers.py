@@ -17,7 +17,7 @@ from fsdp2._core.base import torch_tensors
 from fsdp2._core.base.capabilities import ROW_NBYTES
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
-from fsdp2._core.comm.wire import InFlight, Wire
+from fsdp2._core.comm.wire import InFlight, Kept, Wire, memory_of
 from fsdp2._core.params import packing
 from fsdp2._core.params.layout import GatherLayout, Packed, align
 from fsdp2._core.params.param import Span
@@ -36,8 +36,8 @@ class Tail(Protocol):
     def write(self, row: Tensor) -> None:
         """Fill this rank's row ``[numel]``."""
 
-    def landing(self, rows: Tensor) -> Tensor:
-        """Return where the rows of all ranks land: these bytes, or others."""
+    def landing(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return the bytes where the rows of all ranks land."""
 
     def before(self) -> None:
         """A gather is about to be issued."""
@@ -47,28 +47,6 @@ class Tail(Protocol):
 
     def failed(self, error: Exception) -> StateError:
         """Return the error for a gather that failed."""
-
-
-class Landing:
-    """What is gathered on a CPU, ``[W, numel]``: always the same tensor, and its parts.
-
-    Its memory is there between a gather and its unpacking only, but views of it stay: splitting it
-    costs half of what unpacking small parameters does.
-    """
-
-    @torch.inference_mode(False)
-    def __init__(self, size: int, numel: int, dtype: torch.dtype, sizes: Sequence[int]) -> None:
-        self.numel = numel
-        self.gathered = torch.empty((size, numel), dtype=dtype, device="cpu")
-        self.parts = list(self.gathered.split(sizes, 1))
-        self._storage = self.gathered.untyped_storage()
-        self._nbytes = self.gathered.nbytes
-
-    def allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-
-    def free(self) -> None:
-        self._storage.resize_(0)
 
 
 class ShardBuffer:
@@ -113,7 +91,8 @@ class ShardBuffer:
         # where the pieces of all ranks land in the full buffer, flat; None: in memory of their own
         self._landed: Tensor | None = None
         self._dealt: list[Tensor] = []  # where rows of dealt parameters are copied
-        self._landing: Landing | None = None
+        self._memory = memory_of(axis)
+        self._landing: Kept | None = None  # where the current gather lands
         # bytes that extended parameters add to what each rank sends: an open tail, of any size
         self.open_tail_nbytes = 0
         # the wire works on any memory: gathers may land where they are used
@@ -144,21 +123,17 @@ class ShardBuffer:
     def bind(self, full: Tensor) -> None:
         """Let gathered shards land in a full buffer, which has its memory now."""
         layout = self.layout
-        targets = packing.gather_targets(full, layout, layout.whole.order)
+        tail = None
+        if self.tail is not None:
+            nbytes = layout.padded_nbytes(len(layout.items) - 1)
+            tail = self.tail.landing(self.axis.size * nbytes, full.device)
+        targets = packing.gather_targets(full, layout, layout.whole.order, tail)
         self._way = self._together = (layout.whole, targets)
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = packing.gather_targets(full, layout, layout.replicated)
         self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
         self._landed = packing.landing_in(full, layout)
         self._dealt = packing.dealt_targets(full, layout)
-        if self.tail is not None:
-            last, start = len(layout.items) - 1, layout.full_offsets[-1]
-            rows = full[start : start + self.axis.size * layout.padded_nbytes(last)]
-            landing = self.tail.landing(rows)
-            if landing is not rows:
-                landing = landing.view(layout.wire_dtype)
-                targets[layout.whole.order.index(last)] = landing
-                self._apart = (layout.packed, targets[: len(layout.packed.order)])
 
     def follow(self, wire: Wire) -> None:
         """Take notice of what the wire can do from now on."""
@@ -201,10 +176,9 @@ class ShardBuffer:
             StateError: another rank gathered something else. See [Note: agreement].
         """
         packed, targets = self._way
-        landing = self._landing
-        if landing is not None and gathered is landing.gathered:
-            torch_tensors.copy_all(targets, landing.parts)
-            landing.free()
+        if self._landing is not None:
+            torch_tensors.copy_all(targets, self._landing.parts)
+            self._landing = None
         elif targets:
             even = gathered
             if self.layout.pieces:
@@ -242,6 +216,7 @@ class ShardBuffer:
         these follows, ``[W, open_tail_nbytes]``.
         """
         layout, axis, flat = self.layout, self.axis, self.flat
+        self._landing = None
         if self._views is None:
             # with lanes, ``finish_host_reads`` lets the host wait for the copy
             has_lanes = not async_op
@@ -293,21 +268,15 @@ class ShardBuffer:
     def _landing_for(self, sent: Tensor) -> Tensor | None:
         """Return where a collective of ours gathers on a CPU; None: somewhere new."""
         packed, _ = self._way
-        if not (packed.is_one_split and sent.is_cpu and self._lands_directly):
+        if not (packed.is_dense and sent.is_cpu and self._lands_directly and self._keeps_landing):
             return None
-        if not self._keeps_landing:
-            return None
-        landing, numel = self._landing, sent.shape[1]
-        if landing is None or landing.numel != numel:
-            self._landing = landing = Landing(self.axis.size, numel, sent.dtype, packed.sizes)
-        else:
-            landing.allocate()
-        return landing.gathered
+        shape, cut = (self.axis.size, sent.shape[1]), (packed.sizes, packed.shapes)
+        self._landing = self._memory.take("gather", shape, sent.dtype, cut)
+        return self._landing.memory
 
     def free_gathered(self) -> None:
-        """Free what was gathered, and will not be used any more."""
-        if self._landing is not None:
-            self._landing.free()
+        """Drop what was gathered, and will not be used any more."""
+        self._landing = None
 
     def _inputs_of(self, sent: Tensor) -> list[Tensor]:
         """View what each collective sends, the packed part first, in what is sent altogether."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp2._core.base import torch_tensors
+from fsdp2._core.comm.wire import Kept
 from fsdp2._core.params.layout import ReduceLayout, contiguous_stride
 
 
@@ -29,14 +30,19 @@ def inputs_of(
     allocate: Callable[[Sequence[int], torch.dtype, torch.device], Tensor],
     device: torch.device,
     is_mixed: bool = False,
+    kept: Kept | None = None,
 ) -> list[Tensor]:
     """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones.
 
     With dealt members it is the pieces of all ranks, flat. For the arguments see
-    ``pack_gradients``; ``allocate`` makes the wire's buffers.
+    ``pack_gradients``; ``allocate`` makes the wire's buffers, unless one is ``kept``.
     """
-    packed = allocate((layout.size, layout.packed_numel), layout.wire_dtype, device)
-    pack_gradients(grads, layout, rank, behind, packed, is_mixed)
+    if kept is not None:
+        packed, parts = kept.memory, kept.parts
+    else:
+        shape, parts = (layout.size, layout.packed_numel), []
+        packed = allocate(shape, layout.wire_dtype, device)
+    pack_gradients(grads, layout, rank, behind, packed, is_mixed, parts)
     if layout.pieces:
         flat = allocate((sum(layout.pieces),), layout.wire_dtype, device)
         _pack_pieces(grads, layout, packed, flat)
@@ -53,11 +59,14 @@ def pack_gradients(
     behind: Tensor,
     out: Tensor,
     is_mixed: bool = False,
+    parts: Sequence[Tensor] = (),
 ) -> None:
     """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
 
     ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. All are cast to
     the dtype of ``out``. Gradients and ``behind`` have one dtype, unless they are ``is_mixed``.
+    ``parts`` are the columns of ``out`` (``ReduceLayout.cut``) if all else in it is zero already:
+    on a host ``chunk_cat`` pads each gradient to a row for every rank first.
 
     On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
     for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
@@ -70,7 +79,11 @@ def pack_gradients(
     if not out.is_cpu:
         columns = [c.contiguous() for c in columns]
     columns.append(behind)
-    if is_mixed:
+    if parts:
+        pairs = zip(columns, parts, strict=True)
+        rows = [c if c.shape == p.shape else c.reshape_as(p) for c, p in pairs]
+        torch_tensors.copy_all(parts, rows)
+    elif is_mixed:
         _chunk_cat_mixed(columns, layout.size, out)
     else:
         torch_tensors.chunk_cat(columns, 0, layout.size, out=out)

@@ -236,14 +236,17 @@ class GatherItem:
 class Packed:
     """What one all-gather carries: the first padded shards of the send buffer, in its order.
 
-    ``sizes`` are in wire elements. With ``is_one_split`` one kernel unpacks everything that was
-    gathered: no gap, only rank-major items, and anything at all (CUDA's kernel ends the process
+    ``sizes`` are in wire elements, and ``shapes`` those of what is unpacked: of the ranks that have
+    rows. ``is_dense``: no gap, only rank-major items, and anything at all. With
+    ``is_one_split`` one kernel unpacks everything that was gathered (CUDA's kernel ends the process
     where there is nothing to split: torch 2.11.0).
     """
 
     order: tuple[int, ...]
     nbytes: int
     sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    is_dense: bool
     is_one_split: bool
 
 
@@ -292,7 +295,8 @@ class GatherLayout:
       in its first ``packed_nbytes``, each zero-copy shard behind them by itself. Where no dtype
       differs the two layouts are equal, and the shard buffer is sent;
     - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
-      that a zero-copy one is gathered right there.
+      that a zero-copy one is gathered right there. With ``trims``, on a host, the padding of a
+      packed one is left out: of many ranks most may have no row of a small parameter.
 
     ``pieces``: bytes that each rank sends, if some parameter is dealt. Each begins with what is
     packed. They land in the full buffer from ``landing_start`` on, or, if that is None, in memory
@@ -319,6 +323,7 @@ class GatherLayout:
     landing_start: int | None = None
     runs: tuple[Run, ...] = ()
     copied: tuple[Landed, ...] = ()
+    trims: bool = False
 
     @staticmethod
     def plan(
@@ -327,6 +332,7 @@ class GatherLayout:
         full_sizes: Sequence[int] = (),
         zero_copy: ZeroCopy | None = None,
         rank: int = 0,
+        trims: bool = False,
     ) -> GatherLayout:
         """Place every item: packed, zero-copy, dealt, replicated; equal dtypes side by side.
 
@@ -414,7 +420,11 @@ class GatherLayout:
             for index, one in enumerate(items)
             if lands_in_full and one.shard.stays_where_it_lands and one.coding is None
         }
-        rooms = [0 if i in stay else full_nbytes(one, full_sizes) for i, one in enumerate(items)]
+        lands = zero_copy if trims else ZeroCopy(0)
+        rooms = [
+            0 if i in stay else full_nbytes(one, (size, *full_sizes), lands)
+            for i, one in enumerate(items)
+        ]
         full_ends = [0, *itertools.accumulate(map(align, rooms))]
         full_offsets, full_end = full_ends[:-1], full_ends[-1]
         pieces: list[int] = []
@@ -446,6 +456,7 @@ class GatherLayout:
             landing_start=full_end if lands_in_full else None,
             runs=tuple(runs),
             copied=tuple(one for one in landed if one.item not in stay),
+            trims=trims,
         )
 
     @staticmethod
@@ -456,22 +467,24 @@ class GatherLayout:
         full_sizes: Sequence[int] = (),
         zero_copy: ZeroCopy | None = None,
         rank: int = 0,
+        trims: bool = False,
     ) -> GatherLayout:
         """The same with a tail of at least ``numel`` elements, which fills rows up.
 
         No tail where nothing is sent.
         """
-        layout = GatherLayout.plan(items, size, full_sizes, zero_copy, rank)
+        how = size, full_sizes, zero_copy, rank, trims
+        layout = GatherLayout.plan(items, *how)
         tail = layout.tail_item(numel)
         if tail is None:
             return layout
-        found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy, rank)
+        found = GatherLayout.plan([*items, tail], *how)
         missing = -found.packed_nbytes % ROW_NBYTES
         if not missing:  # of several segments, too: these end with a gap
             return found
         longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
         assert longer is not None
-        return GatherLayout.plan([*items, longer], size, full_sizes, zero_copy, rank)
+        return GatherLayout.plan([*items, longer], *how)
 
     @cached_property
     def casts(self) -> bool:
@@ -534,8 +547,17 @@ class GatherLayout:
         padded = [self.padded_nbytes(index) for index in indices]
         rank_major = all(self.items[index].lands_as_it_is for index in indices)
         sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
-        is_one_split = rank_major and sum(padded) == nbytes > 0
-        return Packed(tuple(indices), nbytes, sizes, is_one_split)
+        is_dense = rank_major and sum(padded) == nbytes > 0
+        shapes = tuple(zip(map(self.ranks_of, indices), sizes, strict=True))
+        is_one_split = is_dense and all(ranks == self.size for ranks, _ in shapes)
+        return Packed(tuple(indices), nbytes, sizes, shapes, is_dense, is_one_split)
+
+    def ranks_of(self, index: int) -> int:
+        """Return how many ranks have rows of an item that are unpacked; of a zero-copy one, all."""
+        item = self.items[index]
+        if not self.trims or item.is_tail or index in self.zero_copy or not item.lands_as_it_is:
+            return self.size
+        return -(-item.shard.shape[0] // max(item.shard.chunk, 1))
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
@@ -557,15 +579,12 @@ class GatherLayout:
         return GatherItem(shard, *dtypes, is_tail=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:
-        """True if unsharded parameters lie in another layout's full buffer as in this one's.
-
-        It may be longer: without a smaller mesh there is no room for the tail of one.
-        """
+        """True if unsharded parameters lie in another layout's full buffer as in this one's."""
         mine = [item.compute_dtype for item in self.items]
         return (
             mine == [item.compute_dtype for item in other.items]
             and self.full_offsets == other.full_offsets
-            and self.full_nbytes <= other.full_nbytes
+            and self.full_nbytes == other.full_nbytes
         )
 
     def padded_nbytes(self, index: int) -> int:
@@ -607,22 +626,23 @@ def _land(
     return pieces, landed
 
 
-def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
-    """Bytes that an unsharded parameter needs, padding included where padded shards land in it.
+def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) -> int:
+    """Bytes that an unsharded parameter needs, gathered over axes of some sizes: a tail, none.
 
-    Tails over other axes may be longer than this one, by what fills their rows up.
+    Of one that fits ``lands`` the padded shards of all ranks have room, else of those with rows.
     """
-    shard = item.shard
-    if item.is_tail and full_sizes:
-        longest = shard.padded_numel * item.compute_dtype.itemsize + 3 * ROW_NBYTES
-        return max(shard.size, *full_sizes) * longest
-    numel = shard.numel
-    if shard.is_rank_major:
-        row_numel = math.prod(shard.shape[1:])
-        for size in (shard.size, *full_sizes):
-            _, chunk = chunk_of(shard.shape[0], size, 0)
-            numel = max(numel, size * chunk * row_numel)
-    return numel * item.compute_dtype.itemsize
+    shard, itemsize = item.shard, item.compute_dtype.itemsize
+    if item.is_tail:
+        return 0
+    rows = shard.shape[0] if shard.is_rank_major else 0
+    if not rows:
+        return shard.numel * itemsize
+    chunks = [chunk_of(rows, size, 0)[1] for size in sizes]
+    if lands is not None and shard.numel * itemsize >= lands.nbytes:
+        rows = max(size * chunk for size, chunk in zip(sizes, chunks, strict=True))
+    else:
+        rows = max(align(rows, chunk) for chunk in chunks)
+    return rows * math.prod(shard.shape[1:]) * itemsize
 
 
 @dataclass(frozen=True)
@@ -779,6 +799,29 @@ class ReduceLayout:
         """Indices into ``packed`` of those whose gradients are no rows of the input as they are."""
         packed = enumerate(self.packed)
         return tuple(i for i, p in packed if self.slotted[p] or self.shards[p].dim != 0)
+
+    @cached_property
+    def cut(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
+        """Widths of the packed columns, the tail last, and the shapes of the rows in them.
+
+        None if less than half of it is padding, or if the last rank with rows has fewer.
+        """
+        shapes: list[tuple[int, ...]] = []
+        widths, numel, room = list(map(self.width, self.packed)), 0, 0
+        for width, shard in zip(widths, map(self.shards.__getitem__, self.packed), strict=True):
+            if not shard.is_even:
+                shapes.append((self.size, width))
+                continue
+            dim = shard.dim or 0
+            rows, rest = shard.shape[dim], (*shard.shape[:dim], *shard.shape[dim + 1 :])
+            if rows % shard.chunk:
+                return None
+            shapes.append((rows, *rest) if shard.chunk == 1 else (rows // shard.chunk, width))
+            numel, room = numel + shard.numel, room + width * self.size
+        if 2 * numel > room or not room or self.dealt:
+            return None
+        tail = self.numel - self.tail_start + self.tail_gap
+        return (*widths, tail), (*shapes, (self.size, tail))
 
     @cached_property
     def output_sizes(self) -> list[int]:

@@ -189,13 +189,20 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
     """
     views = []
     for item, start in zip(layout.items, layout.full_offsets, strict=True):
+        if item.is_tail:
+            continue
         flat = typed(full, start, item.shard.numel, item.compute_dtype)
         views.append(flat.as_strided(item.shard.shape, item.shard.stride).data)
     return views
 
 
-def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -> list[Tensor]:
-    """View where shards land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
+def gather_targets(
+    full: Tensor, layout: GatherLayout, indices: Sequence[int], tail: Tensor | None = None
+) -> list[Tensor]:
+    """View where shards land: ``[n, C_i]`` in wire dtype where one copy does, else the tensor.
+
+    ``n`` ranks have rows that are unpacked (``ranks_of``). A tail lands in the bytes ``tail``.
+    """
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
@@ -204,8 +211,11 @@ def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:
             numel = layout.padded_nbytes(index) // layout.wire_dtype.itemsize
-            flat = typed(full, start, layout.size * numel, layout.wire_dtype)
-            targets.append(flat.view(layout.size, numel))
+            ranks, memory = layout.ranks_of(index), full
+            if item.is_tail and tail is not None:
+                memory, start = tail, 0
+            flat = typed(memory, start, ranks * numel, layout.wire_dtype)
+            targets.append(flat.view(ranks, numel))
     return targets
 
 
@@ -282,7 +292,7 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
             continue
         if item.lands_as_it_is:
             begin = start // gathered.dtype.itemsize
-            target.copy_(gathered[:, begin : begin + target.shape[1]])
+            target.copy_(gathered[: len(target), begin : begin + target.shape[1]])
         else:
             if item.coding is not None:
                 coded.add_padded(target, item.coding, start, item.shard)

@@ -27,7 +27,7 @@ from fsdp2._core.agreement.collective_ids import CollectiveIds
 from fsdp2._core.agreement.operation_ids import Signature
 from fsdp2._core.agreement.stamp import Stamp
 from fsdp2._core.base import torch_dtensor, torch_tensors
-from fsdp2._core.base.capabilities import ZeroCopy
+from fsdp2._core.base.capabilities import ZeroCopy, capabilities
 from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Residence
 from fsdp2._core.comm.mesh import DataMesh
@@ -112,6 +112,7 @@ class Buffers:
         self._data = data
         self._residence = residence
         self._ids = ids
+        self._trims = capabilities(residence.compute).is_host
         # the shards; None in a copy until it is planned
         self.home: ShardBuffer | None = None
         self.post_forward = PostForward()
@@ -189,6 +190,7 @@ class Buffers:
             wire.zero_copy,
             # without dealt parameters the plan of every rank is the same, and is kept once
             self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0,
+            trims=self._trims,
         )
         if self.home is None or not layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
@@ -322,6 +324,7 @@ class Buffers:
             others,
             None if stamp is None else stamp.numel,
             wire.zero_copy,
+            trims=self._trims,
         )
         tail = stamp if len(layout.items) > len(items) else None
         device = self._residence.compute
@@ -388,8 +391,9 @@ def _with_stamp(
     numel: int | None,
     zero_copy: ZeroCopy | None,
     rank: int = 0,
+    trims: bool = False,
 ) -> GatherLayout:
     """Plan a layout with room for a stamp of ``numel``, if there is one, behind the parameters."""
     if numel is None:
-        return GatherLayout.plan(items, size, others, zero_copy, rank)
-    return GatherLayout.plan_with_tail(items, size, numel, others, zero_copy, rank)
+        return GatherLayout.plan(items, size, others, zero_copy, rank, trims)
+    return GatherLayout.plan_with_tail(items, size, numel, others, zero_copy, rank, trims)

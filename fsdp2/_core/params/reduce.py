@@ -55,7 +55,7 @@ from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import Observable
 from fsdp2._core.base.policy import Residence, Settings
 from fsdp2._core.comm.mesh import DataMesh
-from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire
+from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire, memory_of
 from fsdp2._core.params import gradient_packing
 from fsdp2._core.params.gradients import add_to, as_gradient, local_gradient, mismatch
 from fsdp2._core.params.layout import ReduceLayout
@@ -235,6 +235,7 @@ class Reducer(Observable):
         # sharded gradients of the last reduction, to be filled again
         self._buffer: GradientBuffer | None = None
         self.wire = Wire()  # what the group sends over; gathers use it, too
+        self._memory = memory_of(data.shard)
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.unreduced = Unreduced()
@@ -351,14 +352,19 @@ class Reducer(Observable):
             # Before the buffer is made: if ranks have to exchange numbers first, a wire that lends
             # one piece of memory at a time must not have lent it yet.
             self.ids.reductions.before()
+        device, kept = self._residence.compute, None
+        if layout.cut is not None and device.type == "cpu" and self.wire.sends_kept:
+            shape = layout.size, layout.packed_numel
+            kept = self._memory.take("reduce", shape, layout.wire_dtype, layout.cut)
         inputs = gradient_packing.inputs_of(
             grads,
             layout,
             self.data.shard.rank,
             behind,
             self.wire.allocate,
-            self._residence.compute,
+            device,
             is_mixed,
+            kept,
         )
         if settings.reduce_unused or self.hook is not None:
             absent = []  # who has no gradient here gets what others have, or zeros

@@ -188,7 +188,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     others = () if smaller is None else (smaller.shard.size,)
     zero_copy = group.wire.zero_copy
     return GatherLayout.plan_with_tail(
-        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy, layout.rank
+        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy, layout.rank, layout.trims
     )
 
 
