@@ -25,9 +25,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._core.api.checks import is_container
+from fsdp2._core.api.collect import (
+    Asking,
+    Choice,
+    Chosen,
+    Ignored,
+    WrapPolicy,
+    is_container,
+    run_policy,
+)
 from fsdp2._core.api.fully_shard import check_call, fully_shard
-from fsdp2._core.api.policies import Asking, Choice, Chosen, Ignored, WrapPolicy, run_policy
 from fsdp2._core.base import torch_comm, torch_modules
 from fsdp2._core.base.arguments import (
     check_count,

@@ -29,7 +29,7 @@ OF_OTHERS = {
     ("_tools/doctor/ranks.py", "LostRankError"): "becomes a verdict of the doctor",
     ("_tools/doctor/run.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
     ("_core/agreement/agreement.py", "ReferenceError"): "becomes FS401",
-    ("_core/engine/torch_view.py", "AttributeError"): "has FS910",
+    ("_core/engine/between_steps.py", "AttributeError"): "has FS910",
     ("_tools/record/format.py", "ValueError"): "becomes FS914",
     ("_tools/record/rows.py", "ValueError"): "becomes FS914",
     ("_tools/record/trace.py", "ValueError"): "becomes FS917",

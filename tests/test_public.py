@@ -14,7 +14,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 import fsdp2
-from fsdp2._core.api.checks import check_comm
+from fsdp2._core.api.collect import check_comm
 from fsdp2._core.api.settings import ControlSurface
 from fsdp2._core.comm.wire import DefaultAllGather, DefaultReduceScatter
 from tests.lab.torch_surface import (

@@ -22,7 +22,7 @@ from benchmarks.gpu._steps import BLOCKS_8B, emulated, make_step, size_of, warm_
 from benchmarks.kit.rounds import rotate
 from fsdp2._core.base import capabilities, torch_comm
 from fsdp2._core.base.capabilities import Capabilities, ZeroCopy
-from fsdp2._core.params import buffers, layout, reduce_plan
+from fsdp2._core.params import buffers, layout, planning
 
 KIB = 1024
 THRESHOLDS = {"64 KiB": 64 * KIB, "512 KiB": 512 * KIB, "4 MiB": 4096 * KIB, "none": None}
@@ -49,7 +49,7 @@ def steps_by_rows() -> list[dict[str, Any]]:
         {
             f"{nbytes} bytes": [
                 mock.patch.object(module, "ROW_NBYTES", nbytes)
-                for module in (layout, reduce_plan, buffers)
+                for module in (layout, planning, buffers)
             ]
             for nbytes in ROWS_NBYTES
         }

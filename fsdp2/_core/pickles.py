@@ -31,12 +31,10 @@ from fsdp2._core.base.policy import (
 from fsdp2._core.base.torch_dealt import DealtTensor, dealt
 from fsdp2._core.comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._core.comm.wire import Wire
-from fsdp2._core.engine.between_steps import StateHooks
-from fsdp2._core.engine.hooks import ForwardMethod
+from fsdp2._core.engine.between_steps import StateHooks, TorchState
 from fsdp2._core.engine.parts import PartHook
 from fsdp2._core.engine.precision import CastBuffer, CastBuffers, Precision
-from fsdp2._core.engine.step import ForwardHooks
-from fsdp2._core.engine.torch_view import TorchState
+from fsdp2._core.engine.step import ForwardHooks, ForwardMethod
 from fsdp2._core.engine.tree import Unit
 from fsdp2._core.params.early_release import Readers
 from fsdp2._core.params.group import ParamGroup

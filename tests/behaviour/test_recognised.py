@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 import fsdp2
 from fsdp2._core.api.settings import ControlSurface
 from fsdp2._core.base import torch_modules
-from fsdp2._core.engine.torch_view import TorchState, View
+from fsdp2._core.engine.between_steps import TorchState, View
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import CASES, WIDTH, Block, seeded
 from tests.kit.parity import assert_same_gradients, shard

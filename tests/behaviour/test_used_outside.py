@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsdp2
-from fsdp2._core.engine.used_outside import explained
+from fsdp2._core.engine.between_steps import explained
 from tests.kit.models import seeded
 from tests.kit.pool import ranks
 from tests.kit.slow import slow

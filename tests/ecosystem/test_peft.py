@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp2._core.agreement.operation_ids import STAMP_NUMEL
+from fsdp2._core.agreement.agreement import STAMP_NUMEL
 from fsdp2._core.base.capabilities import ROW_NBYTES
 from fsdp2._core.base.events import Event, listen
 from fsdp2._core.engine.tree import unit_of

@@ -28,7 +28,7 @@ class Fault:
 FAULTS = [
     Fault(
         "dropped-accumulation-uses-old-values",
-        "fsdp2/_core/engine/staying.py",
+        "fsdp2/_core/engine/tree.py",
         "Staying.begin_forward",
         "is_evaluation or self._gradients is None or self._look() != self._gradients",
         "is_evaluation",
@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "nested-modules-of-a-list-kept",
-        "fsdp2/_core/api/checks.py",
+        "fsdp2/_core/api/collect.py",
         "_outermost",
         "[top for top in unique if top not in inner]",
         "unique",
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "mean-divided-twice",
-        "fsdp2/_core/params/reduce_plan.py",
+        "fsdp2/_core/params/planning.py",
         "GradientScale.choose",
         """
         if dtype == torch.float16:
@@ -498,7 +498,7 @@ FAULTS = [
     ),
     Fault(
         "ignored-modules-without-their-children",
-        "fsdp2/_core/api/policies.py",
+        "fsdp2/_core/api/collect.py",
         "Ignored.of",
         "{child for module in modules for child in module.modules()}",
         "set(modules)",

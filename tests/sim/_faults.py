@@ -781,7 +781,7 @@ FAULTS = [
     ),
     SimFault(
         "numbers-made-anew-in-every-step",
-        "fsdp2/_core/params/reduce_plan.py",
+        "fsdp2/_core/params/planning.py",
         "ReducePlanner._renumbered",
         "self._completes[tuple(codes)] = complete",
         "",

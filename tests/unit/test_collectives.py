@@ -12,7 +12,7 @@ from fsdp2._core.base import torch_modes
 from fsdp2._core.comm import wire
 from fsdp2._core.comm.mesh import MeshAxis
 from fsdp2._core.comm.wire import Wire as Sender
-from fsdp2._core.params.reduce_plan import GradientScale
+from fsdp2._core.params.planning import GradientScale
 from tests.unit._loopback import LoopbackComm, Wire, fake_process_group
 
 SUM = dist.ReduceOp.SUM

@@ -12,23 +12,20 @@ from torch import Tensor
 
 from fsdp2._core.agreement.agreement import (
     CONTEXT,
+    GATHER_STAMP_NUMEL,
     GAVE_UP,
     LONG_RUN,
+    NUMBER_BITS,
     RENEWED,
+    STAMP_BITS,
+    STAMP_NUMEL,
+    TRAIT_BITS,
     Agreement,
     Follower,
     Operation,
     Over,
     Predictions,
     Sent,
-)
-from fsdp2._core.agreement.operation_ids import DTYPES as SENT
-from fsdp2._core.agreement.operation_ids import (
-    GATHER_STAMP_NUMEL,
-    NUMBER_BITS,
-    STAMP_BITS,
-    STAMP_NUMEL,
-    TRAIT_BITS,
     Signature,
     code_of,
     digits_of,
@@ -36,6 +33,7 @@ from fsdp2._core.agreement.operation_ids import (
     number_of,
     number_of_digits,
 )
+from fsdp2._core.agreement.agreement import DTYPES as SENT
 from fsdp2._core.agreement.stamp import Stamp
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.comm.mesh import MeshAxis

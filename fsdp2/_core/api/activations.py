@@ -42,9 +42,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp2._core.api.checks import is_container
+from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, is_container, run_policy
 from fsdp2._core.api.host_memory import CopyLanes, HostMemory
-from fsdp2._core.api.policies import Asking, Ignored, WrapPolicy, run_policy
 from fsdp2._core.api.settings import refuse_during_step
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_tensors
 from fsdp2._core.base.arguments import check_count, check_module

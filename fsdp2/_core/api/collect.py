@@ -1,7 +1,8 @@
 """Which parameters and buffers a call of ``fully_shard`` takes.
 
-Owns the walk over the module tree, ties, and every check of a parameter. It changes nothing until
-``take_ties``. It must not know hooks or phases.
+Owns the checks of arguments, the reading of policies, the walk over the module tree, ties, and
+every check of a parameter. It changes nothing until ``take_ties``. It must not know hooks or
+phases.
 
 [Note: ties]
 A parameter that is registered in several places is one ``FSDPParam`` with several sites, and stays
@@ -13,21 +14,33 @@ contain every site and not every path: another module around it may contain a si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fsdp2._core.api.policies import Ignored
 from fsdp2._core.base import torch_modules
-from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.arguments import described, wrong_type, wrong_value
+from fsdp2._core.base.errors import ConfigError, ConfigTypeError, StateError
 from fsdp2._core.base.names import class_name
+from fsdp2._core.base.policy import (
+    OUTER,
+    SHARDINGS,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Sharding,
+)
 from fsdp2._core.base.rows import Deal
+from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.engine.tree import Unit, unit_of
@@ -41,6 +54,192 @@ from fsdp2._core.params.extension import (
 from fsdp2._core.params.param import SUMMONED, FSDPParam, OwnerMark
 from fsdp2._core.params.placement import ParamPlacement, claim_of, place, shard_dim, shard_mesh
 from fsdp2._core.params.registration import Site
+
+# Which modules a policy picks: classes, a function, or a policy of torch's.
+
+# What a call of ``fully_shard`` leaves alone: ``ignored_params`` and ``ignored_states``.
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Parameters and buffers (``tensors``), and ``modules`` with all that is in them."""
+
+    tensors: frozenset[Tensor]
+    modules: frozenset[nn.Module]
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self.tensors
+
+    @staticmethod
+    def of(params: object, states: object) -> Ignored:
+        """Read the arguments of ``fully_shard``.
+
+        Raises:
+            ConfigError: something else than parameters among ``params``; among ``states`` something
+                else than modules and tensors, both of them, or a module that is sharded already.
+        """
+        tensors: set[Tensor] = set(_params(params))
+        found = _listed(states)
+        modules = [item for item in found if isinstance(item, nn.Module)]
+        own = [item for item in found if isinstance(item, Tensor)]
+        wrong = [item for item in found if not isinstance(item, nn.Module | Tensor)]
+        if wrong:
+            raise ConfigTypeError(
+                "FS101",
+                "fully_shard: expected ignored_states to hold modules, or parameters and buffers, "
+                f"found {described(wrong[0])} in it. Pass the modules or tensors themselves, not "
+                "their names.",
+            )
+        if modules and own:
+            raise ConfigError(
+                "FS212",
+                f"fully_shard: found a {class_name(modules[0])} and a "
+                f"{type(own[0]).__name__} of shape {tuple(own[0].shape)} in ignored_states. Pass "
+                "modules only, or tensors only: for a mixture pass "
+                "[*module.parameters(), *module.buffers()] in the place of each module.",
+            )
+        inside = {child for module in modules for child in module.modules()}
+        for child in inside:
+            if unit_of(child) is not None:
+                raise ConfigError(
+                    "FS212",
+                    f"fully_shard: found a {class_name(child)} in ignored_states that "
+                    "fully_shard was applied to, so its parameters are sharded already. "
+                    "Leave it out: a call never takes what an earlier one took.",
+                )
+            tensors.update(p for p in child._parameters.values() if p is not None)
+            tensors.update(b for b in child._buffers.values() if b is not None)
+        return Ignored(frozenset(tensors.union(own)), frozenset(inside))
+
+
+def _listed(states: object) -> list[object]:
+    if states is None:
+        return []
+    is_one = isinstance(states, nn.Module | Tensor) or not isinstance(states, Iterable)
+    return [states] if is_one else list(states)  # type: ignore[call-overload]  # an Iterable
+
+
+def _params(ignored: object) -> list[nn.Parameter]:
+    params = []
+    for param in _listed(ignored):
+        if not isinstance(param, nn.Parameter):
+            raise ConfigTypeError(
+                "FS101",
+                f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
+                f"{type(param).__name__} in it. Pass the parameters themselves; modules and "
+                "buffers go into ignored_states.",
+            )
+        params.append(param)
+    return params
+
+
+Choice = dict[str, Any]
+Chosen = dict[nn.Module, Choice]
+WrapPolicy = (
+    Collection[type[nn.Module]]
+    | torch_modules.CustomPolicy
+    | Callable[[nn.Module], bool | Choice]
+    | Callable[[nn.Module, bool, int], bool]
+)
+
+
+class Asking(NamedTuple):
+    """Who asks a policy, for messages: a function, what comes of no module, what is an answer."""
+
+    who: str
+    if_none: str
+    answers: str
+
+
+def run_policy(policy: object, model: nn.Module, ignored: Ignored, asking: Asking) -> Chosen:
+    """Ask the policy about every module below the root."""
+    if isinstance(policy, torch_modules.CustomPolicy):
+        return _ask(torch_modules.custom_policy_function(policy), model, ignored, asking)
+    is_text = isinstance(policy, str | bytes | Tensor)
+    if isinstance(policy, Iterable) and not is_text and not callable(policy):
+        classes = tuple(policy)
+        wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
+        if wrong or not classes:
+            found = f"{described(wrong[0])} in it" if wrong else "none"
+            raise ConfigTypeError(
+                "FS101",
+                f"{asking.who}: expected classes of modules as policy, found {found}. Pass for "
+                "example {TransformerBlock}.",
+            )
+        if not any(isinstance(module, classes) for module in model.modules()):
+            names = ", ".join(sorted(c.__name__ for c in classes))
+            _warn_of_nothing(model, f"of class {names}", asking)
+        return _ask(lambda module: isinstance(module, classes), model, ignored, asking)
+    if isinstance(policy, type | nn.Module) or not callable(policy):
+        expected = "a set of module classes, a function, or a policy of torch.distributed.fsdp.wrap"
+        raise wrong_type(asking.who, "policy", expected, policy)
+    if _is_recursive(policy):
+        chosen: Chosen = {}
+        _recurse(policy, model, ignored, chosen)
+        name = torch_modules.name_of_class_policy(policy)
+        picks = functools.partial(policy, recurse=False, nonwrapped_numel=0)
+        if name is not None and not any(picks(module=module) for module in model.modules()):
+            _warn_of_nothing(model, f"what {name} names", asking)
+        return chosen
+    return _ask(policy, model, ignored, asking)
+
+
+def _warn_of_nothing(model: nn.Module, what: str, asking: Asking) -> None:
+    warn(
+        "FS228",
+        f"{asking.who}: no module of the {class_name(model)} is {what}, so {asking.if_none}. "
+        "Pass the classes of the model's blocks.",
+    )
+
+
+def _is_recursive(policy: Callable[..., Any]) -> bool:
+    """True for a policy of FSDP1, which takes ``(module, recurse, nonwrapped_numel)``."""
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _ask(
+    function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignored, asking: Asking
+) -> Chosen:
+    chosen: Chosen = {}
+    for name, module in model.named_modules():
+        if module is model or module in ignored.modules:
+            continue
+        answer = function(module)
+        if not isinstance(answer, bool | dict):
+            raise ConfigError(
+                "FS213",
+                f"{asking.who}: the policy returned {described(answer)} for {name}. Return "
+                f"{asking.answers}.",
+            )
+        if answer:
+            chosen[module] = answer if isinstance(answer, dict) else {}
+    return chosen
+
+
+def _recurse(
+    policy: Callable[..., Any],
+    module: nn.Module,
+    ignored: Ignored,
+    chosen: Chosen,
+    is_root: bool = True,
+) -> int:
+    """Ask a recursive policy; return how many elements are in units at or below ``module``."""
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = 0
+    for child in module.children():
+        if child not in ignored.modules and child not in chosen:
+            taken += _recurse(policy, child, ignored, chosen, is_root=False)
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        return taken
+    chosen[module] = {}
+    return numel
+
 
 PART_NBYTES = 1 << 20
 """Unsharded bytes from which on a submodule of a root is a group of its own.
@@ -385,4 +584,192 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
             "FS206",
             f"{fqn}: expected a dense parameter, found layout {param.layout}. Convert it, or put "
             "it into ignored_params.",
+        )
+
+
+# Checks of what ``fully_shard`` and its relatives are given. Each raises, or returns.
+
+
+def check_modules(module: object) -> list[nn.Module]:
+    candidates = list(module) if isinstance(module, list | tuple) else [module]
+    if not candidates:
+        raise ConfigError(
+            "FS102", "fully_shard: found an empty list of modules. Pass at least one."
+        )
+    modules: list[nn.Module] = []
+    for candidate in candidates:
+        if not isinstance(candidate, nn.Module):
+            raise ConfigTypeError(
+                "FS101",
+                f"fully_shard: expected an nn.Module or a list of them, found "
+                f"{type(candidate).__name__}. Pass the module itself.",
+            )
+        if isinstance(candidate, torch.jit.ScriptModule):
+            raise ConfigError(
+                "FS204",
+                f"fully_shard: found a ScriptModule, {candidate.original_name}, whose class cannot "
+                "change. Shard the module that it was scripted from.",
+            )
+        modules.append(candidate)
+    modules = _outermost(modules)
+    for target in modules:
+        if is_container(target):
+            raise ConfigError(
+                "FS201",
+                f"fully_shard: {class_name(target)} has no forward, so nothing would gather "
+                "its parameters. Apply fully_shard to each of its modules, or to its parent.",
+            )
+        if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
+            raise ConfigError(
+                "FS202",
+                f"fully_shard: was already applied to this {class_name(target)}. Apply it "
+                "once to each module.",
+            )
+        if "replicate" in torch_modules.composable_names(target):
+            raise ConfigError(
+                "FS203",
+                f"fully_shard: replicate was already applied to this {class_name(target)}, and "
+                "manages its parameters. Apply one of the two to a module.",
+            )
+    return modules
+
+
+def is_container(module: nn.Module) -> bool:
+    """True for a list or a dict of modules without a forward, which would gather parameters."""
+    is_several = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return is_several and type(module).forward is nn.Module.forward
+
+
+def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
+    """Drop repeated modules, and modules inside another of the list."""
+    unique = list(dict.fromkeys(modules))
+    inner = {child for top in unique for child in top.modules() if child is not top}
+    return [top for top in unique if top not in inner]
+
+
+def check_reshard(choice: object, data: DataMesh) -> int | None:
+    """Return the number of ranks to reshard to, or None for a bool or ``None``."""
+    size = data.shard.size
+    if choice is None or isinstance(choice, bool):
+        return None
+    if not isinstance(choice, int):
+        raise wrong_type("fully_shard", "reshard_after_forward", "None, a bool or an int", choice)
+    if choice < 1 or size % choice:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise ConfigError(
+            "FS211",
+            f"fully_shard: found reshard_after_forward={described(choice)} for {size} shard ranks "
+            f"on {data.mesh}. Pass a divisor: one of {divisors}.",
+        )
+    return None if choice in (1, size) else choice
+
+
+def check_sharding(
+    shard: object, outer: object, reshard_after_forward: object, offload: object
+) -> Sharding:
+    """Return what ``shard`` and ``shard_outer`` stand for, if the other arguments go with it."""
+    expected = f"one of {', '.join(map(repr, SHARDINGS))}"
+    if not isinstance(shard, str):
+        raise wrong_type("fully_shard", "shard", expected, shard)
+    if shard not in SHARDINGS:
+        raise wrong_value("fully_shard", "shard", expected, shard)
+    expected = f"one of {', '.join(map(repr, OUTER))}"
+    if outer is not None and not isinstance(outer, str):
+        raise wrong_type("fully_shard", "shard_outer", expected, outer)
+    if outer not in OUTER:
+        raise wrong_value("fully_shard", "shard_outer", expected, outer)
+    sharding = SHARDINGS[shard]
+    if outer is not None:
+        if sharding.keeps_whole:
+            raise ConfigError(
+                "FS234",
+                f"fully_shard: found {sharding.name} beside {OUTER[outer].name}. With whole "
+                "parameters all ranks are one axis: leave shard_outer out, and pass a 1-D mesh of "
+                "them.",
+            )
+        if type(reshard_after_forward) is int:
+            raise ConfigError(
+                "FS234",
+                f"fully_shard: found reshard_after_forward={reshard_after_forward} beside "
+                f"{OUTER[outer].name}, which reshards to the inner dim of the mesh. Leave it out.",
+            )
+        return OUTER[outer]
+    if not sharding.keeps_whole:
+        return sharding
+    stays = f"fully_shard: found {sharding.name}, which keeps parameters whole on each rank"
+    if reshard_after_forward is not None and reshard_after_forward is not False:
+        raise ConfigError(
+            "FS234",
+            f"{stays}, and reshard_after_forward={described(reshard_after_forward)}, which frees "
+            'them. Leave that out, or pass shard="parameters".',
+        )
+    if isinstance(offload, CPUOffloadPolicy):
+        raise ConfigError(
+            "FS234",
+            f"{stays}, and a CPUOffloadPolicy, which copies them to the device for each use. Leave "
+            'the policy out, or pass shard="parameters".',
+        )
+    return sharding
+
+
+def check_layers(mesh: DeviceMesh, dims: object) -> None:
+    """Raise ConfigError unless a mesh has an outer and an inner dim, of several ranks each."""
+    found = f"{mesh.ndim} dims" if mesh.ndim != 2 else f"a shape of {tuple(mesh.shape)}"
+    if dims is None and mesh.ndim == 2 and min(mesh.shape) > 1:
+        return
+    found = found if dims is None else "dp_mesh_dims"
+    raise ConfigError(
+        "FS234",
+        "fully_shard: shard_outer needs a 2-D mesh of data-parallel dims, (outer, inner), with "
+        f"several ranks along each, found {found}. Pass one without dp_mesh_dims; or leave "
+        "shard_outer out, and pass a 1-D mesh of all ranks.",
+    )
+
+
+def check_method(module: object, name: object) -> str:
+    """Return the name of a method of ``module`` that can be run between two hooks."""
+    who = "register_fsdp_forward_method"
+    if not isinstance(module, nn.Module):
+        raise wrong_type(who, "module", "an nn.Module", module)
+    if not isinstance(name, str):
+        raise wrong_type(who, "method_name", "the name of a method", name)
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(
+            "FS501",
+            f"{who}: {type(module).__name__} has no method {described(name)}. Pass the name of one "
+            "that it has.",
+        )
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        raise ConfigError(
+            "FS502",
+            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a "
+            "coroutine, whose body runs after the call returned, when parameters are sharded "
+            "again. Register a method that returns its result.",
+        )
+    return name
+
+
+def check_policies(mp_policy: object, offload_policy: object) -> None:
+    """What is in a policy was checked when it was made."""
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        expected, hint = "a fsdp2.MixedPrecisionPolicy", ""
+        if isinstance(mp_policy, torch.dtype):
+            hint = f"Pass MixedPrecisionPolicy(param_dtype={mp_policy})."
+        raise wrong_type("fully_shard", "mp_policy", expected, mp_policy, hint)
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        expected = "a fsdp2.OffloadPolicy or None"
+        raise wrong_type("fully_shard", "offload_policy", expected, offload_policy)
+
+
+def check_comm(name: str, comm: object) -> None:
+    """Accept anything with the two methods: the classes are there to document them."""
+    is_class = isinstance(comm, type)
+    if is_class or not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise wrong_type(
+            name,
+            "comm",
+            "an object with allocate(size, dtype=, device=) that can be called",
+            comm,
+            "Pass an instance of a class derived from fsdp2.AllGather or fsdp2.ReduceScatter.",
         )

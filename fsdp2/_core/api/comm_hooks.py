@@ -38,7 +38,7 @@ from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.comm.coded_sum import CODES, CodedSum, Exact
 from fsdp2._core.comm.comms import ReduceScatter
 from fsdp2._core.comm.wire import DefaultReduceScatter, TorchMemory
-from fsdp2._core.params.reduce_plan import GradientScale
+from fsdp2._core.params.planning import GradientScale
 
 Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 

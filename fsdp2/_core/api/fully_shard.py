@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from fsdp2._core.api.checks import (
+from fsdp2._core.api.collect import (
+    Collected,
+    Ignored,
     check_layers,
     check_method,
     check_modules,
     check_policies,
     check_reshard,
     check_sharding,
-)
-from fsdp2._core.api.collect import (
-    Collected,
     collect,
     count_dealt,
     find_parts,
@@ -32,7 +31,6 @@ from fsdp2._core.api.collect import (
     take_ties,
 )
 from fsdp2._core.api.module import FSDPModule, register_names, sharded_class
-from fsdp2._core.api.policies import Ignored
 from fsdp2._core.base import torch_spmd
 from fsdp2._core.base.arguments import check_flag, check_function, check_module
 from fsdp2._core.base.policy import (
@@ -49,10 +47,10 @@ from fsdp2._core.base.policy import (
 from fsdp2._core.comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._core.comm.process_mesh import carrying, named
 from fsdp2._core.engine.attach import attach, take_names
-from fsdp2._core.engine.hooks import ForwardMethod, register_hooks
+from fsdp2._core.engine.between_steps import TorchState, know, torch_state
 from fsdp2._core.engine.parts import PartHook
 from fsdp2._core.engine.precision import Precision
-from fsdp2._core.engine.torch_view import TorchState, torch_state
+from fsdp2._core.engine.step import ForwardMethod, register_hooks
 from fsdp2._core.engine.tree import (
     UNIT_ATTRIBUTE,
     EndOfBackward,
@@ -62,7 +60,6 @@ from fsdp2._core.engine.tree import (
     leave,
     unit_of,
 )
-from fsdp2._core.engine.used_outside import know
 from fsdp2._core.params.early_release import Readers
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.optimizer_steps import watch_optimizers

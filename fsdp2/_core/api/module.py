@@ -31,14 +31,15 @@ from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.wire import PendingReduction
 from fsdp2._core.engine.between_steps import (
     finish,
+    know,
     refuse_whole,
+    register_torch_state,
     reshard_if_idle,
+    torch_state,
     unless_another_thread_steps,
 )
 from fsdp2._core.engine.step import call_module
-from fsdp2._core.engine.torch_view import register_torch_state, torch_state
 from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
-from fsdp2._core.engine.used_outside import know
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.reduce import may_hold
 from fsdp2._core.params.registration import SHARDED

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fsdp2._core.api.checks import check_comm
+from fsdp2._core.api.collect import check_comm
 from fsdp2._core.base import torch_modules
 from fsdp2._core.base.arguments import (
     check_count,

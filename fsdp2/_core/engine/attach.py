@@ -14,9 +14,9 @@ import torch.nn as nn
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.base.names import class_name
 from fsdp2._core.base.warn import warn
+from fsdp2._core.engine.between_steps import units_around
 from fsdp2._core.engine.parts import Part, Parts
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
-from fsdp2._core.engine.used_outside import units_around
 from fsdp2._core.params.param import FSDPParam, check_unused
 
 _told: weakref.WeakSet[Unit] = weakref.WeakSet()

@@ -1,28 +1,62 @@
-"""What may be done to a module's state only between steps.
+"""What programs meet between the steps of a sharded module.
 
 Owns the check that no step is under way, after which sharded parameters are registered, and the
-hooks by which ``state_dict`` and ``load_state_dict`` of a unit's modules ask for that.
+hooks by which ``state_dict`` and ``load_state_dict`` of a unit's modules ask for that; what other
+software finds in place of torch's own state; and the message where torch met a sharded parameter
+among ordinary tensors. It must not know when anything happens in a step.
+
+[Note: the state that torch's software asks for]
+``fully_shard.state(module)`` is a ``TorchState``, by our accessor and by torch's getters, which
+return an ``FSDPState`` only, so it is one. From torch 2.15 on a stage of
+``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
+``set_manual_backward_finalization``, ``finalize_backward``, and settings. With
+``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages. Up to torch
+2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
+False before each backward of a microbatch, so gradients stay on the unsharded parameters. After the
+last one it sets all three to True, calls ``post_backward`` on each group that it finds under
+``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward runs at that
+time, so no hook of ours would. The order of reductions is the runtime's to choose: the list of
+states is empty, and the callback is the end of a backward.
+
+[Note: what tools may read]
+Torch's FSDP2 keeps a state with parameter groups on each module, and programs read some of it: how
+many ranks share a parameter, which dtype a unit computes in, whether a module is sharded already
+(docs/clients.md lists the names and who reads them). These are true here too. What would act on
+torch's internals, and every write, is an error. One of torch's groups is all parameters of a unit
+on one mesh, so large parts of a root are in the group of the rest. The objects live as long as the
+unit: programs use them as keys.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import linecache
+import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from types import FrameType, SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._core.base import torch_autograd
+from fsdp2._core.base import torch_autograd, torch_modules
 from fsdp2._core.base.arguments import check_module
-from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError, coded
 from fsdp2._core.base.events import IDLE
-from fsdp2._core.base.names import clean
+from fsdp2._core.base.names import class_name, clean
 from fsdp2._core.base.pending_copies import wait_for_copies
+from fsdp2._core.base.policy import MixedPrecisionPolicy
+from fsdp2._core.comm.device_streams import streams_for
+from fsdp2._core.comm.mesh import REPLICATE, SHARD, DataMesh
+from fsdp2._core.comm.wire import Streams
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
-from fsdp2._core.params.registration import GATHERING, SHARDED
+from fsdp2._core.params.group import ParamGroup
+from fsdp2._core.params.param import FSDPParam
+from fsdp2._core.params.registration import GATHERING, SHARDED, Site
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -262,3 +296,369 @@ def rest(runtime: Runtime) -> None:
         event.synchronize()
     elif event is not None:
         event.wait()
+
+
+# What to say where torch met a sharded parameter among ordinary tensors.
+
+MIXED = "got mixed torch.Tensor and DTensor"
+"""In torch's message, of 2.11 to 2.15."""
+
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def know(unit: Unit) -> None:
+    """Let errors name the parameters of a unit. The first one lets Python's last words say more."""
+    if not _units:
+        tell_before_the_end()
+    _units.add(unit)
+
+
+def units_around(unit: Unit) -> list[Unit]:
+    """Return the units whose modules contain those of a unit."""
+    return [
+        other
+        for other in list(_units)
+        if other is not unit
+        and all(any(part is top for part in _parts(other)) for top in unit.modules)
+    ]
+
+
+def _parts(unit: Unit) -> Iterator[nn.Module]:
+    for top in unit.modules:
+        yield from top.modules()
+
+
+def explained(error: BaseException) -> StateError | None:
+    """Return what to raise in place of torch's error; None for any other error."""
+    if not isinstance(error, RuntimeError) or MIXED not in str(error):
+        return None
+    owners = {
+        (id(site.module), site.name): (param, site, unit)
+        for unit in list(_units)
+        for group in unit.own_groups
+        for param in group.params
+        for site in param.sites
+        if site.registered is param.sharded
+    }
+    for frame, instruction in _innermost_first(error.__traceback__):
+        for module, name in _used_in(frame, instruction):
+            found = owners.get((id(module), name))
+            if found is not None:
+                return StateError("FS326", _words(*found, error))
+    return None
+
+
+def _words(param: FSDPParam, site: Site, unit: Unit, error: RuntimeError) -> str:
+    top = unit.modules[0]
+    owner = f"{unit.fqn or 'the outermost module'} ({class_name(top)})"
+    names = {id(module): name for name, module in top.named_modules()}
+    inside = names.get(id(site.module), "")
+    ways = (
+        "Use it inside of that forward (another method than forward: "
+        "fsdp2.register_fsdp_forward_method)"
+    )
+    if inside:
+        called = f"{unit.fqn}.{inside}" if unit.fqn else inside
+        ways += f", or apply fully_shard to {called} too: then its own call gathers it"
+    return (
+        f"{param.fqn}: used while it is sharded. It is whole while a forward of {owner} runs, and "
+        f"that one was not running here. {ways}. To read it between steps: "
+        f"fsdp2.summon_full_params. torch said: {error}"
+    )
+
+
+def _innermost_first(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    return found[::-1]
+
+
+def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the parameters that a frame's own module has, or that its line names."""
+    own = frame.f_locals.get("self")
+    if isinstance(own, nn.Module):
+        yield from ((own, name) for name in own._parameters)
+    known = {**frame.f_globals, **frame.f_locals}
+    for node in _expressions(frame, instruction):
+        if isinstance(node, ast.Attribute):
+            module = _value(node.value, known)
+            if isinstance(module, nn.Module):
+                yield module, node.attr
+
+
+def _expressions(frame: FrameType, instruction: int) -> Iterator[ast.AST]:
+    """Yield the nodes of the expression that runs, or nothing where it cannot be read."""
+    code = frame.f_code
+    first = last = frame.f_lineno
+    begin: int | None = None
+    end: int | None = None
+    if sys.version_info >= (3, 11):  # before, all that is known is the line
+        found = list(code.co_positions())[instruction // 2]
+        first, last, begin, end = found[0] or first, found[1] or last, found[2], found[3]
+    lines = [
+        linecache.getline(code.co_filename, n, frame.f_globals) for n in range(first, last + 1)
+    ]
+    raw = [line.encode() for line in lines]  # columns count bytes
+    if begin is not None and end is not None:
+        raw[-1] = raw[-1][:end]
+        raw[0] = raw[0][begin:]
+    text = b"".join(raw).decode(errors="replace").strip()
+    for candidate in (f"({text})", text, text.removeprefix("return ")):
+        try:
+            tree = ast.parse(candidate)
+        except SyntaxError:  # a part of a statement, or none
+            continue
+        yield from ast.walk(tree)
+        return
+
+
+def _value(node: ast.AST, known: Mapping[str, Any]) -> Any:
+    """Return what a chain of names refers to, without running code of a property."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return _member(_value(node.value, known), node.attr)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        whole, key = _value(node.value, known), node.slice.value
+        if isinstance(whole, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            if isinstance(key, int) and len(whole):
+                key = key % len(whole)
+            return dict(whole.named_children()).get(str(key))
+    return None
+
+
+def _member(owner: Any, name: str) -> Any:
+    found = getattr(owner, "__dict__", {}).get(name)
+    if found is None and isinstance(owner, nn.Module):
+        found = dict(owner.named_children()).get(name)
+    return found
+
+
+def tell_before_the_end() -> None:
+    """Say it also behind the traceback of an error that nobody catches.
+
+    A call of an inner module alone passes through none of our code, and hooks on every module
+    would cost each step.
+    """
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        before(kind, error, traceback)
+        found = explained(error)
+        if found is not None:
+            print(f"fsdp2: {found}", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+# What other software finds on a sharded module in place of torch's own state: a façade.
+
+ADVICE = (
+    "fsdp2.units(module) tells what is sharded and how, fsdp2.debug what a step does. What acts on "
+    "a unit are the methods of FSDPModule."
+)
+
+
+def missing(what: str, name: str, of: object) -> AttributeError:
+    """Make the error for a name that only torch's own object has."""
+    return AttributeError(
+        coded(
+            "FS910",
+            f"the {what} of a module that fsdp2 has sharded has no {name!r}: it is not torch's. "
+            f"{ADVICE}",
+        ),
+        name=name,
+        obj=of,
+    )
+
+
+class View:
+    """Read-only, and an error with a remedy for what it has not."""
+
+    what = "state"
+
+    if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self.what, name, self)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            coded(
+                "FS910",
+                f"the {self.what} of a module that fsdp2 has sharded is read-only, and {name!r} "
+                f"was set. {ADVICE}",
+            ),
+            name=name,
+            obj=self,
+        )
+
+
+class ParamView(View):
+    """One parameter, by the names that torch's ``FSDPParam`` has for what it holds."""
+
+    what = "parameter state"
+
+    def __init__(self, param: FSDPParam, data: DataMesh) -> None:
+        vars(self).update(_param=param, _data=data)
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        param: FSDPParam = vars(self)["_param"]
+        return param.sharded
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        """Size of this rank's shard, without padding."""
+        param, data = vars(self)["_param"], vars(self)["_data"]
+        return torch.Size(param.placement.layout.shard_shape(data.shard.rank))
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        return torch.Size(vars(self)["_param"].placement.layout.shape)
+
+    @property
+    def _param_fqn(self) -> str:
+        fqn: str = vars(self)["_param"].fqn
+        return fqn
+
+
+class GroupView(View):
+    """A unit's parameters on one mesh, by the names of torch's ``FSDPParamGroup``."""
+
+    what = "parameter group"
+
+    def __init__(self, data: DataMesh) -> None:
+        vars(self).update(data=data, views={})
+
+    def take(self, groups: list[ParamGroup]) -> None:
+        """Show the parameters that these groups have now; views of known ones stay."""
+        known, data = vars(self)["views"], vars(self)["data"]
+        params = [param for group in groups for param in group.params]
+        vars(self)["views"] = {p: known.get(p) or ParamView(p, data) for p in params}
+
+    @property
+    def fsdp_params(self) -> list[ParamView]:
+        return list(vars(self)["views"].values())
+
+    @property
+    def mesh_info(self) -> Any:
+        """The mesh, as torch's classes say it: other code asks ``isinstance``.
+
+        Raises:
+            UnsupportedError: several dims of the mesh have one role.
+        """
+        data: DataMesh = vars(self)["data"]
+        if max(data.roles.count(SHARD), data.roles.count(REPLICATE)) > 1:
+            raise UnsupportedError(
+                "FS910",
+                "the parameter group of a module that fsdp2 has sharded over several dims of one "
+                f"role has no 'mesh_info'. {ADVICE}",
+            )
+        dims = {role: data.roles.index(role) for role in (SHARD, REPLICATE) if role in data.roles}
+        return torch_modules.mesh_info(data.mesh, dims.get(SHARD), dims.get(REPLICATE))
+
+
+class TorchState(View, torch_modules.FSDPState):
+    """A unit, by the names that torch's ``FSDPState`` has for what programs read and call."""
+
+    _state_ctx: ClassVar[Any] = SimpleNamespace(all_states=())  # see the note above
+
+    def __init__(self, unit: Unit) -> None:
+        vars(self).update(_unit=unit, _views={})
+
+    @property
+    def _comm_ctx(self) -> Streams:
+        """An object that is another one for each root, unless roots share their streams."""
+        unit: Unit = vars(self)["_unit"]
+        if unit.runtime is not None:
+            return unit.runtime.context.streams
+        if unit.streams is None:
+            unit.streams = streams_for(unit.device)
+        return unit.streams
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        policy: MixedPrecisionPolicy = vars(self)["_unit"].precision.chosen
+        return policy
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None before the first forward, which decides it."""
+        unit: Unit = vars(self)["_unit"]
+        return None if unit.runtime is None else unit.is_root
+
+    def _lazy_init(self) -> None:
+        """Do nothing: a first forward initialises by itself, and later is never wrong."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what a pipeline's step accumulated, wait for it, and reshard, as settings say.
+
+        Raises:
+            StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
+        """
+        runtime = vars(self)["_unit"].runtime
+        if runtime is not None:  # else no forward ran yet
+            finish(runtime)
+            runtime.end_reductions()
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupView]:
+        found: dict[DataMesh, list[ParamGroup]] = {}
+        for group in vars(self)["_unit"].own_groups:
+            found.setdefault(group.data, []).append(group)
+        known = vars(self)["_views"]
+        vars(self)["_views"] = views = {d: known.get(d) or GroupView(d) for d in found}
+        for data, view in views.items():
+            view.take(found[data])
+        return list(views.values())
+
+    @property
+    def _fsdp_param_group(self) -> GroupView | None:
+        """The parameters of the unit; None if it has none, as torch's own says.
+
+        Raises:
+            UnsupportedError: they lie on several meshes.
+        """
+        views = self._fsdp_param_groups
+        if len(views) > 1:
+            raise UnsupportedError(
+                "FS910",
+                f"{vars(self)['_unit'].fqn or '<root>'}: has parameters on {len(views)} meshes, so "
+                "it is not one '_fsdp_param_group'. Read '_fsdp_param_groups'. " + ADVICE,
+            )
+        return views[0] if views else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are of a copied unit, whose groups nobody has seen yet."""
+        return {"_unit": vars(self)["_unit"], "_views": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+torch_modules.hide_torchs_own(TorchState, torch_modules.FSDPState)
+
+
+def torch_state(module: nn.Module) -> TorchState | None:
+    """Return what a module of a unit has in place of torch's state; None for other modules."""
+    found = torch_modules.torch_state(module) if unit_of(module) is not None else None
+    return found if isinstance(found, TorchState) else None
+
+
+def register_torch_state(module: nn.Module, unit: Unit) -> None:
+    """Let torch's getters find the state of a module; all modules of a unit have the same one."""
+    known = _states.get(unit)
+    state = None if known is None else known()
+    if state is None:
+        state = TorchState(unit)
+        _states[unit] = weakref.ref(state)
+    torch_modules.register_torch_state(module, state)
+
+
+_states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.WeakKeyDictionary()
+"""The state of each unit; its modules hold it."""

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from fsdp2._core.agreement.operation_ids import STAMP_NUMEL
+from fsdp2._core.agreement.agreement import STAMP_NUMEL
 from fsdp2._core.agreement.stamp import Stamp
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis

@@ -97,8 +97,9 @@ from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_
 from fsdp2._core.base.containers import Loan, map_tensors, visit_tensors
 from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import FORWARD
-from fsdp2._core.engine import used_outside
+from fsdp2._core.engine import between_steps
 from fsdp2._core.engine.attach import attach
+from fsdp2._core.engine.between_steps import StateHooks
 from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
 
 # Nodes that save parameters by hooks of ours, so that reading one tells that a backward comes.
@@ -692,7 +693,7 @@ def _call_eagerly(
             return original(module, *args, **kwargs)
         return torch_compiler.call_with_hooks(module, *args, **kwargs)
     except BaseException as error:
-        found = used_outside.explained(error)  # while parameters are what they were for it
+        found = between_steps.explained(error)  # while parameters are what they were for it
         forward_raised(unit, depth)
         if found is not None:
             raise found from error
@@ -718,3 +719,46 @@ class ForwardHooks:
         if self.unit.runner is not None:
             return None
         return post_forward(self.unit, module, output)
+
+
+# What is put on modules so that their forwards are steps of units.
+
+
+class ForwardMethod:
+    """A method of a module that unshards as ``forward`` does."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.replaced = module.__dict__.get(name)
+
+    @torch_compiler.inlined_or_eager
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.module.__dict__[UNIT_ATTRIBUTE]
+        if unit.runner is not None:
+            return unit.runner.call(self._run, args, kwargs)
+        return self._call_eagerly(unit, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+
+    @torch_compiler.never_traced
+    def _call_eagerly(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        depth = len(unit.calls.running)
+        try:
+            args, kwargs = pre_forward(unit, args, kwargs)
+            return post_forward(unit, self.module, self._run(*args, **kwargs))
+        except BaseException:
+            forward_raised(unit, depth)
+            raise
+
+
+def register_hooks(unit: Unit) -> None:
+    """Put the hooks onto a unit's modules, ours first before forward and last after it."""
+    hooks = ForwardHooks(unit)
+    for module in unit.modules:
+        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.after, prepend=False)
+    StateHooks(unit).register()

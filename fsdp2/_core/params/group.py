@@ -13,7 +13,7 @@ version, so nobody knows whether the shards still have the gathered values. It t
 only if the user asked for that: by ``unshard()``, by ``set_reshard_after_backward(False)``, by
 ``set_reshard_after_forward(False)`` from one forward without gradients to the next, by
 ``reshard_after_forward=False`` in a pipeline, of which many forwards run before their backwards, or
-by ``shard``, until the next step ([Note: until the next step] in ``_core/engine/staying``).
+by ``shard``, until the next step ([Note: until the next step] in ``_core/engine/tree``).
 Then too it compares the versions of the shards with those that were gathered, and gathers again if
 they differ. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``,
 the unit's next forward, or the end of a backward of its root.
@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp2._core.agreement.collective_ids import CollectiveIds
+from fsdp2._core.agreement.stamp import CollectiveIds
 from fsdp2._core.base import events, torch_dtensor
 from fsdp2._core.base.capabilities import ZeroCopy, capabilities
 from fsdp2._core.base.events import BACKWARD, IDLE, Observable

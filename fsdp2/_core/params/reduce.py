@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._core.agreement.collective_ids import CollectiveIds
+from fsdp2._core.agreement.stamp import CollectiveIds
 from fsdp2._core.base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
 from fsdp2._core.base.capabilities import capabilities
 from fsdp2._core.base.errors import StateError, UnsupportedError
@@ -60,7 +60,7 @@ from fsdp2._core.params import gradient_packing
 from fsdp2._core.params.gradients import add_to, as_gradient, local_gradient, mismatch
 from fsdp2._core.params.layout import ReduceLayout
 from fsdp2._core.params.param import FSDPParam
-from fsdp2._core.params.reduce_plan import ReducePlan, ReducePlanner, Unreduced
+from fsdp2._core.params.planning import ReducePlan, ReducePlanner, Unreduced
 
 AllReduceHook = Callable[[Tensor], None]
 

@@ -157,7 +157,7 @@ class Serves(enum.Enum):
 
     BACKWARDS = enum.auto()  # the backwards of the forward that gathered them
     EVALUATIONS = enum.auto()  # a later forward without gradients, too
-    # the forwards of the same accumulation, too: ``_core/engine/staying`` frees it before any other
+    # the forwards of the same accumulation, too: ``_core/engine/tree`` frees it before any other
     # one
     ACCUMULATION = enum.auto()
     FORWARDS = enum.auto()  # any later forward, too

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._core.api.policies import WrapPolicy
+from fsdp2._core.api.collect import WrapPolicy
 from fsdp2._core.base.arguments import check_module, check_path
 from fsdp2._core.base.errors import ConfigError
 from fsdp2._tools.pages.content import Advice, Page, Planned

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._core.api.policies import WrapPolicy
+from fsdp2._core.api.collect import WrapPolicy
 from fsdp2._core.base import torch_modes, torch_modules
 from fsdp2._core.base.arguments import (
     check_count,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp2._core.agreement.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
+from fsdp2._core.agreement.agreement import GATHER_STAMP_NUMEL, STAMP_NUMEL
 from fsdp2._core.base import events, torch_dtensor
 from fsdp2._core.base.capabilities import ROW_NBYTES
 from fsdp2._core.params.buffers import ShardBuffer
