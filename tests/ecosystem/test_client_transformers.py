@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.ecosystem._programs import adamw, tokens, transformers
 from tests.kit.models import seeded
 from tests.kit.parity import assert_same, names_of, whole
 from tests.kit.pool import ranks
+from tests.kit.slow import with_slow
 
 pytestmark = pytest.mark.ecosystem
 
@@ -48,6 +50,22 @@ def llama(tied: bool) -> nn.Module:
         initializer_range=0.1,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def mixtral() -> nn.Module:
+    """Build a Mixtral of four experts, which two and four ranks divide."""
+    config = transformers.MixtralConfig(
+        vocab_size=84,
+        hidden_size=32,
+        intermediate_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.1,
+    )
+    return transformers.MixtralForCausalLM(config)
 
 
 @dataclass
@@ -81,10 +99,10 @@ def train(model: nn.Module, numbers: range = range(3)) -> Run:
     return run
 
 
-def written(tied: bool, folder: Path) -> Path:
-    """Return where rank 0 has saved the plain model."""
+def written(tied: bool, folder: Path, build: Callable[[], nn.Module] | None = None) -> Path:
+    """Return where rank 0 has saved the plain model: a Llama, or what `build` makes."""
     if dist.get_rank() == 0:
-        seeded(lambda: llama(tied)).save_pretrained(folder / "source")
+        seeded(build or (lambda: llama(tied))).save_pretrained(folder / "source")
     dist.barrier()
     return folder / "source"
 
@@ -111,6 +129,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SETTINGS_OF_FOUR: dict[str, dict[str, Any]] = {
     "replicated": {"fsdp_size": 2, "dp_replicate_size": 2},
     "tensor parallel": {"fsdp_size": 2, "tp_size": 2},
+}
+EXPERTS_OF_FOUR: dict[str, dict[str, Any]] = {
+    "sharded": {"fsdp_size": 4, "ep_size": 2},  # an expert on two ranks: the axis `efsdp`
+    "replicated": {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2},
+    "owned": {"fsdp_size": 4, "ep_size": 4},
+    "sharded, tensor parallel": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+    "owned, tensor parallel": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
 }
 
 
@@ -149,6 +174,51 @@ def test_a_model_sharded_on_two_axes_trains_as_with_torchs_own(
     settings = SETTINGS_OF_FOUR[setting]
     ours, theirs = (load_and_train(library, source, **settings) for library in LIBRARIES)
     ours.check(theirs)
+
+
+@ranks(2)
+def test_experts_on_two_ranks_train_like_the_plain_model(tmp_path: Path) -> None:
+    """With `ep_size` each rank owns some experts; weights are torch's own and the plain model's."""
+    check_experts({"fsdp_size": 2, "ep_size": 2}, tmp_path)
+
+
+@pytest.mark.parametrize("setting", with_slow(EXPERTS_OF_FOUR, default=("sharded", "replicated")))
+@ranks(4)
+def test_experts_on_four_ranks_train_like_the_plain_model(setting: str, tmp_path: Path) -> None:
+    """So too where experts are sharded or replicated, and with tensor parallelism beside them."""
+    check_experts(EXPERTS_OF_FOUR[setting], tmp_path)
+
+
+def check_experts(settings: dict[str, Any], folder: Path) -> None:
+    """Compare losses and weights with torch's own, and what is saved with the plain model."""
+    source = written(False, folder, mixtral)
+    runs = {}
+    for library in LIBRARIES:
+        with LIBRARIES[library]():
+            model = load(library, source, **settings)
+            runs[library] = train(model)
+            if library == "fsdp2":
+                model.save_pretrained(folder / "saved")
+            del model
+    runs["fsdp2"].check(runs["torch"])
+    saved, expected = plain_values(folder / "saved"), plain_training(source, settings)
+    assert list(saved) == list(expected)
+    for name, value in expected.items():
+        assert_same(saved[name], value, name, 1e-4)
+
+
+def plain_training(source: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of the plain model after training on the batches of all ranks."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    optimizer = adamw(list(model.parameters()))
+    count = dist.get_world_size() // settings.get("tp_size", 1)
+    for number in range(3):
+        for index in range(count):
+            torch.manual_seed(100 * number + index)
+            (model(**tokens(2).kwargs).loss / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return names_of(model)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
