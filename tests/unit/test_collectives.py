@@ -121,7 +121,7 @@ def test_collectives_reach_the_axis_process_group(one_rank: MeshAxis, async_op: 
 
 
 def test_kept_memory_is_lent_again_when_nothing_refers_to_it() -> None:
-    memory = wire.KeptMemory()
+    memory = wire.KeptMemory(wire.KEPT_NBYTES)
     take = partial(memory.take, "gather", (4, 6), torch.float32, ((2, 4), ((4, 2), (3, 4))))
     kept = take()
     assert [tuple(part.shape) for part in kept.parts] == [(4, 2), (3, 4)]
@@ -139,9 +139,8 @@ def test_kept_memory_is_lent_again_when_nothing_refers_to_it() -> None:
         assert take() is kept
 
 
-def test_kept_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "KEPT_NBYTES", 100)
-    memory = wire.KeptMemory()
+def test_kept_memory_has_a_limit() -> None:
+    memory = wire.KeptMemory(100)
     take = partial(memory.take, "reduce", dtype=torch.uint8)
     small = [take(shape=(1, n), cut=((n,), ((1, n),))) for n in (40, 60)]
     assert [take(shape=(1, n), cut=((n,), ((1, n),))) for n in (40, 60)] == small

@@ -637,16 +637,16 @@ def test_bytes_of_a_step() -> None:
         """\
 unshard <root> 256
 unshard a 256
-reshard a 272
+reshard a 128
 unshard b 256
-reshard b 256
+reshard b 112
 unshard b 256
 unshard a 256
-reshard b 256
+reshard b 112
 reduce b 1024
-reshard a 272
+reshard a 128
 reduce a 1024
-reshard <root> 272
+reshard <root> 48
 reduce <root> 768""",
     )
 

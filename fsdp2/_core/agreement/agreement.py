@@ -501,7 +501,7 @@ class Agreement:
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.late: LateLook | None = None  # what looks at the stamps of a device, a step late
         # where gathers leave the stamps of all ranks on a host, by their bytes
-        self.landed: dict[int, torch.Tensor] = {}
+        self.landed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._last_words: list[Sent] = []
         # operations that are issued in place of another one, with what came before each
         self._issued: list[tuple[Recent, int]] = []

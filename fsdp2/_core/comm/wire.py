@@ -150,12 +150,13 @@ class KeptMemory:
 
     Allocating and freeing a few MB for each of many groups fragments the C library's heap: small
     objects settle in the freed blocks, and the process grows with each group. Views of the columns
-    are kept too, because making them costs half of what unpacking small parameters does.
+    are kept too, because making them costs half of what unpacking small parameters does. They live
+    as long as a group that uses them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self._buffers: dict[object, list[Kept]] = {}
-        self._room = KEPT_NBYTES
+        self._room = self._most = most
 
     def take(self, use: str, shape: tuple[int, int], dtype: torch.dtype, cut: Cut) -> Kept:
         """Return a free buffer. Outside of its columns only the same ``use`` has written."""
@@ -165,23 +166,28 @@ class KeptMemory:
                 return kept
         kept = Kept(shape, dtype, cut)
         nbytes = kept.memory.nbytes
-        if nbytes <= KEPT_NBYTES:
+        if nbytes <= self._most:
             if nbytes > self._room:
                 self._buffers.clear()
-                self._room = KEPT_NBYTES
+                self._room = self._most
             self._room -= nbytes
             self._buffers.setdefault(key, []).append(kept)
         return kept
 
 
-_memories: weakref.WeakKeyDictionary[Any, KeptMemory] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[Any, weakref.ref[KeptMemory]] = weakref.WeakKeyDictionary()
 
 
 def memory_of(axis: MeshAxis) -> KeptMemory:
-    """Return the memory of an axis' process group. Fake tensors get one of their own."""
+    """Return the memory of an axis' process group. Fake tensors are not kept."""
     if axis.pg is None or not torch_modes.has_real_memory():
-        return KeptMemory()
-    return _memories.setdefault(axis.pg, KeptMemory())
+        return KeptMemory(0)
+    known = _memories.get(axis.pg)
+    memory = None if known is None else known()
+    if memory is None:
+        memory = KeptMemory(KEPT_NBYTES)
+        _memories[axis.pg] = weakref.ref(memory)
+    return memory
 
 
 class Wire:
