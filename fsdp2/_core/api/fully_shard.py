@@ -7,9 +7,10 @@ happen in a step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -213,9 +214,7 @@ def fully_shard(
     ZeRO are those of arXiv 1910.02054; copies of parameters in a node are hpZ's (2306.10209).
     """
     modules = check_modules(module)
-    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
-    if offload_policy is None:
-        offload_policy = OffloadPolicy()
+    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy) or OffloadPolicy()
     collected, smaller = check_call(
         modules,
         mesh=mesh,
@@ -230,69 +229,120 @@ def fully_shard(
         shard=shard,
         shard_outer=shard_outer,
     )
-    classes = {target: sharded_class(type(target)) for target in modules}
-    own = collected.own.items()
-    kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
+    classes = [sharded_class(type(target)) for target in modules]
+    settings = _choose_settings(shard, shard_outer, reshard_after_forward, smaller)
+    asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
+    device = collected.meshes[0].device
+    unit = Unit(tuple(modules), Precision(asked, modules), settings, device, conditional)
+    readers = _shard(unit, collected, smaller, mp_policy, offload_policy)
+    _install(unit, collected, readers, mp_policy.buffer_dtype)
+    for target, its_class in zip(modules, classes, strict=True):
+        target.__class__ = its_class
+    return module
+
+
+def _choose_settings(
+    shard: str,
+    shard_outer: str | None,
+    reshard_after_forward: bool | int | None,
+    smaller: Mapping[DataMesh, int | None],
+) -> Settings:
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     sharding = SHARDINGS[shard] if shard_outer is None else OUTER[shard_outer]
-    settings = Settings(
+    return Settings(
         reshard_after_forward=False if sharding.keeps_whole else reshard_after_forward,
         sharding=sharding,
     )
-    device = collected.meshes[0].device
-    asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
-    precision = Precision(asked, modules)
-    unit = Unit(tuple(modules), precision, settings, device, conditional)
+
+
+def _shard(
+    unit: Unit,
+    collected: Collected,
+    smaller: Mapping[DataMesh, int | None],
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+) -> list[tuple[nn.Module, Readers]]:
+    """Make the groups of a unit; return its large parts, with what is to know of their readers."""
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_spmd.leave_unchecked((fully_shard, *STEPS_OF_OURS))
-    params = _make_params(collected, kept, unit.modules)
-    hooked: list[tuple[nn.Module, Readers]] = []
-    names = {part: name for top in modules for name, part in top.named_modules()}
-
-    def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
-        group = ParamGroup(used, unit.precision.policy, device, offload_policy)
-        group.settings = settings
-        group.shard(members)
-        if smaller[used] is not None:
-            with named("fully_shard"), carrying():
-                group.reshard_to(smaller[used])
-        unit.own_groups.append(group)
-        return group
-
+    params = _make_params(collected, mp_policy, unit.modules)
+    names = {part: name for top in unit.modules for name, part in top.named_modules()}
+    readers: list[tuple[nn.Module, Readers]] = []
     for used in params:
-        parts = {} if conditional else find_parts(modules, params[used])
+        parts = {} if unit.conditional else find_parts(unit.modules, params[used])
         for part, members in parts.items():
-            group = make_group(used, members)
-            hooked.append((part, group.early.become_part(names[part])))
+            group = _make_group(unit, used, members, smaller[used], offload_policy)
+            readers.append((part, group.early.become_part(names[part])))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
     for used, tied in take_ties(collected, unit.modules).items():
         params.setdefault(used, []).extend(tied)
     for used, members in params.items():
         if members:
-            make_group(used, members)
-    for part, readers in hooked:
-        hook = PartHook(readers)
+            _make_group(unit, used, members, smaller[used], offload_policy)
+    return readers
+
+
+def _make_group(
+    unit: Unit,
+    used: DataMesh,
+    members: list[FSDPParam],
+    smaller: int | None,
+    offload_policy: OffloadPolicy,
+) -> ParamGroup:
+    group = ParamGroup(used, unit.precision.policy, unit.device, offload_policy)
+    group.settings = unit.settings
+    group.shard(members)
+    if smaller is not None:
+        with named("fully_shard"), carrying():
+            group.reshard_to(smaller)
+    unit.own_groups.append(group)
+    return group
+
+
+def _make_params(
+    collected: Collected, mp_policy: MixedPrecisionPolicy, tops: tuple[nn.Module, ...]
+) -> dict[DataMesh, list[FSDPParam]]:
+    own = collected.own.items()
+    kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
+    params: dict[DataMesh, list[FSDPParam]] = {}
+    for original, taken in own:
+        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        param.tops = tops
+        param.chosen.keeps_dtype = original in kept
+        param.releases_gathered = taken.releases_gathered
+        params.setdefault(taken.data, []).append(param)
+    return params
+
+
+def _install(
+    unit: Unit,
+    collected: Collected,
+    readers: Sequence[tuple[nn.Module, Readers]],
+    buffer_dtype: torch.dtype | None,
+) -> None:
+    """Put hooks, buffers and names onto the modules."""
+    for part, its_readers in readers:
+        hook = PartHook(its_readers)
         for inner in part.modules():
             inner.register_forward_pre_hook(hook)
     for buffer_site in collected.buffers:
-        buffer_site.move_to(device)
-    if mp_policy.buffer_dtype is not None:
-        unit.precision.cast_buffers(collected.buffers, mp_policy.buffer_dtype)
-    for target in modules:
+        buffer_site.move_to(unit.device)
+    if buffer_dtype is not None:
+        unit.precision.cast_buffers(collected.buffers, buffer_dtype)
+    for target in unit.modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)
-        target.__class__ = classes[target]
     register_hooks(unit)
     know(unit)
     leave_alone(collected.left_alone)
     watch_optimizers()
+    names = {part: name for top in unit.modules for name, part in top.named_modules()}
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
             take_names(known, names)
     count_dealt(collected)
-    return module
 
 
 def check_call(
@@ -353,19 +403,6 @@ def _state(module: nn.Module) -> TorchState | None:
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
-
-
-def _make_params(
-    collected: Collected, kept: set[nn.Parameter], tops: tuple[nn.Module, ...]
-) -> dict[DataMesh, list[FSDPParam]]:
-    params: dict[DataMesh, list[FSDPParam]] = {}
-    for original, taken in collected.own.items():
-        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
-        param.tops = tops
-        param.chosen.keeps_dtype = original in kept
-        param.releases_gathered = taken.releases_gathered
-        params.setdefault(taken.data, []).append(param)
-    return params
 
 
 def register_fsdp_forward_method(module: nn.Module | None, method_name: str) -> None:
