@@ -1,7 +1,7 @@
 """Owners for optimizers that users write: the plan, and whole tensors there and back.
 
 Owns ``plan_owners``, ``to_owners`` and ``from_owners``. ``whole`` uses the same pieces of
-``_transfer``, in rounds that it steps between.
+``_core.transfer``, in rounds that it steps between.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // What a program gave the device to do, in the order in which the host issued it.
 //
-// A clock plays it afterwards (benchmarks/_device_clock.py). While it is written, kernels on large
+// A clock plays it afterwards (fsdp2/_tools/plan/device_clock.py). While it is written, kernels on large
 // tensors do not run, and large memory is never touched: a model of any size fits. Shapes are right,
 // values of large tensors are not. Nothing here knows what anything costs.
 
