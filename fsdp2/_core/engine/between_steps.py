@@ -68,7 +68,7 @@ def units_below(module: nn.Module) -> list[Unit]:
 def refuse_other_thread(module: object, what: str) -> None:
     """Check that what ranks do together is begun by the thread of the steps, if there are several.
 
-    It is the same on all ranks, so nothing is told. See [Note: threads] in ``threads``.
+    It is the same on all ranks, so nothing is told. See [Note: threads] in ``tree``.
 
     Raises:
         StateError: another thread took the last step, and still lives.
@@ -134,7 +134,7 @@ def reshard_if_idle(unit: Unit) -> None:
 
 @contextlib.contextmanager
 def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
-    """Around what looks at parameters between steps. See [Note: threads] in ``threads``.
+    """Around what looks at parameters between steps. See [Note: threads] in ``tree``.
 
     It gives True if steps run in another thread.
 

@@ -1120,7 +1120,7 @@ class Runtime(Observable):
 
     @property
     def is_in_other_thread(self) -> bool:
-        """True if another thread is inside of a forward or a backward. See ``threads``."""
+        """True if another thread is inside of a forward or a backward. See [Note: threads]."""
         phase = self.context.phase
         if phase is IDLE or self.failed or not self.thread.is_another:
             return False

@@ -165,7 +165,7 @@ class Recorder:
         self._since: Any = None  # when the wait began that an event will tell of
 
     def start(self) -> None:
-        """Observe the model's units, groups and roots. See [Note: observers] in ``observing``."""
+        """Observe the model's units, groups and roots. See [Note: observers] in ``events``."""
         for unit in self._units:
             observed.observe(unit, self)
             self._forwards[unit] = [None] * len(unit.calls.running)
