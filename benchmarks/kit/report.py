@@ -190,8 +190,9 @@ def gated(library: str) -> bool:
 
 
 def module_of(name: str) -> str:
-    """Return the module of a benchmark: names are unique across the folders."""
-    (path,) = (REPOSITORY / "benchmarks").glob(f"*/{name}.py")
+    """Return the module of a benchmark; what helps them, and the stages on a GPU, are none."""
+    found = (REPOSITORY / "benchmarks").glob(f"*/{name}.py")
+    (path,) = (path for path in found if path.parent.name not in ("kit", "gpu"))
     return f"benchmarks.{path.parent.name}.{name}"
 
 
