@@ -267,13 +267,12 @@ def _shard(
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_spmd.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, mp_policy, unit.modules)
-    names = {part: name for top in unit.modules for name, part in top.named_modules()}
     readers: list[tuple[nn.Module, Readers]] = []
     for used in params:
         parts = {} if unit.conditional else find_parts(unit.modules, params[used])
         for part, members in parts.items():
             group = _make_group(unit, used, members, smaller[used], offload_policy)
-            readers.append((part, group.early.become_part(names[part])))
+            readers.append((part, group.early.become_part(_name_of(part, unit.modules))))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
     for used, tied in take_ties(collected, unit.modules).items():
@@ -282,6 +281,11 @@ def _shard(
         if members:
             _make_group(unit, used, members, smaller[used], offload_policy)
     return readers
+
+
+def _name_of(part: nn.Module, tops: Sequence[nn.Module]) -> str:
+    names = {module: name for top in tops for name, module in top.named_modules()}
+    return names[part]
 
 
 def _make_group(
