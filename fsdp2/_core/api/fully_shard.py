@@ -284,7 +284,9 @@ def _shard(
 
 
 def _name_of(part: nn.Module, tops: Sequence[nn.Module]) -> str:
-    names = {module: name for top in tops for name, module in top.named_modules()}
+    names: dict[nn.Module, str] = {}
+    for top in tops:
+        names |= {module: name for name, module in top.named_modules()}
     return names[part]
 
 
