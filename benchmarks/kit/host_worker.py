@@ -15,6 +15,7 @@ import pstats
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,9 +132,8 @@ def _is_foreign() -> bool:
     """Say whether `fsdp2` came from outside this repository (a stand-in, or an installed copy)."""
     if "fsdp2" not in sys.modules:
         return False
-    repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    expected = os.path.join(repository, "fsdp2", "__init__.py")
-    return os.path.abspath(sys.modules["fsdp2"].__file__ or "") != expected
+    expected = Path(__file__).resolve().parents[2] / "fsdp2" / "__init__.py"
+    return Path(sys.modules["fsdp2"].__file__ or "").resolve() != expected
 
 
 if __name__ == "__main__":
