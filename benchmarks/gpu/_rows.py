@@ -1,4 +1,4 @@
-"""What a stage says to the driver: rows, written at once, and questions of which each may fail."""
+"""How a stage reports to the driver: rows are written at once; a failed question is a row."""
 
 from __future__ import annotations
 

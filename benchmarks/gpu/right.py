@@ -1,6 +1,6 @@
 """Values on 2, 3 and 4 ranks of one GPU, beside an unsharded model and torch's own.
 
-What no device has run comes first, then each kind of model with each setting.
+Features that never ran on a device come first, then every model with every setting.
 """
 
 from __future__ import annotations

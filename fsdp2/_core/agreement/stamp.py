@@ -363,7 +363,7 @@ class ReductionStamps:
 
 
 class CollectiveIds:
-    """The stamps of a group. Who gives up on one of them gives up on all."""
+    """The stamps of a group. A rank that gives up on one operation gives up on all."""
 
     def __init__(self, data: DataMesh, device: torch.device) -> None:
         self._device = device

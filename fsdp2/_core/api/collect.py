@@ -144,7 +144,7 @@ WrapPolicy = (
 
 
 class Asking(NamedTuple):
-    """Who asks a policy, for messages: a function, what comes of no module, what is an answer."""
+    """The caller of a policy, for messages: its name, the result of no match, valid answers."""
 
     who: str
     if_none: str
