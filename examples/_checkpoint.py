@@ -1,6 +1,6 @@
-"""What a checkpoint of the example says about its run, and what must be equal to go on from it.
+"""The manifest of the example's checkpoints: the settings that a run must share to resume.
 
-Checkpoints lie in a folder as `step-<n>/`, which `fsdp2.checkpoint` writes, finds and checks.
+Checkpoints are stored as `step-<n>/` in a folder; `fsdp2.checkpoint` writes, finds and checks them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MUST_AGREE = ("size", "sequence_length", "batch_size", "seed", "corpus_fingerpri
 
 @dataclass(frozen=True)
 class Manifest:
-    """Where a run stood, and what must be equal for another run to go on from there.
+    """Position of a run, and the settings that another run must share to resume from there.
 
-    There is no state of random generators: the initial weights, the batch of a step and the sample
-    are functions of the seed and the step, and the model draws nothing while it trains.
+    Contains no random generator state: the initial weights, the batch of a step and the sample are
+    functions of the seed and the step, and training draws no random numbers.
     """
 
     step: int
@@ -35,20 +35,20 @@ class Manifest:
     optimizer: str
 
     def as_extra(self) -> dict[str, Any]:
-        """Return it as plain data, which `load_latest` returns without being told to trust it."""
+        """Return it as plain data, which `load_latest` returns without `trust=True`."""
         return asdict(self)
 
     @staticmethod
     def of_extra(extra: Any) -> Manifest:
-        """Return what was saved.
+        """Return the saved manifest.
 
         Raises:
-            TypeError: the checkpoint is not one of this program.
+            TypeError: the checkpoint is not from this program.
         """
         return Manifest(**extra)
 
     def differences(self, other: Manifest) -> Iterator[Difference]:
-        """Yield what keeps `other` from going on here; a position may differ."""
+        """Yield the differences that keep `other` from resuming; the position may differ."""
         for name in MUST_AGREE:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -63,9 +63,9 @@ class Difference:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return what the newest checkpoint says, or None where there is none.
+    """Return the manifest of the newest checkpoint, or None if there is none.
 
-    It needs no other rank: into a module without parameters it loads nothing but `extra`.
+    Independent of other ranks: for a module without parameters, only `extra` is loaded.
     """
     extra = checkpoint.load_latest(folder, nn.Identity(), strict=False)
     return None if extra is None else Manifest.of_extra(extra)

@@ -1,9 +1,10 @@
-"""What Ctrl-C means. Imported before torch, so that it holds from the first moment; stdlib only.
+"""Handling of Ctrl-C. Imported before torch, so that it applies from the start; stdlib only.
 
 In the process that the user starts, Ctrl-C ends the program with status 130. In a rank that trains,
-it only asks: the loop reads `is_requested` once a step, and all ranks agree on the step they stop
-after. A rank that does not train yet has nothing to save, and ends: it may be waiting for a rank
-that is gone. torchrun passes SIGINT and SIGTERM on to the ranks and waits for them.
+it only sets a flag: the loop reads `is_requested` once a step, and all ranks agree on the step
+after which they stop. A rank that does not train yet has nothing to save, and ends: it may be
+waiting for a rank that is gone. torchrun passes SIGINT and SIGTERM on to the ranks and waits for
+them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _requested = False
 
 
 def is_rank() -> bool:
-    """True in a process that torchrun started."""
+    """Return True in a process started by torchrun."""
     return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_requested() -> bool:
-    """True once this rank was asked to stop."""
+    """Return True once this rank was asked to stop."""
     return _requested
 
 
@@ -39,7 +40,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 
 def only_ask() -> None:
-    """From now on a signal asks this rank, and does not end it."""
+    """Make signals set the flag of this rank instead of ending it."""
     for number in SIGNALS:
         signal.signal(number, _ask)
 

@@ -1,4 +1,4 @@
-"""A byte-level decoder-only transformer. It knows nothing of ranks, meshes or files.
+"""A byte-level decoder-only transformer. Independent of ranks, meshes and files.
 
 Shapes in brackets: `B` sequences, `T` positions, `D` width, `H` heads, `K = D / H`.
 """

@@ -76,7 +76,7 @@ class Options:
     deterministic: bool
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint of this run says about itself."""
+        """Return the manifest of a checkpoint of this run."""
         return Manifest(
             step=step,
             bytes_seen=step * self.batch_size * self.model.sequence_length,
@@ -90,7 +90,7 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong once, however many ranks there are."""
+    """Reports an error once, whatever the number of ranks."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":

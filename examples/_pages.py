@@ -1,6 +1,6 @@
-"""Pages of a run: what was planned for a step, and what its last steps did.
+"""Pages of a run: the plan of a step, and a recording of the last steps.
 
-Owns where they lie, and which steps are recorded. It must not know how a step is trained.
+Owns their paths and the choice of recorded steps. Contains no training code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pages:
         return max(self._options.stop_at - self._options.recorded_steps, 0)
 
     def recording(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Record the steps that follow, in place of what an earlier run recorded here."""
+        """Record the following steps; replaces the recordings of an earlier run."""
         if not self.is_recorded:
             return contextlib.nullcontext()
         if dist.get_rank() == 0:
@@ -45,7 +45,7 @@ class Pages:
         return fsdp2.record(model, self._steps, tokens=rows * self._options.model.sequence_length)
 
     def draw(self) -> list[Path]:
-        """Write the pages, on the first rank; return where they are."""
+        """Write the pages on the first rank, and return their paths."""
         dist.barrier()  # every rank has written what it recorded
         if dist.get_rank() != 0 or self._options.recorded_steps == 0:
             return []

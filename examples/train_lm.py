@@ -8,11 +8,10 @@
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
         --rdzv-endpoint first-machine:29500 --rdzv-id lm examples/train_lm.py   # on each machine
 
-Started by hand, this file checks its arguments and starts torchrun on itself; started by torchrun,
-it is a rank, and goes on from the newest checkpoint if there is one. The parts: `_model` (the
-transformer), `_data` (the text), `_options` (the command line), `_checkpoint` (what a checkpoint
-says about its run), `_training` (sharding and the loop: the one to read first) and `_interrupt`
-(Ctrl-C).
+Started manually, this file checks its arguments and starts torchrun on itself; started by torchrun,
+it is a rank, and resumes from the newest checkpoint if there is one. The parts: `_model` (the
+transformer), `_data` (the text), `_options` (the command line), `_checkpoint` (metadata of
+checkpoints), `_training` (sharding and the loop: the one to read first) and `_interrupt` (Ctrl-C).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it.
+"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and its companions.
 
 [Note: names that load later]
-Every rank and every worker process imports this file. So it loads what a step needs. The other
-public names, and the submodules, load when somebody first asks for them (``__getattr__``); then
-they are in this module's ``__dict__``, and a second look costs what it costs for any name.
+Every rank and every worker process imports this file, so it loads only what a step needs. The other
+public names, and the submodules, are loaded on first access (``__getattr__``) and then stored in
+this module's ``__dict__``.
 """
 
 import importlib as _importlib
@@ -28,6 +28,7 @@ from fsdp2._core.base.errors import (
     ConfigError,
     ConfigTypeError,
     FSDPError,
+    LostRank,
     StateError,
     UnsupportedError,
 )
@@ -41,7 +42,6 @@ from fsdp2._core.base.policy import (
     Whole,
 )
 from fsdp2._core.comm.comms import AllGather, Comm, ReduceScatter
-from fsdp2._core.comm.process_mesh import LostRank
 
 if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
     from fsdp2 import checkpoint as checkpoint
@@ -49,17 +49,20 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2 import optim as optim
     from fsdp2 import plans as plans
     from fsdp2 import recordings as recordings
+    from fsdp2 import weights as weights
     from fsdp2 import wrap as wrap
     from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
     from fsdp2._core.api.activations import offload_activations
+    from fsdp2._core.api.reproducible import mean_over_slots, reproducible
     from fsdp2._core.transfer.materialize import materialize, sync_from_rank0
     from fsdp2._core.transfer.summon import full_params, summon_full_params
     from fsdp2._tools.plan.plan import plan
     from fsdp2._tools.record.recording import record
     from fsdp2._tools.record.recordings import read_recordings
     from fsdp2.optim._clip import clip_grad_norm_
+    from fsdp2.optim._graphed import GraphedStep, graphed
 
-_sys.modules[_pickles.PLACE] = _pickles  # where pickles look
+_sys.modules[_pickles.PLACE] = _pickles  # old pickles name this module
 
 __all__ = [
     "Aligned",
@@ -74,6 +77,7 @@ __all__ = [
     "FSDPError",
     "FSDPModule",
     "GradientReductionHandle",
+    "GraphedStep",
     "LostRank",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -87,7 +91,9 @@ __all__ = [
     "compile",
     "full_params",
     "fully_shard",
+    "graphed",
     "materialize",
+    "mean_over_slots",
     "no_sync",
     "offload_activations",
     "plan",
@@ -96,6 +102,7 @@ __all__ = [
     "register_comm_hook",
     "register_fsdp_forward_method",
     "replace_torch",
+    "reproducible",
     "share_comm_ctx",
     "summon_full_params",
     "sync_from_rank0",
@@ -104,33 +111,37 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-for _name in __all__:  # tracebacks and reprs print a class under the name that users know
+for _name in __all__:  # show a class in tracebacks and reprs under its public name
     _value = globals().get(_name)
-    if isinstance(_value, type) and _value is not FSDPModule:  # its annotations name its module's
+    if isinstance(_value, type) and _value is not FSDPModule:  # annotations need its module
         _value.__module__ = __name__
 
-_SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "wrap")
+_SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "weights", "wrap")
 
-_LATER = {  # the same as the imports for type checkers above: name, and the module that has it
+_LATER = {  # mirrors the TYPE_CHECKING imports above: name -> defining module
     "CompiledModel": "_compiled.compile",
+    "GraphedStep": "optim._graphed",
     "clip_grad_norm_": "optim._clip",
     "compile": "_compiled.compile",
     "full_params": "_core.transfer.summon",
+    "graphed": "optim._graphed",
     "materialize": "_core.transfer.materialize",
+    "mean_over_slots": "_core.api.reproducible",
     "offload_activations": "_core.api.activations",
     "plan": "_tools.plan.plan",
     "read_recordings": "_tools.record.recordings",
     "record": "_tools.record.recording",
+    "reproducible": "_core.api.reproducible",
     "summon_full_params": "_core.transfer.summon",
     "sync_from_rank0": "_core.transfer.materialize",
 }
 
-if not _typing.TYPE_CHECKING:  # or every misspelt name would pass the type checker
+if not _typing.TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        """Load a name of [Note: names that load later], or say that there is none."""
+        """Load a name on first access: [Note: names that load later]."""
         if name in _SUBMODULES:
-            return _importlib.import_module(f"{__name__}.{name}")  # which also binds it here
+            return _importlib.import_module(f"{__name__}.{name}")  # binds the name here, too
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
@@ -142,5 +153,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_SUBMODULES, *_LATER})
 
 
-if _os.environ.get(_REPLACES) == "1":  # a process that `python -m fsdp2 program` started
+if _os.environ.get(_REPLACES) == "1":  # started by `python -m fsdp2 program`
     replace_torch()

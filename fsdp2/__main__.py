@@ -1,14 +1,16 @@
 """``python -m fsdp2 [-m] program args...``: run a program with fsdp2 in place of torch's FSDP2.
 
-The program is not changed: see ``fsdp2.replace_torch``. Python processes that it starts (launchers
-of ranks, ``multiprocessing`` that spawns) get the same. Under a launcher:
+The program itself is not changed: see ``fsdp2.replace_torch``. Python processes that it starts
+(rank launchers, ``multiprocessing`` with spawn) inherit the replacement. Under a launcher:
 ``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
 
-``python -m fsdp2 plan module:factory --mesh 8x64`` tells what sharding a model will give, and
-``python -m fsdp2 report folder`` what ``fsdp2.record`` saw; ``--help`` after either says more.
-``python -m fsdp2 explain FS104`` says what the code of a message means, and
-``torchrun --nproc-per-node 8 -m fsdp2 doctor`` if all is well on these ranks. A program of such a
-name is started as ``./plan``.
+``python -m fsdp2 plan module:factory --mesh 8x64`` predicts the effect of sharding a model, and
+``python -m fsdp2 report folder`` summarises recordings of ``fsdp2.record``; both have ``--help``.
+``python -m fsdp2 compare run1 run2`` reports where two runs recorded by ``fsdp2.debug.record_bits``
+differ first.
+``python -m fsdp2 explain FS104`` explains a message code, and
+``torchrun --nproc-per-node 8 -m fsdp2 doctor`` checks these ranks for problems. To run a program
+with one of these names, write ``./plan``.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ import fsdp2
 from fsdp2._core.api.replacement import REPLACES
 
 USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
-COMMANDS = ("plan", "report", "explain", "doctor")
+COMMANDS = ("plan", "report", "explain", "doctor", "compare")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program, or a command. Ends with 2 if there is none, else as the program does."""
+    """Run the program or a command. Exit with 2 if there is none, else as the program does."""
     is_module = list(arguments[:1]) == ["-m"]
     program, *rest = arguments[is_module:] or [""]
     if program in ("-h", "--help"):
         print(f"{__doc__}\n{USAGE}")
         return
     if program in COMMANDS and not is_module:
-        # Not at the top: every rank of a program starts here, and would load plans and recordings.
+        # Imported here, since every rank of a program starts here and needs no plans or recordings.
         from fsdp2._tools import commands
 
         commands.run(program, rest)
@@ -43,16 +45,16 @@ def main(arguments: Sequence[str]) -> None:
     if not program or program.startswith("-"):
         _refuse(f"found {program or 'no program'}")
     if not is_module and not Path(program).exists():
-        _refuse(f"found no file {program}; a module is named after -m")
+        _refuse(f"found no file {program}; use -m to run a module")
     fsdp2.replace_torch()
     _reach_children()
     if os.environ.get("RANK", "0") == "0":
-        print(f"fsdp2: takes the place of torch's own FSDP2 in {program}", file=sys.stderr)
+        print(f"fsdp2: replacing torch's own FSDP2 in {program}", file=sys.stderr)
     sys.argv[:] = [program, *rest]
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    if not getattr(sys.flags, "safe_path", False):  # as Python itself does, for scripts
+    if not getattr(sys.flags, "safe_path", False):  # Python itself does this for scripts
         sys.path[0] = str(Path(program).resolve().parent)
     runpy.run_path(program, run_name="__main__")
 

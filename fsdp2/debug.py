@@ -1,7 +1,6 @@
-"""Tools to look at a run: ``check_order`` and ``without_communication``. Off, they cost nothing.
+"""Debugging tools for a run: its order, the cost of communication, its bits. No cost while off.
 
-Owns hooks and wires that exist only while one of them is on, and makes public what ``fsdp2.units``
-returns: ``UnitInfo``, ``GroupInfo``, ``ShardInfo``. It must not know what a step needs.
+Also exports the types of ``fsdp2.units``. Contains no code that a step needs.
 """
 
 from __future__ import annotations
@@ -10,64 +9,72 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 
 from fsdp2._core.agreement.agreement import SAME_ON_EVERY_RANK
 from fsdp2._core.api.inspect import GroupInfo, ShardInfo, UnitInfo
 from fsdp2._core.api.settings import refuse_during_step, sharded_units
 from fsdp2._core.base import torch_autograd, torch_compiler
-from fsdp2._core.base.arguments import check_count, check_flag, check_process_group
-from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.errors import (
+    ConfigError,
+    StateError,
+    carrying,
+    check_count,
+    check_flag,
+    check_process_group,
+    named,
+)
 from fsdp2._core.base.warn import warn
-from fsdp2._core.comm.mesh import MeshAxis
-from fsdp2._core.comm.process_mesh import carrying, named
 from fsdp2._core.comm.wire import Wire
 from fsdp2._core.engine.tree import Unit
+from fsdp2._tools.record.bits import BitsRecording, record_bits
+from fsdp2._tools.record.bits_compared import SameBits, same_bits
 
 __all__ = [
+    "BitsRecording",
     "GroupInfo",
     "OrderCheck",
+    "SameBits",
     "ShardInfo",
     "UnitInfo",
     "check_order",
+    "record_bits",
+    "same_bits",
     "without_communication",
 ]
 
-SHOWN = 12
-"""How many units of an order an error lists."""
+SHOWN = 12  # units of an execution order that an error lists
 
 
 def check_order(
     model: nn.Module, steps: int = 2, *, process_group: dist.ProcessGroup | None = None
 ) -> OrderCheck:
-    """Watch in which order a model's units run, on all ranks.
+    """Check that a model's units run in the same order on all ranks.
 
-    In the first ``steps`` forwards ranks compare, before each unit, which one each is about to
-    run. They do so before any of them communicates, so a difference is an error and not a hang.
-    In later forwards each rank compares with the order of the last of these, and warns once for
-    each unit that comes out of turn. Recomputed forwards do not count.
+    In the first ``steps`` forwards, ranks compare each unit before it runs and communicates, so a
+    difference is an error and not a hang. In later forwards each rank compares with the order of
+    the last of these, and warns once for each unit that runs out of order. Recomputed forwards do
+    not count.
 
     Args:
-        model: what ``fully_shard`` was applied to, units below it included.
-        steps: forwards to compare over ranks, at least 1. Each comparison is one small synchronous
-            collective.
+        model: a model that contains units; all of them are checked.
+        steps: number of forwards that ranks compare, at least 1. Each comparison is one small
+            synchronous collective.
         process_group: the ranks that run the model; default: all.
 
     Returns:
-        An ``OrderCheck``, whose ``remove()`` ends the watch.
+        An ``OrderCheck``; call its ``remove()`` to end the check.
 
     Raises:
-        ConfigError: there is no unit in ``model``; ``steps`` is not an int of at least 1; not a
+        ConfigError: ``model`` contains no unit; ``steps`` is not an int of at least 1; not a
             process group.
-        StateError: (from a forward, on every rank) ranks run different units; with all orders.
+        StateError: (from a forward, on every rank) ranks run different units; lists all orders.
 
-    On a CPU ranks always compare their collectives before these mix (docs/architecture.md). On a
-    device they do so only here.
+    On a CPU, ranks always compare collectives before their data can mix (docs/architecture.md). On
+    a device, only this check does.
 
-    Source: the check of the execution order in torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
+    Source: the execution-order check of torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
     """
     count = check_count("check_order", "steps", steps)
     check_process_group("check_order", "process_group", process_group)
@@ -78,10 +85,7 @@ def check_order(
 
 
 class OrderCheck:
-    """The watch that ``check_order`` begins.
-
-    ``order`` has the names of the units, in the order of the last forward that ranks compared.
-    """
+    """An active ``check_order``. ``order``: unit names of the last forward that ranks compared."""
 
     def __init__(
         self, units: Sequence[tuple[str, Unit]], steps: int, pg: dist.ProcessGroup | None
@@ -101,13 +105,12 @@ class OrderCheck:
                 self._handles += [before, after]
 
     def remove(self) -> None:
-        """End the watch. A second call does nothing."""
+        """End the check. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _enter(self, unit: Unit, name: str) -> None:
-        """A unit is about to run."""
         if torch_autograd.graph_task_id() != -1:  # recomputation
             return
         if self._entered is None:
@@ -119,7 +122,7 @@ class OrderCheck:
             self._warn()
 
     def _leave(self, unit: Unit) -> None:
-        """A unit's forward is over, or raised."""
+        """Called when a unit's forward returns or raises."""
         if self._entered is not unit or torch_autograd.graph_task_id() != -1:
             return
         self._entered = None
@@ -138,8 +141,8 @@ class OrderCheck:
             self._entered = None
             raise StateError(
                 "FS401",
-                f"{self._running[-1]}: ranks run different units, or in another order ({did}; "
-                f"| is where a forward begins). Nothing was mixed yet. {SAME_ON_EVERY_RANK}",
+                f"{self._running[-1]}: ranks run different units, or in a different order ({did}; "
+                f"| marks the start of a forward). No data was corrupted yet. {SAME_ON_EVERY_RANK}",
             )
 
     def _warn(self) -> None:
@@ -149,19 +152,21 @@ class OrderCheck:
             self._warned.add(name)
             warn(
                 "FS408",
-                f"fsdp2: {name} runs where {expected} ran before (forward "
-                f"{self._forwards + 1}, unit {position + 1}). Prefetching follows the recorded "
-                "order, and gathers in vain where it changes.",
+                f"fsdp2: {name} runs where {expected} ran before (forward {self._forwards + 1}, "
+                f"unit {position + 1}). Prefetching follows the recorded order, so changes to it "
+                "cause useless gathers.",
             )
 
 
 class _Hook:
-    """A hook as an object: copies of the module keep a check of their own.
+    """A hook (before a forward, if named; else after), which copies of the module copy."""
 
-    Before the forward it has a name, after it it has none.
-    """
-
-    def __init__(self, check: OrderCheck, unit: Unit, name: str | None = None) -> None:
+    def __init__(
+        self,
+        check: OrderCheck,
+        unit: Unit,
+        name: str | None = None,
+    ) -> None:
         self._check, self._unit, self._name = check, unit, name
 
     @torch_compiler.never_traced
@@ -181,21 +186,20 @@ def _shown(order: list[str]) -> str:
 def without_communication(
     model: nn.Module, *, gathers: bool = True, reductions: bool = True
 ) -> Iterator[None]:
-    """Skip the collectives of a model's units, to measure what they cost.
+    """Skip the collectives of a model's units, to measure their cost.
 
-    Everything else of a step runs: packing, copies, casts, scaling. Parameters of other ranks and
-    gradients are whatever memory held, so results are wrong. A warning says so. Do not step an
-    optimizer whose parameters you want to keep. Custom collectives and hooks of reductions are
-    skipped, too. Collectives of ``clip_grad_norm_`` and of your own code run. Every rank enters and
-    leaves the context together.
+    The rest of a step runs: packing, copies, casts, scaling. Other ranks' parameters, and
+    gradients, are uninitialised memory, so results are wrong; a warning reports this. Do not step
+    an optimizer whose parameters you want to keep. Custom collectives and reduction hooks are
+    skipped too; collectives of ``clip_grad_norm_`` and of your own code still run. All ranks must
+    enter and leave the context together.
 
     Args:
-        gathers: skip the all-gathers; False lets them run.
-        reductions: skip the reduce-scatters, and the all-reduces over a replicate axis; False lets
-            them run.
+        gathers: skip the all-gathers; False runs them.
+        reductions: skip reduce-scatters, and all-reduces over a replicate axis; False runs them.
 
     Raises:
-        ConfigError: there is no unit in ``model``; both flags are False; a flag is not a bool.
+        ConfigError: ``model`` contains no unit; both flags are False; a flag is not a bool.
         StateError: entered during a step.
 
     Source: ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE`` of torch's FSDP1.
@@ -205,15 +209,15 @@ def without_communication(
     if not gathers and not reductions:
         raise ConfigError(
             "FS505",
-            "without_communication: found gathers=False and reductions=False, which leave nothing "
-            "out. Pass one of them at most.",
+            "without_communication: found gathers=False and reductions=False, which skip "
+            "nothing. Pass at most one of them.",
         )
     units = sharded_units("without_communication", "model", model)
     refuse_during_step("without_communication", units)
     warn(
         "FS515",
-        "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
-        "until the context is left. Use it for measurements only.",
+        "fsdp2.debug.without_communication: collectives are skipped, so all results are wrong "
+        "until the context exits. Use it for measurements only.",
     )
     groups = [group for unit in units for group in unit.own_groups]
     wires = {group: group.wire for group in groups}
@@ -236,53 +240,26 @@ def without_communication(
             stamp.silence(was_silent)
 
 
-class _NoWire(Wire):
-    """A wire that carries nothing, or one sort of collectives only.
+GATHERS = ("all_gather", "all_gather_uneven")
+REDUCTIONS = ("reduce_scatter", "reduce_scatter_uneven", "all_reduce")
 
-    Buffers, and what it carries, are those of the wire whose place it takes.
-    """
+
+class _NoWire(Wire):
+    """A wire that skips some or all collectives, on the buffers of the wire that it replaces."""
 
     carries: ClassVar[bool] = False
 
     def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
         super().__init__()
         self.take_over(wire)
-        self.is_separate = False  # else a copy would make its process group on this one
-        self._skips_gathers, self._skips_reductions = gathers, reductions
+        self.is_separate = False  # otherwise copies would derive process groups from it
+        skipped: tuple[str, ...] = GATHERS if gathers else ()
         if reductions:
+            skipped += REDUCTIONS
             self.sum_replicas = None
+        for name in skipped:
+            setattr(self, name, _carry_nothing)  # shadows the class's method
 
-    def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
-        return None if self._skips_gathers else super().all_gather(output, sent, axis, async_op)
 
-    def reduce_scatter(
-        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
-    ) -> Any:
-        if self._skips_reductions:
-            return None
-        return super().reduce_scatter(output, sent, op, axis, async_op)
-
-    def all_gather_uneven(
-        self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
-    ) -> Any:
-        if self._skips_gathers:
-            return None
-        return super().all_gather_uneven(outputs, sent, axis, async_op)
-
-    def reduce_scatter_uneven(
-        self,
-        output: Tensor,
-        sent: Tensor,
-        sizes: Sequence[int],
-        op: Any,
-        axis: MeshAxis,
-        async_op: bool,
-    ) -> Any:
-        if self._skips_reductions:
-            return None
-        return super().reduce_scatter_uneven(output, sent, sizes, op, axis, async_op)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
-        return None if self._skips_reductions else super().all_reduce(tensor, op, axis, async_op)
+def _carry_nothing(*_: Any, **__: Any) -> None:
+    """Replace a collective by a no-op."""

@@ -1,15 +1,14 @@
-"""Which modules become units: ``shard_model``, and the meshes of FSDP1's sharding strategies.
+"""Choose units by policy: ``shard_model``, and the meshes of FSDP1's sharding strategies.
 
-Owns the reading of wrap policies (torch's, or a user's) and of the launcher's environment. It must
-not know what a unit does: it calls ``fully_shard`` as a user would.
+Interprets wrap policies and the launcher's environment, and calls ``fully_shard`` as a user would.
 
 [Note: what a policy picks]
-A policy is asked about modules below the root, each once, whatever names it has. Three sorts are
-told apart: classes; a function of a module, which answers with a bool or with keywords of
-``fully_shard``; and a recursive policy of FSDP1, ``policy(module, recurse, nonwrapped_numel)``,
-which is asked on the way down whether to go on and on the way up whether to shard what is left. A
-module without parameters is never picked. A container without a ``forward`` has nothing that would
-gather its parameters, so what was said of it holds for each of its modules.
+A policy is called once for each module below the root, whatever its names. It is a collection of
+classes; a function of a module that returns a bool or keywords of ``fully_shard``; or a recursive
+FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``, which is called on the way down to
+decide whether to recurse, and on the way up to decide whether to shard the remainder. A module
+without parameters is never picked. A container without a ``forward`` has no call that would gather
+its parameters, so a choice for it applies to each of its modules.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from fsdp2._core.api.collect import (
 )
 from fsdp2._core.api.fully_shard import check_call, fully_shard
 from fsdp2._core.base import torch_comm, torch_modules
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.errors import (
+    ConfigError,
     check_count,
     check_device_type,
     check_module,
@@ -44,7 +44,6 @@ from fsdp2._core.base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.base.names import children_first
 from fsdp2._core.comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._core.comm.process_mesh import Grid, operation
@@ -55,10 +54,10 @@ from fsdp2._core.params.param import OwnerMark
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 
 _SHARDING = Asking(
-    "shard_model", "all of it becomes one unit", "True, False, or a dict of keywords of fully_shard"
+    "shard_model", "it becomes a single unit", "True, False, or a dict of keywords of fully_shard"
 )
 
-DEFAULTS = {  # of the keywords of fully_shard
+DEFAULTS = {  # defaults of fully_shard's keywords
     name: parameter.default
     for name, parameter in inspect.signature(fully_shard).parameters.items()
     if name != "module"
@@ -80,39 +79,39 @@ def shard_model(
     """Apply ``fully_shard`` to the modules that a policy picks, innermost first, and to the root.
 
     Args:
-        model: the root, changed in place. It is a unit whatever the policy says.
-        policy: what becomes a unit of its own below the root. One of
+        model: the root, changed in place. It always becomes a unit.
+        policy: selects the units below the root. One of
 
             - a set (or list) of module classes, or torch's ``ModuleWrapPolicy``;
             - a function of a module that returns a bool, or a dict of keywords of ``fully_shard``
-              that take precedence over ``fully_shard_kwargs`` (an empty one means False), or
-              torch's ``CustomPolicy`` made of such a function;
+              that override ``fully_shard_kwargs`` (an empty one means False), or torch's
+              ``CustomPolicy`` around such a function;
             - a recursive policy of FSDP1, as ``functools.partial(size_based_auto_wrap_policy,
               min_num_params=...)``.
-        fully_shard_kwargs: keywords of ``fully_shard`` for all units, and for the root.
-            ``ignored_params`` and ``ignored_states`` hold for every unit, and the policy is not
-            asked about ignored modules. ``shard_placement_fn`` is asked twice about a parameter:
-            all are checked before the first is sharded.
+        fully_shard_kwargs: keywords of ``fully_shard`` for all units, including the root.
+            ``ignored_params`` and ``ignored_states`` apply to every unit, and the policy is not
+            called for ignored modules. ``shard_placement_fn`` is called twice for each parameter:
+            all parameters are checked before the first is sharded.
 
     Returns:
-        What was chosen: the name of each unit (its first; ``""`` is the root) in the order in which
-        they were sharded, with the keywords that its policy gave it.
+        The chosen units: each unit's first name (``""`` is the root), in sharding order, mapped to
+        the keywords from its policy.
 
-    A module with several names is one unit. Parameters that are tied over several units belong to
-    the first unit that contains them all. A container without a ``forward`` (``ModuleList``) passes
-    what was said of it on to its modules. Modules without parameters are not picked, nor is what
-    ``fully_shard`` was applied to before. Classes that pick nothing are a warning.
+    A module with several names is one unit. Parameters tied across several units belong to the
+    first unit that contains all of them. For a container without a ``forward`` (``ModuleList``) a
+    choice applies to its modules. Modules without parameters and modules that are already sharded
+    are not picked. Classes that match no module cause a warning.
 
     Raises:
-        ConfigError: not a policy; keywords that ``fully_shard`` does not have; what ``fully_shard``
-            raises. Nothing was changed.
+        ConfigError: not a policy; keywords that ``fully_shard`` does not have; any error that
+            ``fully_shard`` raises. Nothing was changed.
 
-    Source: what ``auto_wrap_policy`` means in torch's ``FullyShardedDataParallel``.
+    Source: the meaning of ``auto_wrap_policy`` in torch's ``FullyShardedDataParallel``.
     """
     check_module("shard_model", "model", model)
     _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
     names = {module: name for name, module in children_first(model)}
-    kwargs = {  # what can be read once only, as `model.head.parameters()`, is read for every unit
+    kwargs = {  # iterators, such as `model.head.parameters()`, are read for every unit
         name: list(value) if isinstance(value, Iterator) else value
         for name, value in fully_shard_kwargs.items()
     }
@@ -132,7 +131,7 @@ def shard_model(
     if kwargs.get("mesh") is None:
         kwargs = {**kwargs, "mesh": default_mesh()}
     taken = ignored.modules
-    for module in (*order, model):  # before the first of them changes
+    for module in (*order, model):  # check all before changing any
         given = {**DEFAULTS, **kwargs, **chosen.get(module, {}), "taken": taken}
         with _naming(names[module]):
             check_call([module], **given)
@@ -144,7 +143,7 @@ def shard_model(
 
 
 def _is_taken(module: nn.Module) -> bool:
-    """True if earlier calls have taken the module, or all of its parameters."""
+    """Return True if earlier calls took the module or all of its parameters."""
     if unit_of(module) is not None:
         return True
     return all(OwnerMark.owner_of(param) is not None for param in module.parameters())
@@ -152,7 +151,7 @@ def _is_taken(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _naming(unit: str) -> Iterator[None]:
-    """Say of which unit an error is: ``fully_shard`` does not know what contains a module."""
+    """Prefix errors with the unit's name, which ``fully_shard`` cannot determine."""
     try:
         yield
     except ConfigError as error:
@@ -171,8 +170,13 @@ def _check_keywords(choice: Choice, what: str) -> None:
             )
 
 
-def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen) -> None:
-    """Take a module, or what is in it if it has no forward. See [Note: what a policy picks]."""
+def _choose(
+    module: nn.Module,
+    choice: Choice,
+    ignored: Ignored,
+    chosen: Chosen,
+) -> None:
+    """Choose a module, or its modules if it has no forward. See [Note: what a policy picks]."""
     if module in ignored.modules or not any(p not in ignored for p in module.parameters()):
         return
     if is_container(module):
@@ -182,16 +186,13 @@ def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen)
         chosen[module] = choice
 
 
-# --- strategies -----------------------------------------------------------------------------------
-
-
 def strategy(
     name: str | torch_modules.ShardingStrategy,
     mesh: DeviceMesh | None = None,
     *,
     device_type: str | None = None,
 ) -> dict[str, Any]:
-    """Return the keywords of ``fully_shard`` that mean a sharding strategy of FSDP1.
+    """Return the keywords of ``fully_shard`` that correspond to a sharding strategy of FSDP1.
 
     =====================  =============================  =========================
     strategy               mesh                           reshard_after_forward
@@ -203,17 +204,18 @@ def strategy(
     _HYBRID_SHARD_ZERO2    ``(nodes, ranks of a node)``   False
     =====================  =============================  =========================
 
-    ``NO_SHARD`` keeps every parameter whole on every rank and all-reduces gradients: its parameters
-    are DTensors over a shard axis of size 1.
+    ``NO_SHARD`` keeps full parameters on every rank and all-reduces gradients: its parameters are
+    DTensors over a shard axis of size 1.
 
     Args:
-        name: the strategy, as its name or as torch's enum.
-        mesh: a mesh of your own: 1-D for the first two (2-D ``(n, 1)`` for ``NO_SHARD``), 2-D for
-            the last two. Default: all ranks, by ``hybrid_mesh`` for the last two. Collective then.
+        name: the strategy's name, or the member of torch's enum.
+        mesh: a user-supplied mesh: 1-D for the first two (2-D ``(n, 1)`` for ``NO_SHARD``), 2-D for
+            the last two. Default: all ranks, by ``hybrid_mesh`` for the last two; the call is then
+            collective.
         device_type: of a default mesh; default: the accelerator, or the CPU.
 
     Raises:
-        ConfigError: not a strategy; a mesh that does not fit it; no such devices.
+        ConfigError: not a strategy; the mesh does not fit it; no such devices.
 
     Source: the meaning of ``torch.distributed.fsdp.ShardingStrategy``.
     """
@@ -236,7 +238,7 @@ def strategy(
         raise ConfigError(
             "FS222",
             f"strategy: {key} needs a mesh that is {wanted}, found one of shape "
-            f"{tuple(mesh.shape)}. Leave it out to use all ranks.",
+            f"{tuple(mesh.shape)}. Omit it to use all ranks.",
         )
     return {"mesh": mesh, "reshard_after_forward": False if keeps else None}
 
@@ -247,14 +249,13 @@ def _mesh_of(key: str, device_type: str | None) -> DeviceMesh:
     require_process_group("strategy")
     kind, size = device_type or default_device_type(), dist.get_world_size()
     if key == "NO_SHARD":
-        return _waiting_as_the_world(
-            init_device_mesh(kind, (size, 1), mesh_dim_names=("replicate", "shard"))
-        )
+        mesh = init_device_mesh(kind, (size, 1), mesh_dim_names=("replicate", "shard"))
+        return _waiting_as_the_world(mesh)
     return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
 
 
 def _waiting_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the groups of a mesh of ours the time-out of the default one."""
+    """Set the time-out of our mesh's groups to that of the default group."""
     for dim in range(mesh.ndim):
         torch_comm.wait_as_the_world(mesh.get_group(dim))
     return mesh
@@ -263,18 +264,18 @@ def _waiting_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
 def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = None) -> DeviceMesh:
     """Return the mesh ``("replicate", "shard")`` that shards in a node and replicates over nodes.
 
-    Which ranks share a node is read from the launcher's environment: ``GROUP_RANK`` (torchrun),
-    ``SLURM_NODEID``, or else the host's name. Ranks of a node need not follow each other.
-    Collective over all ranks; initialises the default process group if there is none.
+    Nodes are identified from the launcher's environment: ``GROUP_RANK`` (torchrun),
+    ``SLURM_NODEID``, or else the host name. Ranks of a node need not be consecutive. Collective
+    over all ranks; initialises the default process group if there is none.
 
     Args:
         device_type: default: the accelerator, or the CPU.
-        ranks_per_node: do not look, but take so many consecutive ranks for a node.
+        ranks_per_node: consecutive ranks that form a node, instead of reading the environment.
 
     Raises:
-        ConfigError: nodes with different numbers of ranks, on every rank.
+        ConfigError: nodes have different numbers of ranks (raised on every rank).
 
-    Source: the groups that ``HYBRID_SHARD`` makes if it is given none, in torch's FSDP1.
+    Source: the default process groups of ``HYBRID_SHARD`` in torch's FSDP1.
     """
     check_device_type("hybrid_mesh", "device_type", device_type)
     if ranks_per_node is not None:
@@ -291,7 +292,7 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
             raise ConfigError(
                 "FS222",
                 f"hybrid_mesh: found ranks_per_node={described(ranks_per_node)} for {size} ranks. "
-                "Pass a divisor of their number.",
+                "Pass a divisor of the number of ranks.",
             )
         nodes = [str(rank // ranks_per_node) for rank in range(size)]
     rows: dict[str, list[int]] = {}
@@ -301,10 +302,9 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
         listing = ", ".join(f"{node}: {row}" for node, row in rows.items())
         raise ConfigError(
             "FS222",
-            f"hybrid_mesh: expected as many ranks on each node, found {listing}. Start the program "
-            "with equal nodes, or pass ranks_per_node, or a mesh of your own.",
+            f"hybrid_mesh: expected equal numbers of ranks per node, found {listing}. Start the "
+            "same number of ranks on each node, or pass ranks_per_node or your own mesh.",
         )
     kind = device_type or default_device_type()
-    return _waiting_as_the_world(
-        DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))
-    )
+    mesh = DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))
+    return _waiting_as_the_world(mesh)

@@ -4,8 +4,9 @@
 #   use_clients                                        the same, with the libraries of scripts/clients.txt, or fails
 #
 # The environment is .venv in the root. A script whose first argument is --torch VERSION gets one of that version of
-# torch in .venvs instead; the option is taken away from its arguments here, so every script has it. Set FSDP2_PYTHON
-# to use an interpreter of your own as it is.
+# torch in .venvs instead; with --python VERSION, beside it or alone, one of that version of Python, which must be
+# installed. The options are taken away from its arguments here, so every script has them. Set FSDP2_PYTHON to use an
+# interpreter of your own as it is.
 
 # Where there is no GPU, an exact version is asked for first: of a wider range pip takes the newest, which may
 # exist for CUDA only and fetch several gigabytes.
@@ -19,6 +20,7 @@ cd "$root"
 environment=.venv
 torch_asked="" # as the user wrote it: 2.15, or 2.15.0
 torch_release=""
+python_asked=""
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -39,30 +41,43 @@ choose_torch() {
     [ -n "$torch_release" ] ||
         fail "--torch takes one of ${torch_releases// /, }, or the first two numbers of one; found '$1'"
     torch_asked="$1"
-    environment=".venvs/torch-$torch_release"
+}
+
+choose_python() {
+    [[ "$1" =~ ^3\.[0-9]+$ ]] || fail "--python takes the first two numbers of a version, as 3.10; found '$1'"
+    python_asked="$1"
 }
 
 # Sourced without arguments, a file sees those of the script, and its `shift` takes them from the script.
-case "${1:-}" in
---torch)
-    choose_torch "${2:-}"
-    shift 2
-    ;;
---torch=*)
-    choose_torch "${1#--torch=}"
-    shift
-    ;;
-esac
+while :; do
+    case "${1:-}" in
+    --torch | --python)
+        "choose_${1#--}" "${2:-}"
+        shift 2
+        ;;
+    --torch=* | --python=*)
+        one="${1#--}"
+        "choose_${one%%=*}" "${one#*=}"
+        shift
+        ;;
+    *) break ;;
+    esac
+done
+if [ -n "$torch_release$python_asked" ]; then
+    one="${torch_release:+torch-$torch_release}${torch_release:+${python_asked:+-}}${python_asked:+python-$python_asked}"
+    environment=".venvs/$one"
+fi
 
 use_environment() {
-    local wanted="$1" system="${PYTHON:-python3}"
+    local wanted="$1" system="${PYTHON:-python${python_asked:-3}}"
     if [ -n "${FSDP2_PYTHON:-}" ]; then
         use_interpreter "$FSDP2_PYTHON"
         return
     fi
     python="$root/$environment/bin/python"
-    "$system" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "$system is missing or older than Python 3.10; set PYTHON to a newer one"
+    "$system" -c "import sys; sys.exit(sys.version_info < (3, 10) or '${python_asked#3.}' not in
+        ('', str(sys.version_info.minor)))" ||
+        fail "$system is missing or not Python ${python_asked:-3.10 or newer}; install that, or set PYTHON to its path"
     mkdir -p "$environment"
     if command -v flock >/dev/null; then
         exec 9>"$environment/.lock"
@@ -152,7 +167,7 @@ use_clients() {
         say "FSDP2_PYTHON is $python, which is used as it is, and it cannot import transformers"
         return 1
     fi
-    environment=".venvs/clients${torch_release:+-torch-$torch_release}"
+    environment=".venvs/clients${torch_release:+-torch-$torch_release}${python_asked:+-python-$python_asked}"
     use_environment test
     if command -v flock >/dev/null; then
         exec 9>"$environment/.lock"

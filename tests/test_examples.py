@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import fsdp2
-from fsdp2.checkpoint import _background
+from fsdp2.checkpoint import _save
 from tests.accidents._accidents import MACHINE, Accident, Trial
 from tests.accidents._job import write_text
 from tests.accidents._trial import tried
@@ -165,7 +165,7 @@ def die_while_saving(moment: str) -> None:
     def die(*args: object, **kwargs: object) -> None:
         os._exit(DEAD)
 
-    setattr(_background, moment, die)
+    setattr(_save, moment, die)
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:

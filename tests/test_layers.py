@@ -1,6 +1,6 @@
-"""The floors of `docs/architecture.md` are those of the source: it is parsed, nothing is imported.
+"""The layers of `docs/architecture.md` are those of the source: it is parsed, nothing is imported.
 
-A folder imports only from folders on lower floors, and no file is in a circle, whether the import
+A folder imports only from folders on lower layers, and no file is in a circle, whether the import
 runs or only a type checker reads it; private torch names appear in `_core/base/torch_*.py` alone.
 """
 
@@ -28,19 +28,19 @@ AGREED = {"_parameters", "_buffers", "_fields"}
 
 
 @cache
-def floors() -> dict[str, int]:
-    """Read the rows `| floor | `folder/`, `file.py` | what is there |`."""
+def layers() -> dict[str, int]:
+    """Read the rows `| layer | `folder/`, `file.py` | what is there |`."""
     found = {}
-    for floor, names in re.findall(
+    for layer, names in re.findall(
         r"^\| *(\d+) *\| *(`[^|]*`) *\|", TABLE.read_text(), re.MULTILINE
     ):
-        found |= {name.rstrip("/"): int(floor) for name in re.findall(r"`([^`]+)`", names)}
+        found |= {name.rstrip("/"): int(layer) for name in re.findall(r"`([^`]+)`", names)}
     return found
 
 
 def place_of(name: str) -> str:
-    """Return what has a floor: a wing, a room of a wing, or a file beside them."""
-    return next(p for p in (name, *map(str, PurePosixPath(name).parents)) if p in floors())
+    """Return what has a layer: a wing, a room of a wing, or a file beside them."""
+    return next(p for p in (name, *map(str, PurePosixPath(name).parents)) if p in layers())
 
 
 @cache
@@ -121,30 +121,34 @@ def foreign_private_names(name: str) -> set[str]:
 
 
 def test_everything_has_one_of_eight_floors() -> None:
-    assert {place_of(name) for name in FILES} == set(floors())
-    assert set(floors().values()) == set(range(1, 9))
+    assert {place_of(name) for name in FILES} == set(layers())
+    assert set(layers().values()) == set(range(1, 9))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports_come_from_lower_floors_only(name: str) -> None:
     place = place_of(name)
     others = {other for other in imported_files(name) if place_of(other) != place}
-    upward = {other for other in others if floors()[place_of(other)] >= floors()[place]}
+    upward = {other for other in others if layers()[place_of(other)] >= layers()[place]}
     beside = {
         "__init__.py": {  # what it makes public
             "debug.py",
             "plans.py",
             "recordings.py",
+            "weights",
             "_tools/plan",
             "_tools/record",
         },
+        "debug.py": {"_tools/record"},
         "plans.py": {"_tools/plan"},
         "recordings.py": {"_tools/record"},
+        "weights/_route.py": {"_tools/plan"},  # the links of machines
+        "weights/_update.py": {"_tools/plan"},
         "__main__.py": {"_tools/commands.py"},  # what it starts
         "_tools/commands.py": {"_tools/doctor", "_tools/plan"},
     }.get(name, set())
     assert {place_of(other) for other in upward} <= beside, (
-        f"{name} (floor {floors()[place]}) imports {upward}"
+        f"{name} (layer {layers()[place]}) imports {upward}"
     )
 
 
@@ -230,6 +234,24 @@ def test_no_object_of_the_engine_is_cloned_by_its_variables() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
                 given = [getattr(getattr(a, "func", None), "id", "") for a in node.args]
                 assert "vars" not in given, name
+
+
+def test_every_note_that_is_named_exists() -> None:
+    """Where `[Note: x] in ``file``` says, or else anywhere; a heading stands alone on its line."""
+    texts = {name: (PACKAGE / name).read_text() for name in FILES}
+    homes: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        for note in re.findall(r"^ *(?:# )?\[Note: ([^\]]+)\]$", text, re.MULTILINE):
+            homes.setdefault(note, []).append(name.removesuffix(".py"))
+    wrong = []
+    for name, text in texts.items():
+        flat = re.sub(r"\s*\n\s*(#\s*)?", " ", text)
+        for note, place in re.findall(r"\[Note: ([^\]]+)\](?: in ``([\w./]+)``)?", flat):
+            at = homes.get(note, []) if not note.endswith("...") else [name]
+            path = place.removeprefix("fsdp2").replace(".", "/").strip("/")
+            if not at or (path and not any(f"/{one}".endswith(f"/{path}") for one in at)):
+                wrong.append(f"{name}: [Note: {note}] in {place or 'any file'}")
+    assert not wrong
 
 
 FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"}

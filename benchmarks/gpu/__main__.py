@@ -14,6 +14,7 @@ from benchmarks.gpu._driver import FAILED, LATE, Stage, run_stages
 SECONDS = {
     "smoke": 40,
     "right": 120,
+    "graph": 100,
     "step": 80,
     "copies": 50,
     "offload": 60,

@@ -32,6 +32,7 @@ from tests.behaviour.test_divergence import Paths
 from tests.behaviour.test_gather_codes import FP8, reference_step
 from tests.behaviour.test_offload import MODELS as OFFLOADED
 from tests.kit import parity
+from tests.kit.engine import BF16, engine_layout, update_an_engine
 from tests.kit.models import CASES, Block, loss_of, seeded
 from tests.kit.parity import (
     ROWS,
@@ -263,6 +264,12 @@ def conditional_units() -> None:
             one.zero_grad()
 
 
+def to_an_engine(kind: str, trainers: int) -> str:
+    """`weights`: the first ranks update an engine of the others; see ``tests.kit.engine``."""
+    engines = dist.get_world_size() - trainers
+    return update_an_engine(kind, trainers, engine_layout(engines, BF16))
+
+
 def fails_in_backward() -> None:
     pair = near()
 
@@ -346,7 +353,10 @@ NEW: dict[str, Callable[[Path], Any]] = {
     "exception in a backward": plain(fails_in_backward),
     "ranks differ": plain(ranks_differ),
 }
+THREE = {"weights, 2 trainers to 1": plain(partial(to_an_engine, "rows", 2))}
 FOUR: dict[str, Callable[[Path], Any]] = {
+    "weights, 2 trainers (TP 2) to TP 2": plain(partial(to_an_engine, "tp", 2)),
+    "weights, 1 trainer to TP 3": plain(partial(to_an_engine, "rows", 1)),
     "shard_outer": plain(partial(on_2_x_2, shard_outer="optimizer")),
     "hpZ, accumulation": plain(partial(accumulate, reshard_after_forward=2)),
     "2 x 2, accumulation": plain(on_2_x_2),
@@ -367,6 +377,7 @@ def questions() -> list[tuple[int, str, Callable[[Path], Any]]]:
     found = [(size, name, work) for size in sizes for name, work in NEW.items()]
     if _machine.REHEARSES:  # the code of each is the same on three
         found = found[: len(NEW)]
+    found += [(3, name, work) for name, work in THREE.items()]
     found += [(4, name, work) for name, work in FOUR.items()]
     for title, how in SETTINGS.items():
         found += [(3, f"{kind}, {title}", plain(partial(train, kind, **how))) for kind in kinds]

@@ -129,7 +129,7 @@ def _name_function(path: str, line: int, name: str) -> str:
 
 
 def _is_foreign() -> bool:
-    """Say whether `fsdp2` came from outside this repository (a stand-in, or an installed copy)."""
+    """Return True if `fsdp2` is not of this repository: a placeholder or an installed copy."""
     if "fsdp2" not in sys.modules:
         return False
     expected = Path(__file__).resolve().parents[2] / "fsdp2" / "__init__.py"

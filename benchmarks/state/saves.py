@@ -159,7 +159,7 @@ def counts() -> list[Figure]:
     from fsdp2._core.base.torch_dtensor import imagined_mesh
     from fsdp2._core.transfer.redistribute import Grids
     from fsdp2.checkpoint._contents import Contents
-    from fsdp2.checkpoint._writing import HEAD, ROW, SUM
+    from fsdp2.checkpoint._files import HEAD, ROW, SUM
 
     figures = []
     for ranks in IMAGINED:

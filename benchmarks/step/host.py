@@ -140,7 +140,7 @@ def make_figures(outcomes: Sequence[Outcome], depths: Sequence[int], steps: int)
 
 
 def make_notes(outcomes: Sequence[Outcome]) -> list[str]:
-    """Say what the table cannot: the cost of a no-op collective, stand-ins, failures."""
+    """Say what the table cannot: the cost of a no-op collective, placeholders, failures."""
     notes = []
     for outcome in outcomes:
         if outcome.error:
@@ -153,7 +153,7 @@ def make_notes(outcomes: Sequence[Outcome]) -> list[str]:
                 for label in ("all_gather", "reduce_scatter")
             )
             notes.append(
-                "One collective of the stand-in, torch's Python function around it included: "
+                "One collective of the placeholder, torch's Python function around it included: "
                 f"all-gather {gather:.0f} k instructions, reduce-scatter {scatter:.0f} k."
             )
     return notes

@@ -1,4 +1,4 @@
-"""What the steps of the tutorial share: a small language model, its batches, and what to print."""
+"""Shared by the tutorial's steps: a small language model, its batches, and functions that print."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Predict the next token at each place."""
+    """Predict the next token at each position."""
 
     def __init__(self, width: int = 128, blocks: int = 4) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """Return the loss of the whole batch. Every rank calls it: each has that of its own rows."""
+    """Average the loss over ranks. Every rank must call it with the loss of its own rows."""
     mean = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(mean)
@@ -99,13 +99,13 @@ def megabytes(nbytes: int) -> str:
 
 
 def here(tensors: list[Tensor]) -> str:
-    """Say how much memory this rank has for tensors."""
+    """Format the memory that tensors take on this rank."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return megabytes(sum(t.nbytes for t in local))
 
 
 def say_plan(plan: Plan) -> None:
-    """Say what a forward and its backward send, and the most memory that a rank has meanwhile."""
+    """Print what a forward and its backward send, and the peak memory of a rank."""
     for kind in ("all_gather", "reduce_scatter"):
         sizes = [each.nbytes for each in plan.step.collectives if each.kind == kind]
         say(f"{kind}: {len(sizes)} times, {megabytes(sum(sizes))}")
@@ -113,7 +113,7 @@ def say_plan(plan: Plan) -> None:
 
 
 def say_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Say what this rank keeps from step to step."""
+    """Print the memory that this rank keeps between steps."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     moments = [value for value in states if value.ndim]

@@ -10,7 +10,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_plan
 
-# Join the ranks that torchrun started. It says how many they are.
+# Join the ranks that torchrun started. WORLD_SIZE is their number.
 mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank, ranks = mesh.get_rank(), mesh.size()
 
@@ -18,14 +18,14 @@ rank, ranks = mesh.get_rank(), mesh.size()
 torch.manual_seed(0)
 model = Model()
 batch = make_batch(0, rank, ranks)[:, :-1]
-# Each Block is to be a unit. Nothing is sharded yet.
+# Each Block will be a unit. Nothing is sharded yet.
 plan = fsdp2.plan(model, mesh=ranks, policy={Block}, batch=batch, optimizer=torch.optim.AdamW)
 say_plan(plan)
 
 for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
-# After fully_shard: the parameters are other objects now.
+# After fully_shard, because it replaces the parameters.
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 for step in range(30):

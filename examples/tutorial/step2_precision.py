@@ -1,4 +1,4 @@
-"""Step 2: compute in bf16, and two backwards for one step of the optimizer."""
+"""Step 2: compute in bf16, and two backwards per optimizer step."""
 
 import os
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Step 3: stop after some steps, and go on later, on another number of ranks."""
+"""Step 3: stop after some steps, and resume later on a different number of ranks."""
 
 import os
 import sys

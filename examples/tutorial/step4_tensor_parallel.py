@@ -1,4 +1,4 @@
-"""Step 4: cut each block over two ranks besides, on a mesh of two by two."""
+"""Step 4: also split each block over two ranks, on a mesh of two by two."""
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ by_columns, by_rows = ColwiseParallel(), RowwiseParallel()
 for block in model.blocks:
     cuts = {f"attention.{name}": by_columns for name in ("query", "key", "value")}
     cuts |= {"attention.out": by_rows, "feed_forward.up": by_columns, "feed_forward.down": by_rows}
-    parallelize_module(block, tensor, cuts)  # first: who computes what
-    fully_shard(block, mesh=data)  # then: who keeps what
+    parallelize_module(block, tensor, cuts)  # first: split the computation
+    fully_shard(block, mesh=data)  # then: split the storage
 fully_shard(model, mesh=data)
 optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=3e-3)
 
 weight = model.blocks[0].attention.query.weight
 say(f"a weight of {tuple(weight.shape)}, here {tuple(weight.to_local().shape)}")
-# The rank along `data`, not the one among all four: ranks along `tensor` need the same rows.
+# The rank along `data`, not the global rank: ranks along `tensor` need the same rows.
 rank, ranks = data.get_local_rank(), data.size()
 batch = make_batch(0, rank, ranks)[:, :-1]
 say_plan(fsdp2.plan(model, batch=batch, optimizer=torch.optim.AdamW))
@@ -48,7 +48,7 @@ for step in range(30):
         mean = mean_over_ranks(loss)
         say(f"step {step}: loss {mean:.2f}")
 
-with torch.no_grad(), CommDebugMode() as seen:  # torch's: counts collectives
+with torch.no_grad(), CommDebugMode() as seen:  # counts collectives
     model(make_batch(30, rank, ranks)[:, :-1])
 sums = seen.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
 say(f"sums over the tensor axis in a forward: {sums}")

@@ -1,4 +1,4 @@
-"""Step 5: compile the sharded model whole, collectives included."""
+"""Step 5: compile the whole sharded model, including its collectives."""
 
 import os
 
@@ -36,7 +36,7 @@ for step in range(30):
         say(f"step {step}: loss {mean:.2f}")
 say(f"graphs compiled: {counters['stats']['unique_graphs']}")
 
-with torch.profiler.profile() as seen:  # torch's: what one more forward and backward call
+with torch.profiler.profile() as seen:  # of one more forward and backward
     loss_of(compiled, make_batch(30, rank, ranks)).backward()
 sent = [event.name for event in seen.events() if event.name.startswith("c10d::")]
 say(f"all_gather: {sum('allgather' in name for name in sent)} times")

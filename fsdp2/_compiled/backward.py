@@ -1,30 +1,29 @@
-"""The backward of a functional step, where modules run again outside of graphs.
+"""Backward of a functional step, where modules are recomputed outside of graphs.
 
-Owns what parameters a module finds there (``FunctionalBackward``). It must not know the compiler.
+Owns the parameters that a module reads then (``FunctionalBackward``). Independent of the compiler.
 
 [Note: recomputed outside of graphs]
-Checkpointing that a compiler did not trace runs modules again in backward, when the functional step
-is over: a unit, one module of a list, a conditional unit whose parameters another one gathers, or
-any layer or function inside of a unit, of which no hook of ours hears. They have in common that
-they *read parameters*. So from the moment at which a backward reaches an output of the step until
-it ends, a parameter that is read and still lies in shards is gathered then, as a part of its group.
-What is registered are the shards, all the time; what recomputation reads is whole.
+Activation checkpointing that the compiler did not trace runs modules again in backward, after the
+functional step. It may run a unit, one module of a list, a conditional unit whose parameters
+another unit gathers, or any layer or function inside a unit, where we have no hooks. All of these
+*read parameters*. So from the moment a backward reaches an output of the step until it ends,
+reading a parameter that is still sharded gathers its group. The registered parameters are the
+shards throughout; a recomputation reads unsharded ones.
 
-- A name that is read (``module.weight``) is read by a recomputation. ``parameters()`` may be called
-  by a hook as well, which has to find shards, on one rank alone too: it gives whole parameters only
-  where gradients are recorded, or inside of a unit's call. Hooks run where they are not.
-- A unit that is called is gathered at once and forgotten after the call, as in the step, so ranks
-  that use different parameters of it ask for the same. Otherwise the parameters of one unit are
-  kept, until another one's are read or the backward ends: to forget too early costs a gather, and
-  is never wrong.
-- Every gather is recorded. Under the reentrant kind of checkpointing it is the one that gradients
-  flow through, and what they bring is reduced and added when that inner backward is through; under
-  the other kind its values count only, and the gather of the forward takes the gradients.
-- Reentrant checkpointing runs backwards inside of the backward, with numbers of their own: the end
-  of the outer one counts, which its callback tells, or the loss of that callback if it fails.
+- Reading by name (``module.weight``) counts as recomputation. A hook, which must see shards (and
+  may run on one rank only), may call ``parameters()``. So that returns unsharded parameters only
+  where grad mode is on or inside a unit's call; hooks run outside of both.
+- A unit that is called is gathered at the start of the call and released after it, so ranks that
+  use different parameters of the unit issue the same gathers. Otherwise its parameters are kept
+  until another unit's are read or the backward ends. Early release only costs one more gather.
+- Autograd records every gather. With reentrant checkpointing, gradients flow through it, and are
+  reduced and accumulated at the end of the inner backward. With the non-reentrant kind, only its
+  values are used, and gradients flow through the gather of the forward.
+- Reentrant checkpointing runs backwards inside the backward, each with its own graph task number.
+  Only the end of the outer one counts: its callback runs then, or is destroyed if that backward
+  fails.
 
-The engine's hooks would do as well for the values of units, but nothing would tell them that the
-backward is over, and of layers inside of units they hear nothing either.
+The engine's hooks do not report the end of the backward, and do not cover layers inside units.
 """
 
 from __future__ import annotations
@@ -51,10 +50,11 @@ from fsdp2._core.params.registration import FORM_SHARDED
 
 
 def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> None:
-    """Call ``begin`` when a backward reaches one of these outputs, before anything else of it."""
+    """Call ``begin`` when a backward reaches one of these outputs, before its other nodes run."""
 
     def look(tensor: Tensor) -> None:
-        base = torch_autograd.base_of(tensor)  # an update of a view in place gives it another node
+        # an in-place update of a view gives its base another node
+        base = torch_autograd.base_of(tensor)
         for made in (tensor,) if base is None else (tensor, base):
             if made.grad_fn is not None:
                 made.grad_fn.register_prehook(begin)
@@ -63,11 +63,9 @@ def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> N
 
 
 class OwedReductions:
-    """At the end of a backward with sync: the reductions of what waited, and no graph has reduced.
-
-    That is what waits of units that this step did not use, all of it where graphs break, and that
-    of a forward without sync whose backward has it.
-    """
+    """Reduces, at the end of a backward with sync, waiting gradients that no graph has reduced:
+    those of units that the step did not use, all of them if there are graph breaks, and those of a
+    forward without sync whose backward runs with sync."""
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
         self._groups = [group.group for group in groups]
@@ -76,7 +74,6 @@ class OwedReductions:
 
     @torch_compiler.always_eager
     def begin(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """A gradient reached an output."""
         if not self._is_running:
             self._is_running = True
             EndOfBackward(self._end, self._fail)
@@ -98,7 +95,7 @@ class OwedReductions:
 
 
 class FunctionalBackward:
-    """What the units of a functional step do in its backward."""
+    """The units of a functional step during its backward."""
 
     def __init__(self, units: Sequence[TracedUnit]) -> None:
         self._units = units
@@ -107,13 +104,13 @@ class FunctionalBackward:
         self._kept: TracedUnit | None = None
         self._depth = 0
         self._number = 0
-        self._placed: list[tuple[TracedGroup, Any]] = []  # for which the next one holds
+        self._placed: list[tuple[TracedGroup, Any]] = []  # the groups covered by ``_places``
         self._places: dict[nn.Module, dict[str, _Place]] = {}
         self._registered: dict[nn.Module, dict[str, Any]] = {}
 
     @torch_compiler.always_eager
     def begin(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """A gradient reached an output: from here to the end modules find whole parameters."""
+        """Make modules read unsharded parameters, from an output's first gradient to the end."""
         if self._open:
             return
         self._number += 1
@@ -121,9 +118,9 @@ class FunctionalBackward:
         EndOfBackward(end, end)
         for traced in self._units:
             unit = traced.unit
-            if unit.runner is None:  # else another step of the same units is in its backward
+            if unit.runner is None:  # otherwise another step of these units is in backward
                 if unit.runtime is None or unit.runtime.context.phase is IDLE:
-                    unit.reshard()  # somebody made it whole since
+                    unit.reshard()  # the user has unsharded it in the meantime
                 unit.runner, self._open[unit] = Again(self, traced), traced
         groups = [group for traced in self._open.values() for group in traced.groups]
         self._groups = {group.group: group for group in groups}
@@ -137,7 +134,7 @@ class FunctionalBackward:
 
     def _put_readers(self) -> None:
         for module, places in self._places.items():
-            attributes = module.__dict__  # to set an attribute of a module takes ten times as long
+            attributes = module.__dict__  # setting an attribute of a module is ten times as slow
             self._registered[module] = registered = attributes["_parameters"]
             attributes["_parameters"] = _ReadInBackward(registered, places)
 
@@ -151,12 +148,11 @@ class FunctionalBackward:
 
     @property
     def is_open(self) -> bool:
-        """False once the backward ended, or failed."""
         return bool(self._open)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Let a whole step run in the backward as anywhere else: compilers look at dicts."""
+        """Remove the readers while a step runs in the backward: compilers inspect the dicts."""
         was_open = bool(self._registered)
         self._take_readers_off()
         try:
@@ -166,12 +162,12 @@ class FunctionalBackward:
                 self._put_readers()
 
     def end(self, number: int) -> None:
-        """The backward of this number is over, or failed."""
+        """End the backward with this number, after success or failure."""
         if number != self._number:
             return
         self._take_readers_off()
         for unit in self._open:
-            if isinstance(unit.runner, Again):  # else a step runs, which sees that this is over
+            if isinstance(unit.runner, Again):  # a running step checks ``is_open`` itself
                 unit.runner = None
         for group in self._groups.values():
             group.again = None
@@ -183,10 +179,10 @@ class FunctionalBackward:
         self,
         traced: TracedUnit,
         run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        """Run a module of a unit again, as it ran in the step."""
+        """Recompute a module of a unit, as it ran in the step."""
         unit = traced.unit
         groups = [self._groups[group] for group in unit.groups or unit.own_groups]
         gathered = [group for group in groups if group.again is None]
@@ -198,75 +194,75 @@ class FunctionalBackward:
         finally:
             self._depth -= 1
             for group in gathered:
-                if traced.has_several_modules:  # the next one may follow
-                    self._keep(group.mover)
+                if traced.has_several_modules:  # the unit's next module may follow
+                    self.keep(group.mover)
                 else:
                     group.again = None
 
-    def _keep(self, traced: TracedUnit) -> None:
-        """Keep what a unit gathered, and not what another one was kept of."""
+    def keep(self, traced: TracedUnit) -> None:
+        """Keep the gathered parameters of a unit, and release those kept for another one."""
         kept, self._kept = self._kept, traced
         if kept is not None and kept is not traced:
             for group in kept.groups:
                 group.again = None
 
-    def read(self, group: TracedGroup, index: int) -> Tensor:
-        if group.again is None:
-            self._keep(group.mover)
-        return group.wholes_again()[index]
-
     @property
     def is_recomputing(self) -> bool:
-        """True if this is no hook, as far as one can tell."""
+        """Heuristic: True if a recomputation is running, rather than a hook."""
         return self._depth > 0 or torch.is_grad_enabled()
 
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """Runs a unit's modules while a backward of a functional step runs them again."""
+    """Runner of a unit while a backward of a functional step recomputes its modules."""
 
     backward: FunctionalBackward
     traced: TracedUnit
 
     @torch_compiler.never_traced
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         return self.backward.call(self.traced, run, args, kwargs)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Place:
-    """Where a parameter's whole form comes from."""
+    """Reads a parameter's unsharded form."""
 
     backward: FunctionalBackward
     group: TracedGroup
     index: int
 
     def awaits(self, registered: object) -> bool:
-        """True if what is registered is the shard, and the engine is not about to change that."""
+        """Return True if the shard is registered, and the eager engine is not replacing it."""
         is_shard = registered is self.group.params[self.index].sharded
         return is_shard and self.group.group.registration.form is FORM_SHARDED
 
     def check(self) -> None:
-        """Refuse what no gradient would come back from; modules refuse their forwards there."""
+        """Refuse reads of a recomputation inside summon_full_params: they have no gradient path."""
         unit = self.group.mover.unit
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
                 "FS306",
-                f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters in "
-                "a recomputation, inside summon_full_params. Leave the context before backward.",
+                f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters "
+                "while recomputing activations, but ran inside summon_full_params. Exit the "
+                "context before backward.",
             )
 
     @torch_compiler.always_eager
     def read(self) -> Tensor:
-        return self.backward.read(self.group, self.index)
+        if self.group.again is None:
+            self.backward.keep(self.group.mover)
+        return self.group.wholes_again()[self.index]
 
 
 class _ReadInBackward(dict[str, Any]):
-    """A module's registered parameters: shards, which are gathered when they are read.
-
-    What others registered since (the eager engine in a backward of both, users) is as it is.
-    ``get`` and ``copy`` gather nothing.
-    """
+    """A module's registered parameters, which are shards: reading one gathers it, unless the eager
+    engine or the user has replaced it since. ``get`` and ``copy`` gather nothing."""
 
     def __init__(self, registered: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
         super().__init__(registered)

@@ -1,12 +1,19 @@
-"""``compile``: a sharded model and its collectives as one forward and one backward graph.
+"""``compile``: trace a sharded model and its collectives into one forward and one backward graph.
 
-Owns the call of the compiler, what a functional step needs around it, and the refusal of what
-cannot be traced. The step itself is in ``_compiled.functional``.
+Owns the compiler call, the set-up around a step (``functional``), and the refusal of other models.
+
+[Note: graphs that differ]
+A graph has no runtime check that stops a rank from starting a collective that the other ranks do
+not expect. Therefore, before a graph runs whose sequence of gathers is new to this model, the ranks
+compare what each of them gathers. Ranks that took different branches get an error. If one rank
+compiles a new graph while the others reuse an old one, no other rank takes part in the comparison:
+that rank waits, and gets an error when the process group times out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -15,31 +22,32 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fsdp2._compiled.agreement import Agreement
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions, watch
 from fsdp2._compiled.functional import TracedUnit
 from fsdp2._compiled.passes import Gathered, Overlapped, SeenThrough, place_gathers
 from fsdp2._compiled.plan import plans
 from fsdp2._core.api.module import FSDPModule
-from fsdp2._core.base import torch_comm, torch_compiler
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base import torch_comm, torch_compiler, torch_modes
+from fsdp2._core.base.errors import (
+    ConfigError,
+    StateError,
+    UnsupportedError,
     check_flag,
     check_mapping,
     check_module,
     translated,
     wrong_type,
 )
-from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.names import class_name
 from fsdp2._core.base.policy import PARAMETERS
+from fsdp2._core.comm.mesh import MeshAxis
 from fsdp2._core.engine.attach import attach
 from fsdp2._core.engine.between_steps import rest, units_below
 from fsdp2._core.engine.tree import Runtime
 from fsdp2._core.params.group import ParamGroup
 
-OVERLAPPING = ("inductor", "aot_eager")
-"""Backends whose graphs can be changed before they run."""
+OVERLAPPING = ("inductor", "aot_eager")  # backends whose graphs can be changed before they run
 
 
 def compile(  # noqa: A001  # torch's name for it
@@ -49,31 +57,32 @@ def compile(  # noqa: A001  # torch's name for it
     bucket: bool = True,
     **torch_compile_kwargs: Any,
 ) -> CompiledModel:
-    """Compile a sharded model whole, with its collectives in the graphs.
+    """Compile a sharded model as a whole, with its collectives in the graphs.
 
-    With ``fullgraph=True`` a training step is one forward and one backward graph. In them each
-    group (of a root: each large child) has one all-gather, one more in backward if it reshards
-    after forward, and one reduce-scatter (and one all-reduce on a replicate axis). Gradients arrive
-    as sharded DTensors in ``grad``; those of forwards without sync wait, as eager ones do. The
-    model itself still runs eagerly when it is called, in any order with the compiled one.
+    With ``fullgraph=True`` a training step is one forward and one backward graph. In these graphs
+    each group (for a root: each large child) has one all-gather, one more in backward if it
+    reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
+    Gradients arrive as sharded DTensors in ``grad``; those of forwards without sync wait, as in
+    eager mode. The model itself still runs eagerly; both can be called in any order.
 
     Args:
-        model: a model to which, or below which, ``fully_shard`` was applied. Of a compiled one, the
-            model in it is compiled anew.
-        overlap: let collectives run beside the compute, as ``set_memory`` says. None: with the
-            backends ``"inductor"`` and ``"aot_eager"``; False leaves their order to the compiler.
-        bucket: False gives each parameter collectives of its own, for compilers that bucket them.
-        torch_compile_kwargs: what ``torch.compile`` takes. The backend ``"eager"`` has no
-            partitioner, so it keeps whole parameters from forward to backward.
+        model: a model that ``fully_shard`` was applied to, or to modules below it. If it is a
+            compiled model, the model inside it is compiled again.
+        overlap: overlap collectives with compute, as configured by ``set_memory``. None: only with
+            the backends ``"inductor"`` and ``"aot_eager"``. False leaves the order to the compiler.
+        bucket: False gives each parameter its own collectives, for compilers that bucket them.
+        torch_compile_kwargs: arguments of ``torch.compile``. The backend ``"eager"`` has no
+            partitioner, so it keeps unsharded parameters from forward to backward.
 
     Returns:
         A module that runs the compiled model. Its parameters, names, state dict and methods are
         those of ``model``.
 
     Raises:
-        ConfigError: nothing in the model is sharded; ``overlap=True`` with another backend; what
-            ``torch.compile`` refuses.
-        UnsupportedError: a unit has what no graph can hold. The model was not changed.
+        ConfigError: nothing in the model is sharded; ``overlap=True`` with another backend;
+            arguments that ``torch.compile`` refuses.
+        UnsupportedError: a unit has a feature that a graph cannot contain. The model was not
+            changed.
     """
     check_module("compile", "model", model)
     if overlap is not None:
@@ -86,27 +95,25 @@ def compile(  # noqa: A001  # torch's name for it
 
 @dataclass(frozen=True)
 class Choices:
-    """What ``compile`` was given."""
-
     torch_compile_kwargs: dict[str, Any]
     overlap: bool | None = None
     bucket: bool = True
 
 
 class CompiledModel(FSDPModule):
-    """What ``compile`` returns: the model, whose calls run the compiled step.
+    """The result of ``compile``: a model whose calls run the compiled step.
 
-    Attributes, parameters and the state dict are those of the model. ``fsdp2.compile`` makes it.
+    Attributes, parameters and the state dict are those of the model. Created by ``fsdp2.compile``.
     """
 
     def __new__(cls, *_args: Any) -> Any:
-        """Make one: of sharded modules' classes a call makes plain modules."""
+        """Create an instance: calling a sharded module's class would create a plain module."""
         return object.__new__(cls)
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self.__dict__["_compiled_model"] = FunctionalStep(model, choices)
 
-    @torch_compiler.always_eager  # what it compiles has a compiler of its own
+    @torch_compiler.always_eager  # the step inside calls its own compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
         return self.__dict__["_compiled_model"].run(args, kwargs)
@@ -125,7 +132,7 @@ class CompiledModel(FSDPModule):
 
     @property
     def forward(self) -> Any:  # type: ignore[override]  # nn.Module lets it be set
-        """The model's own, which is neither compiled nor hooked: call the module."""
+        """The model's own forward, without compilation or hooks. Call the module instead."""
         return self.__dict__["_compiled_model"].model.forward
 
     def __repr__(self) -> str:
@@ -155,23 +162,19 @@ for _class in FSDPModule.__mro__:
 
 
 def _call(
-    model: nn.Module,
-    ahead: list[TracedUnit],
-    several: list[TracedUnit],
-    *args: Any,
-    **kwargs: Any,
+    model: nn.Module, ahead: list[TracedUnit], several: list[TracedUnit], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the model: this is what is compiled."""
+    """Run the model. This function is compiled."""
     for unit in ahead:
         unit.gather()
     output = model(*args, **kwargs)
-    for unit in (*ahead, *several):  # only now are all of them done
+    for unit in (*ahead, *several):  # all units have finished at this point
         unit.forget()
     return output
 
 
 def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with code of its own: compilers count the graphs of each code object."""
+    """Copy a function, with a separate code object: compilers count graphs per code object."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
@@ -185,10 +188,10 @@ class FunctionalStep:
         self.choices = choices
         self._units: list[TracedUnit] = []
         self._ahead: list[TracedUnit] = []  # gathered before the model runs
-        self._several: list[TracedUnit] = []  # of several modules
+        self._several: list[TracedUnit] = []  # units of several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
-        self._agreement = Agreement()
+        self._agreed: set[int] = set()  # sequences of gathers, as hashes
         self._refused: StateError | None = None
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
@@ -197,9 +200,8 @@ class FunctionalStep:
             if choices.overlap and backend not in OVERLAPPING:
                 raise ConfigError(
                     "FS804",
-                    f"compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
-                    f"found {backend!r}. Leave overlap out, and let that backend order "
-                    "collectives.",
+                    "compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
+                    f"found {backend!r}. Omit overlap, and let that backend order collectives.",
                 )
             overlap = choices.overlap is not False and backend in OVERLAPPING
             mode, inductor = options.pop("mode", None), options.pop("options", None)
@@ -213,7 +215,11 @@ class FunctionalStep:
 
             def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 found = place_gathers(graph)
-                self._agree(found, inputs)
+                try:
+                    self._agree(found, inputs)
+                except StateError as error:
+                    self._refused = error  # the compiler wraps exceptions of a backend
+                    raise
                 return overlapping(compiler, backend, found, overlap)(graph, inputs)
 
             options["backend"] = compile_graph
@@ -223,28 +229,38 @@ class FunctionalStep:
         self._switches = torch_compiler.switches_of_steps()
 
     def _agree(self, found: Sequence[Gathered], inputs: Sequence[Any]) -> None:
-        """Compare a graph with those of the other ranks. See ``agreement``."""
+        """Compare a graph's gathers with the other ranks' graphs; if they differ, all of these
+        ranks raise StateError. Collective if this sequence is new: [Note: graphs that differ]."""
         traced = [group for unit in self._units for group in unit.groups]
         groups = [group.group for group in traced]
-        if found and groups:
-            names = {id(group.flats[0]): group.group.fqn for group in traced}
-            gathered = [
-                (one.key, "" if one.place is None else names.get(id(inputs[one.place]), ""))
-                for one in found
-            ]
-            axes = dict.fromkeys(
-                axis for group in groups for axis in (group.data.shard, group.data.replicate)
+        if not found or not groups:
+            return
+        names = {id(group.flats[0]): group.group.fqn for group in traced}
+        read = [None if one.place is None else inputs[one.place] for one in found]
+        text = "\n".join(
+            f"{names.get(id(flat), '')} {plans[one.key].signature}"
+            for one, flat in zip(found, read, strict=True)
+        )
+        number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+        if number in self._agreed:
+            return
+        axes = [axis for group in groups for axis in (group.data.shard, group.data.replicate)]
+        told: int | None = number
+        for axis in dict.fromkeys(axes):
+            if axis.size > 1:
+                told = _compare(told, axis, groups[0].residence.compute)
+        if told is None:
+            raise StateError(
+                "FS801",
+                f"{self._units[0].unit.fqn or '<root>'}: ranks compiled different graphs: they "
+                "would gather different parameters, or in a different order. Make all ranks take "
+                "the same branches and use the same units in the same order, or run the model "
+                "itself, which checks every collective and reports which one differs.",
             )
-            try:
-                self._agreement.reach(
-                    self._units[0].unit.fqn, gathered, axes, groups[0].residence.compute
-                )
-            except StateError as error:
-                self._refused = error  # the compiler wraps what a backend raises
-                raise
+        self._agreed.add(number)
 
     def _attach(self) -> None:
-        """Find the roots, as a first forward would."""
+        """Find the roots, as a first eager forward would."""
         units = units_below(self.model)
         for unit in units:
             if unit.runtime is None:
@@ -263,7 +279,7 @@ class FunctionalStep:
             return self._run(args, kwargs)
 
     def _watch(self, output: Any) -> None:
-        """See to what a backward of the output leaves to be done outside of graphs."""
+        """Hook the output's backward, for the work outside of graphs."""
         groups = [group for unit in self._units for group in unit.groups]
         owed = [g for g in groups if g.group.reducer.unreduced.is_owed or not g.syncs]
         if owed and torch.is_grad_enabled():
@@ -300,19 +316,15 @@ class FunctionalStep:
                 unit.put_parameters_back()
 
     def _begin(self) -> None:
-        """Bring every unit to rest, and follow what changed since the last step.
-
-        Raises:
-            StateError: called from inside a forward or backward of the model.
-        """
+        """Reshard every unit, and apply changes since the last step, or refuse the call."""
         for runtime in self._runtimes:
             runtime.recover_if_failed()
             if runtime.context.phase is not IDLE:
                 raise StateError(
                     "FS805",
-                    f"{runtime.root.fqn or '<root>'}: a compiled model was called inside a forward "
-                    "or backward of its own units. Compile the outermost module, or call "
-                    "compile() on a block.",
+                    f"{runtime.root.fqn or '<root>'}: a compiled model was called during a forward "
+                    "or backward of its own units. Compile the outermost module, or call compile() "
+                    "on a block.",
                 )
             rest(runtime)
         inside = {unit.unit for unit in self._units}
@@ -322,28 +334,27 @@ class FunctionalStep:
             if owner is not None and owner not in inside:
                 raise StateError(
                     "FS305",
-                    f"{unit.unit.fqn}: is conditional, and was compiled without the module above "
-                    "it, which gathers its parameters. Compile that module, or apply fully_shard "
-                    "to this one without conditional.",
+                    f"{unit.unit.fqn}: is conditional, but was compiled without its enclosing "
+                    "module, which gathers its parameters. Compile the enclosing module, or apply "
+                    "fully_shard to this one without conditional.",
                 )
             if unit.unit.summoned_on:
                 raise StateError(
                     "FS306",
                     f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "
-                    "summon_full_params. Call it outside.",
+                    "summon_full_params. Exit the context first.",
                 )
             for group in unit.unit.groups:
                 group.inspect()
             unit.unit.reshard()
             for group in unit.unit.groups:
                 check_group(group, group.fqn)
-                if group.registration.stand_ins:
-                    group.registration.forget_stand_ins()
+                if group.registration.placeholders:
+                    group.registration.forget_placeholders()
                     raise UnsupportedError(
                         "FS806",
-                        f"{group.fqn or '<root>'}: tensors stand in for its parameters "
-                        "(functional_call), and a compiled model gathers its own. Use the model "
-                        "itself for that.",
+                        f"{group.fqn or '<root>'}: functional_call replaces its parameters, but a "
+                        "compiled model gathers its own. Use the original model instead.",
                     )
         try:
             for unit in self._units:
@@ -359,11 +370,7 @@ class FunctionalStep:
 
 
 def check_units(model: nn.Module) -> None:
-    """Refuse a model without units, and units that cannot be traced.
-
-    Raises:
-        ConfigError, UnsupportedError: see ``compile``.
-    """
+    """Refuse a model without units, and units that cannot be traced, like ``compile``."""
     units = units_below(model)
     if not units:
         raise ConfigError(
@@ -377,8 +384,8 @@ def check_units(model: nn.Module) -> None:
             if isinstance(inner, CompiledModel):
                 raise ConfigError(
                     "FS805",
-                    f"compile: {names[id(module)] or '<root>'} holds a compiled model as {child}, "
-                    "and one step cannot run inside of another. Compile the outermost model only.",
+                    f"compile: {names[id(module)] or '<root>'} contains a compiled model, {child}, "
+                    "but compiled steps cannot be nested. Compile the outermost model only.",
                 )
     for unit in units:
         for group in unit.own_groups:
@@ -386,7 +393,7 @@ def check_units(model: nn.Module) -> None:
 
 
 def check_group(group: ParamGroup, name: str) -> None:
-    """Raise UnsupportedError if a group has what no graph can hold."""
+    """Raise UnsupportedError if a group has a feature that a graph cannot contain."""
     found = None
     extended = [param.fqn for param in group.params if param.is_extended]
     deals = ((param.fqn, param.placement.layout.deal) for param in group.params)
@@ -396,31 +403,36 @@ def check_group(group: ParamGroup, name: str) -> None:
     elif dealt:
         found = f"parameter {dealt[0]}, so ranks send different amounts"
     elif group.settings.sharding != PARAMETERS:
-        found = f"it has {group.settings.sharding.name}, and a compiled step gathers anew"
+        found = (
+            f"it has {group.settings.sharding.name}, but a compiled step always gathers for "
+            "backward"
+        )
     elif not group.wire.carries:
         found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):
         found = "a custom all-gather or reduce-scatter was set"
     elif group.reducer.hook is not None:
         found = "an all-reduce hook was set"
+    elif group.wire.only_sums:
+        found = "fsdp2.reproducible sums its gradients"
     elif any(
         axis.pg is not None and torch_comm.is_gloo(axis.pg, group.residence.compute.type)
         for axis in (group.data.shard, group.data.replicate)
         if group.residence.compute.type != "cpu"
     ):
-        found = f"gloo has no functional collectives for memory of {group.residence.compute}"
+        found = f"gloo has no functional collectives for tensors on {group.residence.compute}"
     elif any(param.placement.data_axes for param in group.params):
-        found = "dp_mesh_dims was given, so its parameters are DTensors on the data axes too"
+        found = "dp_mesh_dims was passed, so its parameters are DTensors on the data axes too"
     if found is not None:
         raise UnsupportedError(
             "FS802",
-            f"{name or '<root>'}: cannot be compiled whole, because {found}. Call compile() on "
-            "the blocks instead: fsdp2's hooks then run eagerly around them.",
+            f"{name or '<root>'}: cannot be compiled as a whole, because {found}. Call compile() "
+            "on the blocks instead: fsdp2's hooks then run eagerly around them.",
         )
 
 
 def check_choice(mode: object, options: object, dynamic: object) -> None:
-    """Raise ConfigError for what ``torch.compile`` would take, and meet when it compiles."""
+    """Raise ConfigError for arguments that ``torch.compile`` would reject only at compile time."""
     if mode is not None and not isinstance(mode, str):
         raise wrong_type("compile", "mode", "a str or None", mode)
     if options is not None:
@@ -435,18 +447,18 @@ def refusals_of_torch() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise translated("compile: torch.compile refused its arguments", error) from error
+        raise translated("compile: torch.compile rejected its arguments", error) from error
 
 
 def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.device) -> None:
-    """Raise UnsupportedError if the compiler is asked to record CUDA graphs."""
+    """Raise UnsupportedError if the compiler would record CUDA graphs."""
     if device.type != "cuda":
         return
     if mode in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):
         raise UnsupportedError(
             "FS803",
-            f"compile: mode {mode!r} with options {options} records CUDA graphs, and whether "
-            "collectives replay right in them was not shown yet. Use mode='default' or "
+            f"compile: mode {mode!r} with options {options} records CUDA graphs, but replaying "
+            "collectives in them has not been verified. Use mode='default' or "
             "'max-autotune-no-cudagraphs'.",
         )
 
@@ -454,8 +466,22 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
 def overlapping(
     compiler: Callable[..., Any], backend: Any, found: Sequence[Gathered], overlap: bool
 ) -> Callable[..., Any]:
-    """Return the compiler for a graph that gathers this, with the passes over it."""
+    """Return the compiler for a graph with these gathers, with our passes added."""
     if not found or backend not in OVERLAPPING:
         return compiler
     change = Overlapped(plans[found[0].key].overlap) if overlap else None
     return torch_compiler.with_passes(compiler, backend, SeenThrough(), change)
+
+
+DIFFERENT = -1  # sent by ranks that have already found a difference
+
+
+def _compare(number: int | None, axis: MeshAxis, device: torch.device) -> int | None:
+    """Return the number if all ranks of an axis have it, else None, which is compared on the next
+    axis: so a difference on one axis is raised on all of them."""
+    told = DIFFERENT if number is None else number
+    with torch_modes.hidden_from_modes(), torch.no_grad():
+        own = torch.tensor([told], dtype=torch.int64, device=device)
+        seen = torch.empty(axis.size, dtype=torch.int64, device=device)
+        torch_comm.all_gather_single(seen, own, axis.pg, False)
+        return number if set(seen.tolist()) == {number} else None

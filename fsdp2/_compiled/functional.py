@@ -1,29 +1,27 @@
-"""The functional step of a unit: what its modules do while a compiled model runs.
+"""The functional step of a unit: the behaviour of its modules while a compiled model runs.
 
-Owns the inputs of a group's functions (``TracedGroup``), and when a unit's parameters are there
-(``TracedUnit``). It must not know the compiler.
+Owns the inputs of a group's functions (``TracedGroup``), and the time at which a unit's parameters
+are unsharded (``TracedUnit``). Independent of the compiler.
 
 [Note: the functional step]
 While a functional step runs, no sharded parameter is registered on a module. Units are gathered
-into *new* tensors, which are registered, used and forgotten: all of them before the model runs, if
-one graph holds it (a pass moves each gather to its first use), else each when it is called. No
-stream, no storage that is freed, no state: the functions in ``_compiled.ops`` are all that happens,
-so it does not matter which parts of the step a compiler traced and which ran eagerly. Who frees
-what is decided by the compiler, from uses; that a unit reshards after forward means that
-``unshard`` is computed again in backward.
+into *new* tensors, which are registered, used and released. If one graph contains the model, all
+are gathered before the model runs (a pass moves each gather to its first use), otherwise when they
+are called. There are no streams, freed storages or states: a step consists of the operations in
+``_compiled.ops``, so it may be traced in part and run eagerly in part. The compiler derives
+lifetimes from uses. Resharding after forward means that ``unshard`` is recomputed in backward.
 
 [Note: gradients that wait]
-Without sync whole gradients leave the graph, and wait where eager ones do. If one graph holds the
-model, the next recorded forward with sync *claims* what waits: its backward adds that to its own
-gradients and reduces the sum. The claim lives with the graph, so that a forward without a backward
-gives back what it took. What nobody claimed, or whose unit was not used, is reduced eagerly at the
-end of a backward with sync (``OwedReductions``).
+Without sync, full gradients leave the graph, and wait where eager ones do. If one graph contains
+the model, the next recorded forward with sync *claims* them: its backward adds them to its own and
+reduces the sum. The graph owns the claim, so a forward without a backward returns them. Gradients
+not claimed, or of unused units, are reduced at the end of a backward with sync
+(``OwedReductions``).
 
 [Note: recorded as the step is]
-A unit's parameters may be gathered where gradients are off and used where they are on: of a list
-the first module is checkpointed (the reentrant kind runs it without gradients) or called under
-``no_grad``, the second is not. So a gather is recorded if the step is, whatever holds where a
-module is called.
+A unit's parameters may be gathered with grad mode off and used with it on: the first module of a
+list may be checkpointed (the reentrant kind runs without gradients) or called under ``no_grad``,
+and the second not. So a gather is recorded if the step is, regardless of the module's grad mode.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,13 +39,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2._compiled.ops import outer_gather, unshard
-from fsdp2._compiled.plan import (
-    Neighbours,
-    ReducePiece,
-    TracedPlan,
-    key_of,
-    plans,
-)
+from fsdp2._compiled.plan import Joining, Neighbours, ReducePiece, TracedPlan, key_of, plans
 from fsdp2._core.base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.base.containers import Loan, map_tensors
 from fsdp2._core.base.errors import StateError
@@ -61,10 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Gradients that waited for a reduction, and that a recorded forward will reduce with its own.
-
-    If its graph is dropped instead, they wait again.
-    """
+    """Waiting gradients that a recorded forward reduces with its own, or returns if dropped."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -80,28 +69,23 @@ class Claim:
         self.give_back.atexit = False
 
     def settle(self, fqn: str) -> None:
-        """They are reduced.
-
-        Raises:
-            StateError: they were, before.
-        """
+        """Mark the gradients as reduced. StateError if they already are."""
         if self.give_back.detach() is None:
             raise StateError(
                 "FS807",
-                f"{fqn or '<root>'}: a second backward ran through a compiled forward whose first "
-                "one has reduced gradients that waited for sync, which would count twice. Run the "
-                "forward again instead of retain_graph=True.",
+                f"{fqn or '<root>'}: a second backward ran through the same compiled forward. The "
+                "first one already reduced the gradients accumulated without sync, which would be "
+                "counted twice. Run the forward again instead of using retain_graph=True.",
             )
 
 
 def _waits(param: FSDPParam) -> bool:
-    """True if a gradient of a parameter waits for a reduction."""
     return param.unsharded is not None and param.unsharded.grad is not None
 
 
 @torch.no_grad()
 def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
-    """Let unsharded gradients of a group wait for a reduction."""
+    """Store unsharded gradients of a group to wait for a reduction."""
     waits = group.reducer.unreduced
     waits.is_owed = waits.is_waiting = True
     for param, grad in grads:
@@ -114,10 +98,8 @@ def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> N
 
 
 class _Sinks(torch.autograd.Function):
-    """Make tensors without memory; hand over what gradients they get, all at once.
-
-    See [Note: the gradient of unshard] in ``ops``.
-    """
+    """Creates tensors without memory, and passes all of their gradients to ``deliver``, in one
+    call. See [Note: the gradient of unshard] in ``ops``."""
 
     @staticmethod
     def forward(
@@ -139,31 +121,23 @@ class _Sinks(torch.autograd.Function):
         return None, None, None
 
 
+@dataclass(frozen=True, eq=False)
 class Delivery:
-    """What takes the gradients of one forward: it knows by which plan they were made.
+    """Sets the gradients of one forward. A graph may return one tensor for two gradients, or a
+    tensor that the user passed to backward, but a parameter's ``grad`` must not alias either. So a
+    tensor that is not the result of a collective, or was already delivered, is copied."""
 
-    A graph may return one tensor for two gradients, or one that the user gave to backward; what a
-    parameter has in ``grad`` is its own. So what is no result of a collective is copied, and so is
-    memory that the same backward has delivered (``delivered``: addresses).
-    """
-
-    def __init__(
-        self, group: ParamGroup, key: str, joins: bool, claim: Claim | None, delivered: set[int]
-    ) -> None:
-        self._group = group
-        self._key = key
-        self._joins = joins  # the graph has reduced what waited, too
-        self._claim = claim
-        self._delivered = delivered
+    group: ParamGroup
+    key: str  # key of the plan that computed the gradients
+    joins: bool  # the graph has also reduced the waiting gradients
+    claim: Claim | None
+    delivered: set[int]  # addresses of memory that this backward has delivered
 
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
-        """Give gradients to the sharded parameters; without sync, let them wait.
-
-        Raises:
-            StateError: what is trained changed since the forward; see ``Claim``.
-        """
-        plan, group = plans[self._key], self._group
+        """Set the gradients of the sharded parameters; without sync, store them to wait.
+        StateError if ``requires_grad`` changed since the forward; see ``Claim``."""
+        plan, group = plans[self.key], self.group
         *given, missing = grads
         params = [group.params[index] for index in plan.members]
         if tuple(param.trainable for param in group.params) != plan.trainable:
@@ -176,16 +150,16 @@ class Delivery:
             pairs = zip(params, given, strict=True)
             _let_wait(group, ((p, _as_waiting(grad, p)) for p, grad in pairs if grad is not None))
             return
-        if self._claim is not None:
-            self._claim.settle(group.fqn)
+        if self.claim is not None:
+            self.claim.settle(group.fqn)
         rows = [self._own(row, plan) for row in given if row is not None]
         if missing is None or not plan.counts_used:
             used = set(range(len(params)))
-        else:  # to look costs a synchronisation on a device; who has all gradients need not
+        else:  # reading the counts synchronizes a device; not needed if no gradient is missing
             first, row = plan.reduces[0], rows[0]
             counts = row[first.layout.tail_start :].tolist()
             used = {position for position, count in enumerate(counts) if count != 0}
-        if self._joins:
+        if self.joins:
             group.reducer.unreduced.is_owed = group.reducer.unreduced.is_waiting = False
         found = {
             place: _sharded(row, piece, position, params[place], group)
@@ -198,14 +172,14 @@ class Delivery:
 
     def _own(self, row: Tensor, plan: TracedPlan) -> Tensor:
         address = row.untyped_storage().data_ptr()
-        if plan.size == 1 or address in self._delivered:
+        if plan.size == 1 or address in self.delivered:
             return row.clone()
-        self._delivered.add(address)
+        self.delivered.add(address)
         return row
 
 
 def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
-    """Return a local gradient as it waits: over the parameter's own axes, to be added or kept."""
+    """Return a local gradient in the form in which it waits: over the parameter's own axes."""
     if not _waits(param):
         grad = grad.clone(memory_format=torch.contiguous_format)
     spec = param.placement.unsharded_spec(grad.dtype)
@@ -215,7 +189,7 @@ def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
 def _sharded(
     row: Tensor, piece: ReducePiece, position: int, param: FSDPParam, group: ParamGroup
 ) -> Tensor:
-    """Return the sharded gradient of a member, from the row that its piece was reduced to."""
+    """Return the sharded gradient of a member, from the reduced row of its piece."""
     if piece.layout.slotted[position]:
         local = gradient_packing.sum_of_slots(row, piece.layout, position)
     else:
@@ -228,7 +202,7 @@ def _sharded(
 
 
 class TracedGroup:
-    """The inputs of a group's functions, and what becomes of its gradients."""
+    """The inputs of a group's functions, and the destination of its gradients."""
 
     def __init__(self, group: ParamGroup, mover: TracedUnit) -> None:
         self.group = group
@@ -240,31 +214,33 @@ class TracedGroup:
         self.flats: list[Tensor] = []
         self.sinks: list[Tensor] = []
         self.added: list[Tensor] = []
-        self.claim: Claim | None = None  # while the forward runs; then its graph holds it
+        self.claim: Claim | None = None  # set while the forward runs; then its graph has the claim
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
-        self.again: tuple[Tensor, ...] | None = None  # whole, in a backward
+        self.again: tuple[Tensor, ...] | None = None  # parameters that a backward unsharded again
         self._leaf = _leaf_on(group.residence.compute)
         self._made_for: tuple[Any, ...] = ()  # compared by identity
 
     @torch.inference_mode(False)
-    def refresh(self, keeps: bool, records: bool, joins: bool, delivered: set[int]) -> None:
-        """Follow what changed since the last step: dtypes, ``requires_grad``, settings, memory.
-
-        ``joins``: gradients that wait are reduced by the graph. ``delivered``: see ``Delivery``.
-
-        Raises:
-            StateError: gradients wait that were reduced over a part of the ranks.
-        """
+    def refresh(
+        self,
+        keeps: bool,
+        records: bool,
+        joins: bool,
+        delivered: set[int],
+    ) -> None:
+        """Apply changes since the last step: of dtypes, ``requires_grad``, settings, memory.
+        ``joins``: the graph reduces waiting gradients. StateError if gradients wait that were
+        reduced over a part of the ranks."""
         group, reducer = self.group, self.group.reducer
         buffer = group.buffers.home
-        assert buffer is not None  # the group was looked at
+        assert buffer is not None  # the group was inspected before
         if reducer.unreduced.partial is not None:
             raise StateError(
                 "FS808",
-                f"{group.fqn or '<root>'}: gradients that were reduced without the replicas wait "
-                "for them, which a compiled step cannot join. Run the backward that reduces them "
-                "(set_requires_all_reduce) with the model itself, or call reset_iter_state().",
+                f"{group.fqn or '<root>'}: some gradients still need an all-reduce over replicas, "
+                "which a compiled step cannot do. Run the backward that all-reduces them "
+                "(set_requires_all_reduce) on the original model, or call reset_iter_state().",
             )
         reduction, settings = reducer.prepare(group.settings), group.settings
         self.let_go()
@@ -331,13 +307,15 @@ class TracedGroup:
             recompute=not keeps,
             trainable=tuple(param.trainable for param in self.params),
             widened=tuple(map(_widened, self.params)),
-            reduce_dtype=reduction.layout.dtype,
-            gradient_wire_dtype=reduction.layout.wire_dtype,
+            reduction=Joining(
+                reduction.layout.dtype,
+                reduction.layout.wire_dtype,
+                (scale.before, scale.after),
+                "avg" if scale.op == ReduceOp.AVG else "sum",
+            ),
             grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in self.params if p.trainable),
-            scale=(scale.before, scale.after),
-            op="avg" if scale.op == ReduceOp.AVG else "sum",
             counts_used=not settings.reduce_unused,
-            # without the two that are about parts of roots, which a graph has no use for
+            # the two settings about parts of roots do not apply to graphs
             overlap=replace(settings.overlap, keeps_parts=False, synchronizes=False),
             bucketed=self.mover.bucketed,
             syncs=syncs,
@@ -345,19 +323,17 @@ class TracedGroup:
         )
 
     def let_go(self) -> None:
-        """Hold nothing of a forward that is over: its graph does."""
+        """Drop references to a completed forward, whose graph has its own."""
         self.sinks, self.added, self.claim = [], [], None
 
     def abandon(self) -> None:
-        """The forward failed: what it claimed waits again, whoever holds what is left of it."""
+        """Return claimed gradients after a failed forward, even if its graph is still alive."""
         if self.claim is not None:
             self.claim.give_back()
         self.let_go()
 
-    # In the trace.
-
     def wholes(self) -> Sequence[Tensor]:
-        """Gather; return the unsharded parameters."""
+        """Gather, and return the unsharded parameters. This is traced."""
         waiting = outer_gather(self.key, self.flats) if self.waits else []
         tensors = unshard(self.key, self.sinks, waiting, self.added, self.flats)
         if any(spec is not None for spec in self.wraps):
@@ -367,10 +343,8 @@ class TracedGroup:
             )
         return tensors  # type: ignore[no-any-return]  # of an operation
 
-    # In backward, see _compiled.backward.
-
     def wholes_again(self) -> tuple[Tensor, ...]:
-        """Gather in backward, unless that was done and not forgotten."""
+        """Gather in backward, unless the result of an earlier gather is still kept."""
         if self.again is None:
             torch_modes.run_aside(self._gather_again)
             assert self.again is not None
@@ -384,12 +358,12 @@ class TracedGroup:
 
 @torch.inference_mode(False)
 def _leaf_on(device: torch.device) -> Tensor:
-    """Make what sinks hang on, so that gradients are computed for them."""
+    """Create the leaf from which sinks are computed, so that autograd computes their gradients."""
     return torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
-    """Dtype in which the gradient of a parameter is summed over its own axes, if it is wider."""
+    """Return the dtype in which a gradient is summed over its parameter's own axes, if wider."""
     dtype = param.accumulated_dtype
     if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None
@@ -397,49 +371,46 @@ def _widened(param: FSDPParam) -> torch.dtype | None:
 
 
 def _wrap(tensor: Tensor, spec: Any) -> Tensor:
-    """Return a DTensor over the parameter's own axes."""
     return DTensor.from_local(
         tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
 
 
 def _name_of(axis: Any) -> str:
-    """Return the name by which functional collectives know a process group; none for one rank."""
+    """Return the name of a process group in functional collectives; empty for one rank."""
     return "" if axis.size == 1 else axis.pg.group_name
 
 
 class TracedUnit:
-    """What a unit does in a functional step. See [Note: the functional step]."""
+    """A unit in a functional step. See [Note: the functional step]."""
 
     def __init__(self, unit: Unit, bucketed: bool = True) -> None:
         self.unit = unit
         self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
         self._made_of: list[ParamGroup] = []
-        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # of regions
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # forwards of regions
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
         self._is_recorded = False
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
 
-    # Around the trace.
-
     def begin(self, joins: bool, delivered: set[int]) -> None:
-        """Prepare a step: sharded parameters make room for those that the step will gather."""
+        """Prepare a step, in which unsharded parameters replace the sharded ones on modules."""
         if self._made_of != self.unit.groups:
             self._made_of = list(self.unit.groups)
-            self._forwards.clear()  # they know where parameters are registered
+            self._forwards.clear()  # cached forwards contain a snapshot of the registrations
             self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
         self._is_recorded = records = torch.is_grad_enabled()
-        self.input_dtype = self.unit.precision.input_dtype  # others in evaluation, maybe
+        self.input_dtype = self.unit.precision.input_dtype  # evaluation may use a different policy
         self.output_dtype = self.unit.precision.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps, records, joins, delivered)
 
     def enter_regions(self) -> None:
-        """Let the forwards of modules that are marked as regions get their parameters, too."""
+        """Install a forward on modules marked as regions, which passes in their parameters."""
         for module in self.unit.modules:
             region = torch_compiler.region_of(module)
             if region is not None:
@@ -465,10 +436,14 @@ class TracedUnit:
             for module, name, index in group.slots:
                 module._parameters[name] = group.params[index].sharded
 
-    # In the trace.
+    # The following methods are traced.
 
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of the unit with whole parameters."""
+    def call(
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if not torch.compiler.is_compiling():
             self.ran_outside = True
         gathers = not self._is_whole()
@@ -491,7 +466,7 @@ class TracedUnit:
     def compute(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a module of the unit, whose parameters are there, with the casts of its policy."""
+        """Run a module of a gathered unit, with the casts of its policy."""
         loan = Loan(lambda t: _cast(t, self.input_dtype))
         if self.input_dtype is not None or self.output_dtype is not None:
             args = tuple([loan.exchange(arg) for arg in args])
@@ -510,7 +485,7 @@ class TracedUnit:
         return True
 
     def forget(self) -> None:
-        """Take the parameters off the modules, so that no graph has to return them."""
+        """Remove the parameters from the modules: otherwise a graph would return them."""
         for group in self.groups:
             for module, name, _ in group.slots:
                 module._parameters[name] = None

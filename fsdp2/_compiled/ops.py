@@ -1,20 +1,20 @@
-"""What a group computes inside a graph: unshard and reduce, as functions of tensors.
+"""The computations of a group inside a graph: unshard and reduce, as functions of tensors.
 
 Owns the two operations that graphs call, ``fsdp2::unshard`` and ``fsdp2::outer_gather``. Compilers
-take them apart into functional collectives; outside of a graph they run as they are. It must not
-know groups, units or modules.
+decompose them into functional collectives; outside of a graph they run as they are. Independent of
+groups, units and modules.
 
 [Note: the gradient of unshard]
 ``unshard`` takes views of the group's shard buffer, without gradients, and *sinks*: tensors without
-memory, one of the size of each reduced piece. They take no part in forward; the gradients of
-``unshard`` with respect to them are defined to be what was reduced. So neither a DTensor nor a mesh
-enters a graph. One more sink has no elements: it gets a gradient if, when the graph was made, some
-parameter had none. Then somebody has to look which ones had any on some rank; and a graph that
-comes from a cache says so too.
+memory, one with the shape of each reduced piece. Forward does not use sinks; the gradients of
+``unshard`` with respect to them are defined to be the reduced pieces. This keeps DTensors and
+meshes out of the graph. One more sink has no elements, and gets a gradient if some parameter had
+none when the graph was traced (also in a graph loaded from a cache); the counts are then read to
+find the parameters that had a gradient on some rank.
 
 [Note: operations, not functions]
-They are operations with names, implemented by composition, and no Python functions that the
-compiler was told to allow: caches of compiled graphs take the former only.
+Caches of compiled graphs accept named operations, implemented by composition, but not Python
+functions that the compiler is told to allow.
 
 Legend: W = ranks of the shard axis; see ``plan`` for pieces.
 """
@@ -33,11 +33,7 @@ from torch import Tensor
 from fsdp2._compiled.plan import GatherPiece, ReducePiece, TracedPlan, plans
 from fsdp2._core.base import torch_comm
 from fsdp2._core.params import packing
-from fsdp2._core.params.layout import (
-    GatherItem,
-    ShardLayout,
-    contiguous_stride,
-)
+from fsdp2._core.params.layout import GatherItem, ShardLayout, contiguous_stride
 
 _library = torch.library.Library("fsdp2", "FRAGMENT")
 _library.define(
@@ -46,16 +42,14 @@ _library.define(
 _library.define("outer_gather(str key, Tensor[] flats) -> Tensor[]")
 
 unshard = torch.ops.fsdp2.unshard
-"""Return the unsharded parameters of a group, local ones over their own axes.
+"""Return the unsharded parameters of a group, local over their own axes.
 
-Args: ``sinks``, what takes the reduced gradients (empty: none will be asked for); ``waiting``, what
-``outer_gather`` returned, if the group waits on a smaller mesh; ``added``, the gradients that wait
-for this reduction, of those members that have one; ``flats``, one tensor for each segment of the
-layout.
-"""
+Args: ``sinks``, which receive the reduced gradients (empty: no gradients are needed); ``waiting``,
+the result of ``outer_gather``, if the group waits on a smaller mesh; ``added``, waiting gradients,
+of the members that have one; ``flats``, one tensor for each segment of the layout."""
 
 outer_gather = torch.ops.fsdp2.outer_gather
-"""Gather what waits between forward and backward: of each piece, this rank's rows, flat."""
+"""Gather what is kept between forward and backward: this rank's rows of each piece, flat."""
 
 
 def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -112,16 +106,19 @@ class _Unshard(torch.autograd.Function):
         plan: TracedPlan = ctx.plan
         pairs = zip(plan.trainable, grads, strict=True)
         found = [grad for is_trained, grad in pairs if is_trained]
-        added = ctx.saved_tensors if plan.added else ()  # to ask for none frees the node, too
+        # access frees the node, even without tensors
+        added = ctx.saved_tensors if plan.added else ()
         given = reduce(plan, found, added)
         return None, None, *given, *(None,) * (ctx.inputs - len(given))
 
 
-# Gathering.
-
-
-def _to_send(piece: GatherPiece, flats: Sequence[Tensor], rank: int, device: str) -> Tensor:
-    """Return what a rank sends of a piece, flat, in wire dtype."""
+def _to_send(
+    piece: GatherPiece,
+    flats: Sequence[Tensor],
+    rank: int,
+    device: str,
+) -> Tensor:
+    """Return this rank's data of a piece to send, flat, in the wire dtype."""
     if piece.coded is not None:
         (run,) = piece.runs
         return _encoded(flats[run.segment], piece, rank, device)
@@ -136,27 +133,24 @@ def _to_send(piece: GatherPiece, flats: Sequence[Tensor], rank: int, device: str
 
 
 def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor:
-    """Return a shard in codes, as bytes, as ``coding.write`` lays them out."""
+    """Return a shard in codes, as bytes, in the layout of ``coding.write``."""
     item = piece.coded
     assert item is not None
     assert item.coding is not None
-    room, shape = item.room(rank), item.shard.shard_shape(rank)
+    shape, start = item.shard.shard_shape(rank), item.coding.scales_start(item.room(rank))
     values = flat[: math.prod(shape)].to(device).view(item.coding.scale_count(shape), -1)
     if not values.numel():
         empty = flat.new_zeros(item.sent_nbytes(rank) + piece.gap, dtype=torch.uint8)
         return empty.to(device)
     (rows,), (scales,) = packing.encode([values], item.coding)
-    codes, start = (
-        rows.to(item.coding.dtype).view(-1).view(torch.uint8),
-        item.coding.scales_start(room),
-    )
+    codes = rows.to(item.coding.dtype).view(-1).view(torch.uint8)
     rest = item.sent_nbytes(rank) + piece.gap - start - scales.nbytes
     filled = codes.new_zeros(start - codes.numel())
     return torch.cat([codes, filled, scales.view(torch.uint8), codes.new_zeros(rest)])
 
 
 def _decoded(gathered: Tensor, item: GatherItem) -> Tensor:
-    """Return a parameter of the bytes ``[W, nbytes]`` that ranks sent of it."""
+    """Decode a parameter from the bytes ``[W, nbytes]`` that ranks sent."""
     assert item.coding is not None
     whole = gathered.new_empty(item.shard.shape, dtype=item.compute_dtype)
     packing.decode_padded(whole, gathered, item.shard, item.coding)
@@ -189,10 +183,10 @@ def _unshard(
             if segment.is_replicated:
                 own = flat[start:end].to(plan.device, item.compute_dtype, copy=True)
                 wholes[index] = _with_stride(own, item.shard)
-            elif item.shard.numel == 0:  # nobody sent any
+            elif item.shard.numel == 0:  # ranks send no data for an empty parameter
                 none = flat.new_empty(0, dtype=item.compute_dtype, device=plan.device)
                 wholes[index] = _with_stride(none, item.shard)
-    made = wholes[: len(plan.trainable)]  # without the tail, which no graph sends
+    made = wholes[: len(plan.trainable)]  # exclude the tail, which graphs do not send
     return tuple(
         whole if dtype is None else whole.to(dtype)
         for whole, dtype in zip(made, plan.widened, strict=True)
@@ -201,7 +195,7 @@ def _unshard(
 
 
 def _gather(plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]) -> list[Tensor]:
-    """Return every rank's part of each piece, ``[W, n]`` in wire dtype."""
+    """Return every rank's part of each piece, ``[W, n]`` in the wire dtype."""
     if waiting:
         assert plan.neighbours is not None
         inner = plan.neighbours
@@ -238,18 +232,13 @@ def _with_stride(flat: Tensor, shard: ShardLayout) -> Tensor:
     return whole.permute(order).contiguous().permute(back)
 
 
-# Reducing.
-
-
 def reduce(
     plan: TracedPlan, grads: Sequence[Tensor | None], added: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Reduce the members' local gradients: one row of each piece, and what says if one missed.
-
-    Without sync what is returned are the gradients themselves, and which missed is seen at once.
-    """
+    """Reduce the members' local gradients: one row per piece, plus the sink for missing gradients.
+    Without sync, return the local gradients; missing ones are None."""
     like = next(grad for grad in grads if grad is not None)
-    missing = [like.new_empty(0, dtype=plan.reduce_dtype) if None in grads else None]
+    missing = [like.new_empty(0, dtype=plan.reduction.dtype) if None in grads else None]
     dense = [_in_its_dtype(grad, plan, place) for place, grad in enumerate(grads)]
     if not plan.syncs:
         return [*dense, *missing]
@@ -263,38 +252,38 @@ def reduce(
 
 
 def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor | None:
-    """Return a gradient as one backward leaves it in eager mode."""
+    """Return a gradient in the dtype that one backward produces in eager mode."""
     if grad is None:
         return None
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    return grad.to(plan.grad_dtypes[place])
+    dense = grad if grad.layout is torch.strided else grad.to_dense()
+    return dense.to(plan.grad_dtypes[place])
 
 
 def _pack(
     plan: TracedPlan, piece: ReducePiece, grads: Sequence[Tensor | None], like: Tensor
 ) -> Tensor:
-    """Return what this rank sends of a piece, flat: a row for each rank."""
+    """Return this rank's data of a piece to send, flat: one row per rank."""
     columns = [
         _column(grads[place], plan, piece, position, like)
         for position, place in enumerate(piece.positions)
     ]
     columns = [column for column in columns if column.shape[1]]
-    if piece.layout.tail_gap:  # behind the gradients, which fills a row up
-        columns.append(like.new_zeros((plan.size, piece.layout.tail_gap), dtype=plan.reduce_dtype))
+    if piece.layout.tail_gap:  # padding of a row after the gradients
+        gap = plan.size, piece.layout.tail_gap
+        columns.append(like.new_zeros(gap, dtype=plan.reduction.dtype))
     if piece.counts:
         extra = _nothing(like) if not plan.bucketed and not piece.positions else None
         columns += _counts([grad is not None for grad in grads], plan, like, extra)
     if not columns:
-        return like.new_empty(0, dtype=plan.reduce_dtype)
+        return like.new_empty(0, dtype=plan.reduction.dtype)
     rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    return rows.reshape(-1).contiguous()  # zeros in place of a gradient are one zero, expanded
+    return rows.reshape(-1).contiguous()  # missing gradients are a single expanded zero
 
 
 def _column(
     grad: Tensor | None, plan: TracedPlan, piece: ReducePiece, position: int, like: Tensor
 ) -> Tensor:
-    """Return what a member sends to every rank, ``[W, width]``."""
+    """Return a member's data to send to every rank, ``[W, width]``."""
     layout = piece.layout
     shard, size = layout.shards[position], layout.size
     if grad is None:
@@ -315,63 +304,61 @@ def _column(
 def _counts(
     present: list[bool], plan: TracedPlan, like: Tensor, extra: Tensor | None
 ) -> list[Tensor]:
-    """Return who had a gradient, in columns ``[W, n]``; add ``extra`` where somebody had one."""
+    """Return per-member counts in columns ``[W, n]``; add ``extra`` where a gradient exists."""
     columns = []
     for flag, run in itertools.groupby(present):
-        count = like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduce_dtype)
+        count = like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduction.dtype)
         columns.append(count + extra if flag and extra is not None else count)
     return columns
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Return zero, computed from a gradient: False, but of what is no number.
-
-    Counts that travel alone are constants without it. A compiler moves their collective to forward,
-    and merges those of equal groups into one with several waits, which inductor's own bucketing
-    does not take. (A product with zero does not do: it is known to be zero.)
-    """
+    """Return False (zero), computed from a gradient, unless its first element is NaN. A compiler
+    moves the collective of constant counts to forward and merges it for equal groups, which
+    inductor's own bucketing does not support. (It folds a product with 0.)"""
     return like.reshape(-1)[:1].isnan().any()
 
 
 def _reduce_packed(plan: TracedPlan, packed: list[Tensor]) -> list[Tensor]:
-    """Return this rank's part of the sum or mean of what all ranks packed."""
-    before, after = plan.scale
+    """Return this rank's part of the sum or mean of all ranks' packed data."""
+    before, after = plan.reduction.scale
     reduced = [one * before for one in packed] if before != 1.0 else packed
-    if plan.size > 1 and plan.gradient_wire_dtype != plan.reduce_dtype:
+    if plan.size > 1 and plan.reduction.wire_dtype != plan.reduction.dtype:
         reduced = [_exchange(plan, one) for one in reduced]
     elif plan.size > 1:
         reduced = _each(
-            plan, "reduce_scatter_tensor", reduced, plan.op, plan.size, plan.shard_group
+            plan, "reduce_scatter_tensor", reduced, plan.reduction.op, plan.size, plan.shard_group
         )
     if plan.replicate_group:
-        reduced = _each(plan, "all_reduce", reduced, plan.op, plan.replicate_group)
+        reduced = _each(plan, "all_reduce", reduced, plan.reduction.op, plan.replicate_group)
     return [one * after for one in reduced] if after != 1.0 else reduced
 
 
 def _exchange(plan: TracedPlan, packed: Tensor) -> Tensor:
-    """Send every rank its row in the wire's dtype, and sum what came in the reduce dtype."""
-    size = plan.size
-    lengths = [packed.numel() // size] * size
-    came = torch_comm.functional(
-        "all_to_all_single",
-        packed.to(plan.gradient_wire_dtype),
-        lengths,
-        lengths,
-        plan.shard_group,
-    )
-    total = came.view(size, -1).to(plan.reduce_dtype).sum(0)
-    return total / size if plan.op == "avg" else total
+    """Send every rank its row in the wire dtype, and sum the received rows in the reduce dtype."""
+    size, sent = plan.size, packed.to(plan.reduction.wire_dtype)
+    rows = [packed.numel() // size] * size
+    came = torch_comm.functional("all_to_all_single", sent, rows, rows, plan.shard_group)
+    total = came.view(size, -1).to(plan.reduction.dtype).sum(0)
+    return total / size if plan.reduction.op == "avg" else total
 
 
-# Collectives.
-
-
-def _all_gather(plan: TracedPlan, sent: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+def _all_gather(
+    plan: TracedPlan,
+    sent: Sequence[Tensor],
+    size: int,
+    group: str,
+) -> list[Tensor]:
     return _each(plan, "all_gather_into_tensor", sent, size, group)
 
 
-def _each(plan: TracedPlan, name: str, sent: Sequence[Tensor], *args: Any) -> list[Tensor]:
-    """Run a collective on each piece: as one, but where a compiler is to see every one."""
+def _each(
+    plan: TracedPlan,
+    name: str,
+    sent: Sequence[Tensor],
+    *args: Any,
+) -> list[Tensor]:
+    """Run a collective on each piece, coalesced unless the compiler should see every one."""
     if plan.bucketed and len(sent) > 1:
         return torch_comm.functional_coalesced(name, sent, *args)
     return [torch_comm.functional(name, one, *args) for one in sent]

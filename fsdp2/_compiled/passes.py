@@ -1,21 +1,18 @@
-"""The order of nodes in a compiler's graphs: where collectives start, and where they end.
+"""The order of nodes in a compiler's graphs: where collectives start and end.
 
-Owns two passes. ``place_gathers`` works on the graph that was traced, for every backend: a unit is
-gathered where it is first used. ``Overlapped`` works on the forward and the backward graph that a
-compiler made of it, and lets collectives run beside the compute. They must not know groups or
-parameters: they see the operations of functional collectives only.
+Owns two passes over functional collectives, independent of groups and parameters. ``place_gathers``
+moves each unit's gather to its first use in the traced graph, for every backend. ``Overlapped``
+overlaps collectives with compute in the forward and backward graphs derived from it.
 
 [Note: overlap in a graph]
-A graph runs its nodes in order, and as traced every collective is waited for at once. The pass
-writes the order anew. Compute keeps its own. Views of what a collective returned, and its waits,
-come where something needs them. An all-gather starts where the one ``prefetch`` before it is
-first needed, so that it runs beside the compute in between, and as many more units are whole. A
-reduction is waited for where its result is needed or where the one ``reductions`` after it
-starts: until then it holds its input. There a reduction over replicas starts, which is waited for
-as many reductions later. What else is done with a reduced gradient waits with it.
-
-With ``prefetch`` or ``reductions`` 0 the collective is waited for where it starts, as in eager
-mode: these are the numbers of the memory setting.
+A graph runs its nodes in order, and as traced, every collective is followed by its wait. The pass
+reorders all nodes except compute. Views of a collective's result, and waits, are placed where they
+are first needed. An all-gather starts where the one ``prefetch`` positions earlier is first needed,
+so it overlaps with the compute in between, at the cost of ``prefetch`` more unsharded units. A
+reduction is waited for where its result is needed or where the one ``reductions`` positions later
+starts; until then it holds its input. At that wait a reduction over replicas starts, which is
+waited for the same number of reductions later. A reduced gradient is processed after its wait.
+``prefetch`` and ``reductions`` are the numbers of the memory setting; 0 waits at the start.
 """
 
 from __future__ import annotations
@@ -38,17 +35,15 @@ _SECOND = ("all_reduce", "all_reduce_coalesced")
 
 @dataclass(frozen=True)
 class Gathered:
-    """A gather of a traced graph: by which plan, and which of the graph's inputs it is of."""
+    """A gather of a traced graph."""
 
-    key: str
-    place: int | None  # None: it is in a graph inside of the graph
+    key: str  # key of the gather's plan
+    place: int | None  # index of its graph input; None in a nested graph
 
 
 def place_gathers(graph: GraphModule) -> list[Gathered]:
-    """Gather each unit where it is first used, in all graphs inside too; return what is gathered.
-
-    Backward gathers again what its unit does not keep. What is used nowhere is not gathered.
-    """
+    """Move gathers to their first use, also in nested graphs, and remove unused ones; return them.
+    Those of units that reshard after forward are marked for recomputation in backward."""
     found: list[Gathered] = []
     for module in graph.modules():
         if not isinstance(module, GraphModule):
@@ -77,7 +72,7 @@ def _is_operation(node: Node, packet: object) -> bool:
 
 
 def _sink(graph: Graph) -> None:
-    """Move gathers, and what only views or wraps the result, down to their first use."""
+    """Move gathers, and views or wrappers of their results, down to their first use."""
     held: set[Node] = set()
     for node in graph.nodes:
         gathers = _is_operation(node, unshard) or _is_operation(node, outer_gather)
@@ -88,10 +83,8 @@ def _sink(graph: Graph) -> None:
 
 
 def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
-    """Return, for each node that switches gradients off, what is used from there to the next one.
-
-    A gather that was recorded must not come where nothing is.
-    """
+    """Map each node that disables gradients to the held nodes used until the next switch: a gather
+    that autograd records must not be moved to where grad mode is off."""
     used: dict[Node, list[Node]] = {}
     switch: Node | None = None
     for node in graph.nodes:
@@ -104,15 +97,14 @@ def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
 
 @dataclass(frozen=True)
 class Order:
-    """How nodes are placed anew: all others keep their order."""
+    """A new placement of some nodes; the others keep their order."""
 
-    held: set[Node]  # each comes where something needs it
-    before: dict[Node, list[Node]]  # what is to come before a node, beside what it is computed from
-    first: list[Node] = field(default_factory=list)  # before everything but inputs
+    held: set[Node]  # placed where they are first needed
+    before: dict[Node, list[Node]]  # predecessors of a node, in addition to its inputs
+    first: list[Node] = field(default_factory=list)  # placed right after the graph's inputs
 
 
 def _emit(graph: Graph, order: Order) -> None:
-    """Write a graph's nodes in an order."""
     done: set[Node] = set()
     asked: set[Node] = set()
     placed: list[Node] = []
@@ -125,7 +117,7 @@ def _emit(graph: Graph, order: Order) -> None:
                 stack.pop()
                 continue
             ahead = [] if node in asked else order.before.get(node, [])
-            asked.add(node)  # once: what it wishes may need the node itself
+            asked.add(node)  # add it once: extra predecessors may depend on the node itself
             needed = [one for one in (*ahead, *node.all_input_nodes) if one not in done]
             if needed:
                 stack.extend(reversed(needed))
@@ -145,7 +137,7 @@ def _emit(graph: Graph, order: Order) -> None:
         if node not in order.held:
             emit(node)
     emit(output)
-    for node in nodes[:-1]:  # held for nobody: what only has an effect, as a wait has
+    for node in nodes[:-1]:  # held nodes without users, such as waits
         if node not in done:
             emit(node)
     placed.remove(output)
@@ -154,23 +146,19 @@ def _emit(graph: Graph, order: Order) -> None:
 
 
 class SeenThrough:
-    """A pass over the graph of forward and backward: no region hands over views of its inputs.
-
-    A region of the forward saves for backward what its backward needs: of a weight, a view. So a
-    partitioner would keep the weight, whole, where it can gather it again. Outside of the region
-    the same view is made of what the region got.
-    """
+    """A pass over the joint graph of forward and backward, after which no region returns views of
+    its inputs. A region may save a view of a weight for its backward, so a partitioner would keep
+    the unsharded weight. The pass recreates the view outside of the region, from its input."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
             region = torch_compiler.region_called(node)
             if region is None:
                 continue
-            bodys = list(region.graph.nodes)
-            inputs = dict(
-                zip((n for n in bodys if n.op == "placeholder"), node.args[2:], strict=True)
-            )
-            outputs = bodys[-1].args[0]
+            inner = list(region.graph.nodes)
+            placeholders = [one for one in inner if one.op == "placeholder"]
+            inputs = dict(zip(placeholders, node.args[2:], strict=True))
+            outputs = inner[-1].args[0]
             for user in list(node.users):
                 if user.target is operator.getitem:
                     found = outputs[user.args[1]]
@@ -191,15 +179,12 @@ class SeenThrough:
         user.graph.erase_node(user)
 
     def uuid(self) -> str:
-        """Say what the pass does: its source."""
         return SOURCE
 
 
 class Overlapped:
-    """A pass over a forward or a backward graph: see [Note: overlap in a graph].
-
-    Compilers that keep graphs on disk ask ``uuid`` what it does.
-    """
+    """A pass over a forward or a backward graph: see [Note: overlap in a graph]. ``uuid`` is a part
+    of the key under which a compiler caches graphs on disk."""
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
@@ -209,27 +194,25 @@ class Overlapped:
         graph.lint()
 
     def uuid(self) -> str:
-        """Say what the pass does: its source, and how much overlap."""
         return f"{SOURCE} {self.overlap.prefetch} {self.overlap.reductions}"
 
 
 @dataclass
 class Found:
-    """The collectives of a graph, and what is computed around them."""
+    """The collectives of a graph, and the nodes around them."""
 
     gathers: list[Node] = field(default_factory=list)
     reductions: list[Node] = field(default_factory=list)
-    of: dict[Node, Node] = field(default_factory=dict)  # by a wait, or what is behind: which one
-    free: set[Node] = field(default_factory=set)  # computed from inputs only
-    gathered: set[Node] = field(default_factory=set)  # views and copies of what came, and starts
-    reduced: set[Node] = field(default_factory=set)  # computed from reductions only
+    of: dict[Node, Node] = field(default_factory=dict)  # wait, or node after it: its collective
+    free: set[Node] = field(default_factory=set)  # nodes computed from inputs only
+    gathered: set[Node] = field(default_factory=set)  # gathers; views and copies of their results
+    reduced: set[Node] = field(default_factory=set)  # nodes computed from reductions only
 
 
 def find(nodes: Iterable[Node]) -> Found:
-    """Sort the nodes of a graph."""
     found = Found()
     free, gathered, of = found.free, found.gathered, found.of
-    known: set[Node] = set()  # reductions, and what is computed from them
+    known: set[Node] = set()  # reductions, and nodes computed from them
     for node in nodes:
         kind = torch_compiler.collective_of(node).removesuffix("_coalesced")
         inputs = node.all_input_nodes
@@ -239,7 +222,7 @@ def find(nodes: Iterable[Node]) -> Found:
         if node.op != "call_function" or torch_compiler.has_effects(node):
             continue
         one = next((of[needed] for needed in inputs if needed in of), None)
-        # What gathers what was gathered stays: to start it ahead would wait for the other.
+        # A gather of gathered values stays in place: starting it early would wait for the other.
         if kind == "all_gather_into_tensor" and _all_in(inputs, free):
             found.gathers.append(node)
             of[node] = node
@@ -297,10 +280,10 @@ def _by_use(found: Found, nodes: list[Node], held: set[Node]) -> list[Node]:
 
 
 def _ends(found: Found, nodes: list[Node], reductions: int) -> dict[Node, list[Node]]:
-    """Return, for the start of a reduction, what of earlier ones has to be over before."""
+    """Map the start of a reduction to the nodes of earlier reductions that must run before it."""
     places = {start: place for place, start in enumerate(found.reductions)}
     ends: dict[Node, list[Node]] = {}
-    stages: dict[Node, int] = {}  # of what is reduced over replicas too: 1 from its wait on
+    stages: dict[Node, int] = {}  # all-reduces over replicas: stage 1 from their wait on
     for node in nodes:
         if node not in found.reduced:
             continue
@@ -321,7 +304,7 @@ def _all_in(nodes: Iterable[Node], *known: set[Node]) -> bool:
 
 
 def _cone(starts: set[Node], known: set[Node]) -> set[Node]:
-    """Return what of ``known`` nodes is computed, and only computed, for these."""
+    """Return the ``known`` nodes that are inputs of ``starts``, directly or indirectly."""
     found: set[Node] = set()
     stack = [one for start in starts for one in start.all_input_nodes]
     while stack:
@@ -333,40 +316,17 @@ def _cone(starts: set[Node], known: set[Node]) -> set[Node]:
     return found
 
 
-_MOVES = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "slice",
-        "narrow",
-        "select",
-        "split",
-        "split_with_sizes",
-        "t",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "as_strided",
-        "alias",
-        "detach",
-        "clone",
-        "_to_copy",
-        "convert_element_type",
-        "constant_pad_nd",
-        "cat",
-        "copy",
-    ]
-)
+_MOVES = (
+    "view", "_unsafe_view", "reshape", "slice", "narrow", "select", "split", "split_with_sizes",
+    "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "as_strided", "alias", "detach",
+    "clone", "_to_copy", "convert_element_type", "constant_pad_nd", "cat", "copy",
+)  # fmt: skip
 
 
 def _moves_only(node: Node, kind: str) -> bool:
-    """True if a node computes nothing: a wait, a view, a copy, a cast."""
-    if kind == "wait_tensor" or node.target is operator.getitem:
-        return True
-    return torch_compiler.operation_of(node) in _MOVES
+    """Return True if a node computes nothing: a wait, a view, a copy, a cast."""
+    is_trivial = kind == "wait_tensor" or node.target is operator.getitem
+    return is_trivial or torch_compiler.operation_of(node) in _MOVES
 
 
 def _nbytes_sent(start: Node) -> int:

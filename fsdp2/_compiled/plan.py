@@ -1,11 +1,11 @@
-"""What a graph does with a group: which collectives carry what. Integers only.
+"""The collectives of a group in a graph, and their payloads. Integers only.
 
-Owns ``TracedPlan`` and the names by which graphs refer to plans. It must not know tensors, groups
-or units.
+Owns ``TracedPlan`` and the names by which graphs refer to plans. Independent of tensors, groups and
+units.
 
-Legend: W = ranks of the shard axis; a *piece* is what one collective carries. A large parameter is
-a piece of its own, which is gathered where it is used and reduced from where its gradient is:
-nothing is copied. Small ones share a piece, which is packed and unpacked.
+Legend: W = ranks of the shard axis; a *piece* is the payload of one collective. A large parameter
+is a separate piece, which is gathered to where it is used and reduced from where its gradient is,
+without copies. Small ones share a piece, which is packed and unpacked.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from fsdp2._core.base.capabilities import ROW_NBYTES, capabilities
 from fsdp2._core.base.policy import Overlap
 from fsdp2._core.params.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
 
+# Hash of this folder, so that a cache does not reuse graphs compiled by another version.
 SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
-"""Of this folder: graphs that another version made and a cache kept are not those of this one."""
-
+# On a CPU, a parameter is small if it is below both the zero-copy size and this fraction of its
+# group, to save copies. On a device, the zero-copy size alone decides, to save launches.
 SMALL_SHARE = 32
-"""On a CPU a parameter of less than this part of its group is small, and so is one that is not
-zero-copy, but for groups of small ones only: there copies are what there is to save. On a device
-what there is to save is launches, so small is what travels with others in eager mode."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements of a flat tensor: of which segment, from where, how many."""
+    """A range of elements of a segment."""
 
     segment: int
     start: int
@@ -44,72 +42,74 @@ class Run:
 
 @dataclass(frozen=True)
 class GatherPiece:
-    """What one all-gather carries: padded shards, one after another."""
+    """Payload of one all-gather: concatenated padded shards."""
 
     dtype: torch.dtype
     runs: tuple[Run, ...]
-    indices: tuple[int, ...]  # of the items
-    gap: int  # elements behind them, which fill a row up
-    coded: GatherItem | None = None  # the one parameter that travels in codes, as bytes
+    indices: tuple[int, ...]  # indices of the piece's items
+    gap: int  # trailing elements that pad a row
+    coded: GatherItem | None = None  # the one parameter that is sent in codes, as bytes
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
-        """What process groups can send: other kinds travel as bytes."""
+        """A dtype that process groups can send: other kinds are sent as bytes."""
         is_usual = self.dtype.is_floating_point and self.dtype.itemsize > 1
         return self.dtype if is_usual else torch.uint8
 
 
 @dataclass(frozen=True)
 class ReducePiece:
-    """What one reduce-scatter carries: gradients of members, in ``positions`` among all members.
-
-    ``counts``: behind them comes, for each of so many members, on how many ranks it had a gradient.
-    """
+    """Payload of one reduce-scatter: gradients of members."""
 
     layout: ReduceLayout
-    positions: tuple[int, ...]
-    counts: int
+    positions: tuple[int, ...]  # the members' positions among all members
+    counts: int  # trailing elements, one per member: on how many ranks it had a gradient
 
     @cached_property
     def numel(self) -> int:
-        """Elements of a row, which is what a rank gets."""
         return self.layout.tail_start + self.counts
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Where a group waits between forward and backward: whole on ``size`` neighbouring ranks."""
+    """State between forward and backward: unsharded across ``size`` neighbouring ranks."""
 
     size: int
     rank: int
-    outer_group: str  # ranks that hold the same part; empty: the shard axis itself is gathered
+    outer_group: str  # ranks with the same part; empty: the shard axis itself is gathered
     inner_group: str
 
 
 @dataclass(frozen=True)
+class Joining:
+    dtype: torch.dtype
+    wire_dtype: torch.dtype  # a narrower one: exchange in it, sum in the reduce dtype
+    scale: tuple[float, float]  # factors before and after
+    op: str
+
+
+@dataclass(frozen=True)
 class TracedPlan:
-    """Everything that the functions of ``ops`` know about a group. Equal plans have one key."""
+    """All inputs of the functions of ``ops`` about a group. Equal plans have equal keys."""
 
     layout: GatherLayout
     rank: int
-    device: str  # where it computes: shards may lie elsewhere
+    device: str  # compute device; shards may be stored elsewhere
     shard_group: str
     replicate_group: str
     neighbours: Neighbours | None
     recompute: bool
-    trainable: tuple[bool, ...]  # of each parameter; the layout may have a tail behind them
-    widened: tuple[torch.dtype | None, ...]  # what parameters leave the function in, so that
-    # gradients arrive in it: summed over the parameters' own axes before they are reduced
-    reduce_dtype: torch.dtype
-    gradient_wire_dtype: torch.dtype  # narrower: an exchange, and a sum in the reduce dtype
-    grad_dtypes: tuple[torch.dtype, ...]  # of members, as one backward leaves them in eager mode
-    scale: tuple[float, float]
-    op: str
-    counts_used: bool  # False: a parameter that nobody used gets zeros
+    trainable: tuple[bool, ...]  # per parameter; the layout may have a tail after them
+    # Dtypes in which parameters are returned, and gradients arrive, if they are wider: gradients
+    # are summed in them over the parameters' own axes before they are reduced.
+    widened: tuple[torch.dtype | None, ...]
+    reduction: Joining
+    grad_dtypes: tuple[torch.dtype, ...]  # per member, as after one backward in eager mode
+    counts_used: bool  # False: a parameter that was not used gets zeros
     overlap: Overlap
     bucketed: bool = True
-    syncs: bool = True  # False: whole gradients leave the graph, and wait
-    added: tuple[bool, ...] = ()  # for which members a gradient waits that is added; (): none
+    syncs: bool = True  # False: full gradients leave the graph, and wait
+    added: tuple[bool, ...] = ()  # members with a waiting gradient to add; (): none
 
     @property
     def size(self) -> int:
@@ -117,35 +117,30 @@ class TracedPlan:
 
     @cached_property
     def signature(self) -> str:
-        """What ranks must agree on for their collectives to fit together.
-
-        Not what waits on each: that is added before anything is sent.
-        """
+        """Everything that must be equal on all ranks for their collectives to match. Waiting
+        gradients are excluded: each rank adds its own before anything is sent."""
         alike = {"rank": 0, "device": "", "shard_group": "", "replicate_group": "", "added": ()}
         neighbours = self.neighbours and self.neighbours.size
         return f"{replace(self, **alike, neighbours=None)} {neighbours}"  # type: ignore[arg-type]
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """Indices of the trainable parameters."""
         return tuple(index for index, is_trained in enumerate(self.trainable) if is_trained)
 
     @cached_property
     def shards(self) -> tuple[ShardLayout, ...]:
-        """Of the members."""
         return tuple(self.layout.items[index].shard for index in self.members)
 
     @cached_property
     def sinks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shapes and dtypes of what takes gradients: rows, or whole ones; and one of none."""
-        rows = [((piece.numel,), self.reduce_dtype) for piece in self.reduces]
+        """Shapes and dtypes of the sinks: rows (without sync: full gradients), and an empty one."""
+        rows = [((piece.numel,), self.reduction.dtype) for piece in self.reduces]
         pairs = zip(self.shards, self.grad_dtypes, strict=True)
         wholes = [(shard.shape, dtype) for shard, dtype in pairs]
-        return (*(rows if self.syncs else wholes), ((0,), self.reduce_dtype))
+        return (*(rows if self.syncs else wholes), ((0,), self.reduction.dtype))
 
     @cached_property
     def gathers(self) -> tuple[GatherPiece, ...]:
-        """What is gathered, in order."""
         layout, count = self.layout, len(self.trainable)
         least = self._least_nbytes(layout.items[:count])
         small: dict[torch.dtype, list[tuple[int, Run]]] = {}
@@ -168,7 +163,6 @@ class TracedPlan:
 
     @cached_property
     def reduces(self) -> tuple[ReducePiece, ...]:
-        """What is reduced, in order."""
         items = [self.layout.items[index] for index in self.members]
         least = self._least_nbytes(items)
         counts = len(items) if self.counts_used else 0
@@ -178,7 +172,7 @@ class TracedPlan:
             if item.shard.is_replicated or not self._goes_alone(item, least)
         ]
         if not self.bucketed:
-            small = small[:1] if counts else []  # the one that counts travel with
+            small = small[:1] if counts else []  # the item that the counts are sent with
         alone = [position for position in range(len(items)) if position not in small]
         pieces = [self._reduce_piece((position,), 0) for position in alone]
         if small or counts:
@@ -200,13 +194,13 @@ class TracedPlan:
     def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReducePiece:
         shards = [self.shards[position] for position in positions]
         layout = ReduceLayout.plan(
-            positions, shards, self.size, self.reduce_dtype, counts, row_nbytes=self._row_nbytes
+            positions, shards, self.size, self.reduction.dtype, counts, row_nbytes=self._row_nbytes
         )
         return ReducePiece(layout, positions, counts)
 
     @property
     def _row_nbytes(self) -> int:
-        """Bytes that a row is a multiple of, as in eager mode: a host has no use for it."""
+        """Alignment of a row in bytes, as in eager mode; a host needs none."""
         return 1 if capabilities(torch.device(self.device)).is_host else ROW_NBYTES
 
     def _goes_alone(self, item: GatherItem, least: int) -> bool:
@@ -214,7 +208,7 @@ class TracedPlan:
         return _nbytes(item) >= least and row_nbytes % self._row_nbytes == 0
 
     def _least_nbytes(self, items: Sequence[GatherItem]) -> int:
-        """Bytes from which on a parameter is a piece of its own."""
+        """Least size in bytes of a parameter that is a separate piece."""
         device = capabilities(torch.device(self.device))
         total = sum(_nbytes(item) for item in items if not item.shard.is_replicated)
         rule = device.zero_copy(self.size)
@@ -228,7 +222,7 @@ def _nbytes(item: GatherItem) -> int:
 
 
 def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    """Make one of runs that lie side by side."""
+    """Merge adjacent runs."""
     joined = runs[:1]
     for run in runs[1:]:
         last = joined[-1]
@@ -239,19 +233,14 @@ def _joined(runs: list[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-plans: dict[str, TracedPlan] = {}
-"""By the keys by which graphs refer to them."""
-
+plans: dict[str, TracedPlan] = {}  # keyed by the strings with which graphs refer to plans
 _keys: dict[TracedPlan, str] = {}
 
 
 def key_of(plan: TracedPlan) -> str:
-    """Return the name by which a graph refers to a plan: a string, which no compiler makes dynamic.
-
-    It follows from what the plan says and from nothing else. So equal units have one name, a
-    compiler that keeps graphs on disk finds no other one under it, and a plan that comes back (a
-    setting changed there and back) has its old graph.
-    """
+    """Return a graph's name for a plan: a string, which compilers never make dynamic. It depends
+    on the plan's contents only: equal units and restored settings share it, and a compiler with an
+    on-disk cache cannot find a different plan under it."""
     if plan not in _keys:
         _keys[plan] = hashlib.sha256(f"{SOURCE} {plan}".encode()).hexdigest()[:16]
         plans[_keys[plan]] = plan

@@ -1,14 +1,15 @@
-"""The one private place that pickles of sharded models and optimizers name.
+"""The one private module that pickles of sharded models and optimizers refer to.
 
-Public classes they name as users do, by ``fsdp2``.
+Public classes are pickled under their public name, in ``fsdp2``. A pickle refers to a class by its
+module; private classes give this module, so that a pickle outlives a move of files. Classes not
+listed here are found at their location. Names may be added to a table, but never removed.
 
-A pickle names each class by a module. These say that they are from here, so that a pickle outlives
-a move of files. What is not here is found where it is: a name may join a table, never leave it.
-
-``NAMED`` are objects that every process loads. ``LATER`` has the modules of others, which name this
-one themselves (``[Note: names that load later]`` of the package); a pickle that has them loads
-them.
+Every process loads the classes and functions that are imported below. ``LATER`` maps further names
+to their modules, which set this module's name themselves (``[Note: names that load later]`` of the
+package); unpickling loads them.
 """
+
+# ruff: noqa: F401  # what is imported is looked up here by pickles
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from fsdp2._core.api.comm_hooks import Compress, Hooked
 from fsdp2._core.api.inspect import GroupInfo, ShardInfo, UnitInfo
 from fsdp2._core.api.module import rebuild_module
 from fsdp2._core.base.policy import (
+    CastBuffer,
+    CastBuffers,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Overlap,
+    Precision,
     Settings,
     Sharding,
 )
@@ -33,10 +37,9 @@ from fsdp2._core.comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._core.comm.wire import Wire
 from fsdp2._core.engine.between_steps import StateHooks, TorchState
 from fsdp2._core.engine.parts import PartHook
-from fsdp2._core.engine.precision import CastBuffer, CastBuffers, Precision
 from fsdp2._core.engine.step import ForwardHooks, ForwardMethod
 from fsdp2._core.engine.tree import Unit
-from fsdp2._core.params.early_release import Readers
+from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.layout import ShardLayout
 from fsdp2._core.params.param import ChosenDtypes, FSDPParam, OwnerMark
@@ -46,45 +49,6 @@ from fsdp2._core.params.registration import Site
 PLACE = "fsdp2._pickles"
 """The module that pickles name: there is no such file, ``fsdp2`` puts this module in its place."""
 
-NAMED: tuple[Any, ...] = (
-    CPUOffloadPolicy,
-    CastBuffer,
-    CastBuffers,
-    ChosenDtypes,
-    Compress,
-    DataMesh,
-    DataMesh.of,
-    DataParallelMeshDims,
-    FSDPParam,
-    ForwardHooks,
-    ForwardMethod,
-    GroupInfo,
-    Hooked,
-    KeptOnMesh,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    Overlap,
-    DealtTensor,
-    dealt,
-    OwnerMark,
-    ParamGroup,
-    ParamPlacement,
-    PartHook,
-    Precision,
-    Readers,
-    Settings,
-    ShardInfo,
-    ShardLayout,
-    Sharding,
-    Site,
-    StateHooks,
-    TorchState,
-    Unit,
-    UnitInfo,
-    Wire,
-    rebuild_module,
-)
-
 LATER: Mapping[str, str] = {
     "Activations": "fsdp2._core.api.activations",
     "EMA": "fsdp2.optim._ema",
@@ -92,8 +56,9 @@ LATER: Mapping[str, str] = {
     "rebuild_optimizer": "fsdp2.optim._local",
 }
 
-for _named in NAMED:
-    _named.__module__ = PLACE
+for _named in (*globals().values(), DataMesh.of):
+    if getattr(_named, "__module__", "").startswith("fsdp2."):
+        _named.__module__ = PLACE
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
-"""``python -m fsdp2 plan``, ``report`` and ``doctor``: what a shell can ask (not ``explain``).
+"""The command lines ``python -m fsdp2 plan``, ``report``, ``compare`` and ``doctor``.
 
-Owns the command lines: their words, and what is said of a wrong one, before anything large runs. It
-must not know how a plan is made or a page drawn.
+Parses arguments, and reports wrong ones before any expensive work.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from fsdp2._tools.pages.content import Page
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Run a command. Ends with 2, and a word about it, if the arguments are wrong."""
+    """Run a command. Exit with status 2 and a message if the arguments are wrong."""
     if command == "doctor":
-        # Not at the top: it loads torch's own FSDP2, checkpoints and all else that it looks into.
+        # imported late: it loads torch's FSDP2, checkpoints, and all other code that it inspects
         from fsdp2._tools.doctor import run as doctor
 
         sys.exit(doctor.main(arguments))
@@ -29,42 +28,61 @@ def run(command: str, arguments: Sequence[str]) -> None:
         return
     make_parser, act = _report_parser, _report
     if command == "plan":
-        from fsdp2._tools.plan import command as command_of_plan  # a report needs no plans
+        from fsdp2._tools.plan import command as command_of_plan  # ``report`` needs no plans
 
         make_parser, act = command_of_plan.make_parser, command_of_plan.run
+    elif command == "compare":
+        make_parser, act = _compare_parser, _compare
     parser = make_parser()
     given = parser.parse_args(arguments)
     try:
         act(parser, given)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough, as `head` does; Python flushes once more
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe; Python flushes once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (fsdp2.FSDPError, OSError) as error:
         parser.error(in_terminal(str(error).removeprefix(f"{command}: ")))
 
 
-# report
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 compare",
+        description="Report where two recordings of fsdp2.debug.record_bits first differ. Exits "
+        "with status 1 if they do.",
+        allow_abbrev=False,
+    )
+    for name in ("run1", "run2"):
+        parser.add_argument(name, help="the folder of a run, with the files of all its ranks")
+    return parser
+
+
+def _compare(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    found = fsdp2.debug.same_bits(given.run1, given.run2)
+    print(found)
+    if not found:
+        sys.stdout.flush()
+        sys.exit(1)
 
 
 def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 report",
-        description="Tell what fsdp2.record wrote, of all ranks on one clock.",
+        description="Summarize recordings of fsdp2.record, with the clocks of all ranks aligned.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("folders", nargs="+", help="folders, or files of single ranks, of one run")
+    add("folders", nargs="+", help="folders, or files of single ranks, from one run")
     add("--html", metavar="FILE", help="write a page with pictures")
     add("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
-    add("--rows", metavar="FILE", help="write one JSON line for each thing that was seen")
+    add("--rows", metavar="FILE", help="write one JSON line per recorded row")
     return parser
 
 
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     found = fsdp2.read_recordings(*given.folders)
     wrote = []
-    for name in ("trace", "rows", "html"):  # a page needs a complete step, the others nothing
+    for name in ("trace", "rows", "html"):  # the page comes last: it fails without a complete step
         path = getattr(given, name)
         if path is not None:
             getattr(found, name)(path)
@@ -73,7 +91,7 @@ def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _lines(page: Page) -> Iterator[str]:
-    """Yield what a page says without its pictures."""
+    """Yield the contents of a page without its pictures."""
     yield page.title
     yield page.subtitle
     yield ""

@@ -1,7 +1,6 @@
-"""Checksums of what is written: of tensors, of parts of files, and of a file by its own end.
+"""Checksums (CRC-32) of tensors, of parts of files, and of a file by its own *tail*.
 
-Owns CRC-32 over bytes and the *tail*: a few lines of JSON and their length behind the last byte of
-a file, which readers that do not know it never reach. It must not know what the bytes mean.
+The tail is JSON and its length after the last byte of a file, where other readers do not look.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
+from fsdp2._core.base.errors import StateError
 from fsdp2._core.base.names import printable
 
 BLOCK_NBYTES = 1 << 20
@@ -23,11 +23,16 @@ FOOTER = struct.Struct("<QI8s")
 
 
 class DamagedError(Exception):
-    """What was read is not what was written."""
+    """Raised if the data read differs from the data written."""
+
+
+def damaged(what: str, problem: str) -> StateError:
+    text = f"{what}: {problem} Use another checkpoint; nothing was changed."
+    return StateError("FS618", text)
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of what an error of a file says, with its class if that is not ours."""
+    """Return the first line of an error's message, with its class if that is not ours."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])
@@ -36,7 +41,7 @@ def said(error: BaseException) -> str:
 
 
 def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
-    """Return the checksum of a contiguous CPU tensor's bytes, going on from ``start``."""
+    """Return the checksum of a contiguous CPU tensor's bytes, continuing from ``start``."""
     assert tensor.is_contiguous()
     if tensor.nbytes == 0:
         return start
@@ -45,11 +50,7 @@ def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
 
 
 def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
-    """Return the checksum of a part of a file.
-
-    Raises:
-        DamagedError: the file ends before it.
-    """
+    """Return the checksum of a byte range of a file; DamagedError if the file is too short."""
     found, left = 0, length
     buffer = memoryview(bytearray(min(BLOCK_NBYTES, max(length, 1))))
     file.seek(offset)
@@ -63,24 +64,20 @@ def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
 
 
 def tail_of(content: bytes, told: Any) -> bytes:
-    """Return what to append to a file of this content, so that ``split`` finds ``told`` again."""
+    """Return the tail to append to a file of this content, from which ``split`` reads ``told``."""
     body = json.dumps(told, separators=(",", ":")).encode()
     length = struct.pack("<Q", len(body))
     return body + FOOTER.pack(len(body), zlib.crc32(content + body + length), MAGIC)
 
 
 def split(data: bytes, *, verify: bool = True) -> tuple[bytes, Any]:
-    """Return a file's content, and what its tail tells; None without a tail.
-
-    Raises:
-        DamagedError: there is one, and it is not that of this content.
-    """
+    """Return a file's content and its tail's data, or None; DamagedError if they do not match."""
     if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
         return data, None
     length, found, _ = FOOTER.unpack(data[-FOOTER.size :])
     end = len(data) - FOOTER.size - length
     if end < 0 or (verify and found != zlib.crc32(data[: -FOOTER.size + 8])):
-        raise DamagedError("its checksum is another one")
+        raise DamagedError("its checksum does not match")
     try:
         return data[:end], json.loads(data[end : -FOOTER.size])
     except ValueError as error:

@@ -1,57 +1,79 @@
-"""What a checkpoint has, and which rank writes which part of it.
+"""The contents of a checkpoint, and the division of its writing among ranks.
 
-Owns the flat keys of a state, and the rule by which ranks divide the writing among them. It must
-not know files.
+Contains the flat keys of a state, the agreement before a save, the rule that assigns writers, and
+the pickles of ``extra``. Independent of files.
 
 [Note: who writes what]
-Ranks with the same list of contents need not tell each other what they have: from the list each
-knows which block of a tensor lies where, and so what every rank writes. Blocks that several ranks
-hold are dealt to these ranks in turn; what is not sharded is the first rank's to write. So before a
-save the ranks exchange one number, which says whether their lists are equal, and no objects: no
-rank gets a plan from each of the others.
+Ranks with the same list of contents need not exchange descriptions: from the list, each can compute
+the blocks of every tensor and what every rank writes. Blocks that several ranks have are assigned
+to them in turn; unsharded values are written by the first rank. So before a save the ranks exchange
+one number, which shows whether their lists are equal. No rank receives a plan from each other rank.
 
-Where lists differ (a rank has states that others lack), ranks exchange sums of what they have, axis
-by axis. What all have is *common*, and divided as above. Anything else is written by each rank that
-has it, and described in that rank's report (see ``_writing``).
+If lists differ (a rank has states that others lack), ranks exchange hashes of their contents, axis
+by axis. Contents that all have are *common*, and divided as above. Each rank writes its other
+contents itself, and describes them in its report (see ``_files``).
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.base.names import printable
+from fsdp2._core.base.slot_clock import clocks
 from fsdp2._core.comm.process_mesh import Grid
 from fsdp2._core.transfer.chunk_plan import Blocks, Region
 from fsdp2._core.transfer.redistribute import Grids
-from fsdp2.checkpoint._saved import problem_of
+from fsdp2.checkpoint._checksums import DamagedError
+from fsdp2.checkpoint._pickle_machine import RefusedError, not_plain, plain_names, unpickle
+from fsdp2.checkpoint._state import named_state, opened, settle_state, sharded_state
+from fsdp2.checkpoint._torch_files import DEPTH, read_torch_file
 
 Path = tuple[str | int, ...]
 NOTHING = Region((), (0,))
+NAME_NCHARS = 4096  # longest key of a path: an entry can repeat it in two bytes
+
+EXTRA = "fsdp2_extra"
+EXTRA_TENSORS = "fsdp2_extra_tensors"
+SLOTS = "fsdp2_slots"  # the random numbers of slots: see ``fsdp2.reproducible``
+
+
+def problem_of(path: Any) -> str:
+    """Return why a value under this path can be neither saved nor loaded; "" if it can."""
+    if type(path) not in (tuple, list):
+        return "is not a list of keys"
+    if not 0 < len(path) <= DEPTH:
+        return f"has {len(path)} keys, expected 1 to {DEPTH}"
+    if not all(isinstance(k, str) or (isinstance(k, int) and k.bit_length() < 64) for k in path):
+        return "has a key that is neither a string nor a 63-bit int"
+    longest = max(len(key) for key in ("", *path) if isinstance(key, str))
+    if longest > NAME_NCHARS:
+        return f"has a key of {longest} characters, expected up to {NAME_NCHARS}"
+    return ""
 
 
 def flat(state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Return the values of a state by their paths, as ``torch.distributed.checkpoint`` finds them.
-
-    Keys of dicts become strings. A list is looked into only if there is a tensor or a dict in it, a
-    tuple never.
-    """
+    """Return the values of a state by path, as ``torch.distributed.checkpoint`` does: keys become
+    strings, lists are traversed only if they contain a tensor or a dict, and tuples never."""
     found: dict[Path, Any] = {}
 
     def visit(path: Path, value: Any) -> None:
         if path and (problem := problem_of(path)):
             raise ConfigError(
                 "FS102",
-                f"save: the path of {printable(path)} in the state {problem}. Save it in extra.",
+                f"save: the path {printable(path)} in the state {problem}. Save it in extra.",
             )
         if isinstance(value, Mapping):
             for key, item in value.items():
@@ -75,22 +97,14 @@ def _holds_values(value: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """A value of a state as this rank has it.
+    """A value of a state, in this rank's form."""
 
-    Attributes:
-        path: where it stands in the dict that is saved.
-        value: this rank's block of a tensor, or any object.
-        blocks: how ranks divide a DTensor; None: it is not sharded, and the first rank's counts.
-        place, own_block: this rank's among these, and what it holds.
-        ranks: the ranks that divide it, in the order of their places.
-    """
-
-    path: Path
-    value: Any
-    blocks: Blocks | None = None
-    place: tuple[int, ...] = ()
+    path: Path  # the value's path in the saved dict
+    value: Any  # this rank's block of a tensor, or any object
+    blocks: Blocks | None = None  # a DTensor's blocks; None: unsharded, saved by the first rank
+    place: tuple[int, ...] = ()  # this rank's coordinates among the blocks
     own_block: Region = NOTHING
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # the ranks that have blocks, in the order of their places
 
     @cached_property
     def key(self) -> str:
@@ -101,7 +115,7 @@ class Content:
         return tuple(self.value.shape) if self.blocks is None else self.blocks.shape
 
     def digest(self, digest_of_ranks: int) -> int:
-        """Return a sum that is the same where another rank has a block of the same tensor."""
+        """Return a hash that is equal on all ranks that have a block of the same tensor."""
         told: tuple[Any, ...] = (self.path,)
         if self.blocks is not None:
             cuts = self.blocks.cuts, self.blocks.counts
@@ -109,10 +123,7 @@ class Content:
         return zlib.crc32(repr(told).encode())
 
     def writers(self, number: int) -> Iterator[tuple[Region, int]]:
-        """Yield the blocks that have elements, each with the rank that writes it.
-
-        ``number``: its place among all contents, by which ranks with the same block take turns.
-        """
+        """Yield the non-empty blocks, each with its writer; ``number``: this content's index."""
         assert self.blocks is not None
         at = self._turn(number)
         for place in self.blocks.places():
@@ -122,14 +133,13 @@ class Content:
                 yield region, self.ranks[_index(own, self.blocks.counts)]
 
     def own(self, number: int) -> Region | None:
-        """Return the block that this rank writes, if it writes one."""
         assert self.blocks is not None
         if any(self.place[axis] != turn for axis, turn in self._turn(number).items()):
             return None
         return self.own_block if self.own_block.numel else None
 
     def _turn(self, number: int) -> dict[int, int]:
-        """Return the coordinates of the writers on the axes whose ranks hold the same."""
+        """Return the writers' coordinates on axes along which ranks have the same block."""
         assert self.blocks is not None
         found: dict[int, int] = {}
         for axis, count in enumerate(self.blocks.counts):
@@ -147,16 +157,10 @@ def _index(place: Sequence[int], counts: Sequence[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one rank writes of one value.
-
-    Attributes:
-        region: where the block lies in the tensor; None for an object.
-        value: the block, on any device; or what ``torch.save`` made of an object.
-        is_common: all ranks have the content.
-    """
+    """One rank's piece of a value."""
 
     content: Content
-    region: Region | None
+    region: Region | None  # None: a serialised object
     value: Tensor | bytes
     is_common: bool
 
@@ -167,28 +171,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a state has on this rank, and what other ranks have in common with it.
+    """All contents of a state on this rank."""
 
-    Attributes:
-        common: what all ranks have, in the same order on each.
-        rest: what only some have.
-        ranks: the ranks that save, the first one first.
-        number: this rank's place among them.
-    """
-
-    common: list[Content]
-    rest: list[Content]
-    ranks: list[int]
-    number: int
+    common: list[Content]  # contents that all ranks have, in the same order
+    rest: list[Content]  # contents that only some ranks have
+    ranks: list[int]  # the ranks that save, the first one first
+    number: int  # this rank's index among them
 
     @staticmethod
     def of(state: Mapping[str, Any], grids: Grids) -> Contents:
-        """List what a state has, before ranks have compared: ``common`` has it all.
-
-        Raises:
-            ConfigError: two values have one key.
-            UnsupportedError: a tensor that ``load`` could not read.
-        """
+        """List a state's contents, all as ``common``: ranks have not compared them yet."""
         main = grids.main
         ranks = grids.ranks_of(main) or list(range(main.size))
         lines: dict[Grid, tuple[int, ...]] = {main: tuple(ranks)}
@@ -197,7 +189,7 @@ class Contents:
             content = Content(path, value)
             if isinstance(value, Tensor):
                 held = grids.hold(_name(path), value)
-                has_elements = value.numel() > 0  # else no rank has a block to write
+                has_elements = value.numel() > 0  # a tensor without elements has no block to write
                 local = held.local if has_elements else held.local.new_empty(value.shape)
                 content = Content(path, local)
                 if isinstance(value, DTensor) and has_elements:
@@ -216,12 +208,11 @@ class Contents:
         return Contents([found[key] for key in sorted(found)], [], ranks, number)
 
     def digests(self) -> list[int]:
-        """Return a sum of each content, in order. See ``Content.digest``."""
         lines = {content.ranks: zlib.crc32(repr(content.ranks).encode()) for content in self.common}
         return [content.digest(lines[content.ranks]) for content in self.common]
 
     def agreed(self, main: Grid, digests: list[int], is_equal: bool) -> Contents:
-        """Tell apart what all ranks have. It is collective unless the sums of all are equal."""
+        """Separate common contents from the rest. Collective unless all ranks' hashes are equal."""
         if is_equal:
             return self
         shared = main.common(set(digests))
@@ -231,7 +222,7 @@ class Contents:
         return Contents(common, rest, self.ranks, self.number)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield what this rank writes: of what is common first, in order."""
+        """Yield the pieces that this rank writes: common ones first, in order."""
         for number, content in enumerate(self.common):
             if content.blocks is None:
                 if self.number == 0:
@@ -245,7 +236,7 @@ class Contents:
                 yield Piece(content, content.own_block, content.value, is_common=False)
 
     def writers(self) -> Iterator[tuple[Content, Region | None, int]]:
-        """Yield the blocks of what is common, in order, and which of the ranks writes each."""
+        """Yield the blocks of common contents, in order, each with the index of its writer."""
         index_of = {rank: index for index, rank in enumerate(self.ranks)}
         for number, content in enumerate(self.common):
             if content.blocks is not None:
@@ -258,7 +249,7 @@ class Contents:
 
 
 def _name(path: Path) -> str:
-    """Return what a user calls a tensor: a parameter's name, with its key in a state."""
+    """Return a tensor's name for messages: a parameter's name, with its key in a state."""
     own = path[1:] if path[0] == "model" else path[2:]
     return ".".join(map(str, own or path))
 
@@ -273,3 +264,117 @@ def _whole(content: Content, *, is_common: bool) -> Piece:
 
 def _all_of(shape: Sequence[int]) -> Region:
     return Region((0,) * len(shape), tuple(shape))
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    state = sharded_state(model)
+    tensors = {name: value for name, value in state["model"].items() if value is not None}
+    return {"model": opened(model, tensors)}
+
+
+def main_of(state: dict[str, Any]) -> Grid:
+    return Grids([*state["model"].values()]).main
+
+
+def agree(
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Any,
+    state: dict[str, Any],
+    number: int,
+    require: Callable[[], None] = lambda: None,
+) -> tuple[Grid, Contents, int]:
+    """Return the ranks that save, the contents that they divide, and the first rank's ``number``,
+    of at most 63 bits. All ranks raise an error of ``require``. Collective."""
+    grids = Grids([*state["model"].values()])
+    main = grids.main
+    settle_state(optimizer)
+    with main.together(what) as same:
+        if optimizer is not None:  # a rank may have states that others lack
+            state["optimizer"] = named = named_state(model, optimizer)
+            named["state"] = _without_tuples(named["state"])
+        beside = packed(extra, main.is_first) if extra is not None else {}
+        own_beside = beside.pop(EXTRA, None)  # the first rank's
+        same["DTensors in extra"] = [*beside.get(EXTRA_TENSORS, ())]
+        contents = Contents.of(state | beside, grids)
+        digests = contents.digests()
+        require()
+    total = zlib.crc32(repr(digests).encode())
+    number, most, least = main.highest(number if main.is_first else 0, total, -total)
+    contents = contents.agreed(main, digests, is_equal=most == -least)
+    if own_beside is not None:
+        contents.rest.append(Content((EXTRA,), own_beside))
+    if main.is_first and model in clocks:
+        contents.rest.append(Content((SLOTS,), clocks[model].packed()))
+    return main, contents, number
+
+
+def _without_tuples(value: Any) -> Any:
+    """Return a state with lists for tuples of tensors, which DCP does not traverse."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        return list(value)
+    return value
+
+
+# The ``extra`` of a checkpoint: any object, pickled without its DTensors. Plain data is loaded
+# without further permission; anything else needs trust, because unpickling it can run any code.
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles an object without its tensors, which are numbered."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(obj)
+        return number
+
+
+def packed(extra: Any, is_first: bool) -> dict[str, Any]:
+    """Return entries for an ``extra``: DTensors from all ranks, everything else from the first.
+    DCP would write values of a dict from any rank, turn keys into strings, and lose empty dicts."""
+    file, kept = io.BytesIO(), io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(extra)
+    except (AttributeError, TypeError) as error:  # raised for a lambda or a lock, for example
+        raise pickle.PicklingError(f"extra cannot be pickled: {error}") from error
+    numbered = list(enumerate(pickler.tensors))
+    sharded_tensors = {str(n): t.detach() for n, t in numbered if isinstance(t, DTensor)}
+    entries: dict[str, Any] = {EXTRA_TENSORS: sharded_tensors} if sharded_tensors else {}
+    if is_first:
+        plain = {n: t for n, t in numbered if not isinstance(t, DTensor)}
+        torch.save({"pickled": file.getvalue(), "tensors": plain}, kept)
+        entries[EXTRA] = kept.getvalue()
+    return entries
+
+
+def unpacked(kept: Any, whole: Any, *, trust: bool) -> Any:
+    """Return an ``extra`` from its entries, with full tensors for DTensors. ConfigError if it is
+    not plain data; DamagedError or UnpicklingError if it is damaged."""
+    if not isinstance(kept, bytes) or not isinstance(whole, dict):
+        raise DamagedError("extra has another form")
+    try:
+        if trust:
+            file = torch.load(io.BytesIO(kept), map_location="cpu", weights_only=False)
+        else:
+            file = read_torch_file(io.BytesIO(kept), 0, len(kept), verify=True)
+        if type(file) is not dict or type(file.get("pickled")) is not bytes:
+            raise DamagedError("extra has another form")
+        tensors = {**file["tensors"], **{int(number): tensor for number, tensor in whole.items()}}
+        if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise DamagedError("a tensor in extra has an unexpected type")
+        pickled = file["pickled"]
+        return unpickle(pickled, plain_names(), trust=trust, persistent=tensors.__getitem__)
+    except RefusedError as error:
+        raise not_plain("extra", error) from error

@@ -1,7 +1,7 @@
-"""Sharded checkpoints out of files, as ``torch.distributed.checkpoint`` writes them.
+"""Load sharded checkpoints from files, in the format of ``torch.distributed.checkpoint``.
 
-Owns what becomes of a checkpoint's entries in a model and an optimizer. It must not know how
-tensors are cut, nor the form of files. ``_save`` writes them.
+Maps a checkpoint's entries to a model and an optimizer, and finds the newest intact checkpoint.
+Independent of sharding and of file formats. ``_save`` writes the files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,32 +19,32 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._core.base.arguments import check_key, check_path
-from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base import slot_clock
+from fsdp2._core.base.errors import ConfigError, StateError, check_key, check_path, wrong_type
 from fsdp2._core.base.names import clean, named_parameters, printable
+from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.engine.between_steps import require_idle
-from fsdp2._core.transfer.redistribute import Grids, LocalShard, checked_together
-from fsdp2.checkpoint._change import StateManifest
+from fsdp2._core.transfer.redistribute import Grids, LocalShard
 from fsdp2.checkpoint._checksums import DamagedError, said
-from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, unpacked
-from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._optimizer_state import map_state, rekey
-from fsdp2.checkpoint._place import RENAMES, find
-from fsdp2.checkpoint._reading import Reader
-from fsdp2.checkpoint._saved import Entry, Saved, read
-from fsdp2.checkpoint._state import check, is_extra, model_tensors
+from fsdp2.checkpoint._contents import EXTRA, EXTRA_TENSORS, SLOTS, unpacked
+from fsdp2.checkpoint._files import Entry, Reader, Saved, read
+from fsdp2.checkpoint._load import Source, StateManifest, load_full
+from fsdp2.checkpoint._neighbours import NeighbourCopies, fetched, newest
+from fsdp2.checkpoint._place import RENAMES, candidates, find, newest_time
+from fsdp2.checkpoint._save import settle
+from fsdp2.checkpoint._state import checked, is_extra, map_state, model_tensors, rekey
 
 
 def _read(path: str | os.PathLike[str], *, verify: bool, trust: bool) -> Saved:
-    """Read what a checkpoint has, wherever saves give names meanwhile."""
+    """Read a checkpoint's contents; retry if a save renames it meanwhile."""
     for _ in range(RENAMES):
         with contextlib.suppress(FileNotFoundError):
             return read(find(path), verify=verify, trust=trust)
     raise StateError(
         "FS626",
-        f"load: other saves replaced {path} {RENAMES} times meanwhile. Call load again; nothing "
-        "was changed.",
+        f"load: other saves replaced {path} {RENAMES} times during the load. Call load again; "
+        "nothing was changed.",
     )
 
 
@@ -61,35 +62,33 @@ def load(
 ) -> Any:
     """Load a sharded checkpoint, written on any mesh; return its ``extra``.
 
-    It takes what ``save`` wrote, and what ``torch.distributed.checkpoint`` wrote for torch's FSDP1
-    or FSDP2. Parameters on the meta device get memory. While it loads, a rank needs as much memory
-    again as its shards take.
+    Loads checkpoints of ``save``, and those that ``torch.distributed.checkpoint`` wrote for torch's
+    FSDP1 or FSDP2. Parameters on the meta device are allocated. During the load, a rank needs
+    additional memory of the size of its shards.
 
     Args:
         path: the folder.
         model: sharded, or any other.
-        optimizer: one over the model's parameters, if its state is to be loaded.
-        model_key: under which key of the saved dict the model's state is. None: the state was saved
-            by itself.
-        optim_key: under which key the optimizer's state is.
-        strict: every name of the model must be in the checkpoint, and the other way round.
-        verify: check the checksums of all that is read (those that ``save`` wrote).
-        trust: execute what the files say, where they hold more than plain data. Only for files
-            that you wrote.
+        optimizer: one over the model's parameters, to load its state too.
+        model_key: key of the model's state in the saved dict. None: the model's state is the saved
+            dict.
+        optim_key: key of the optimizer's state.
+        strict: every name of the model must be in the checkpoint, and vice versa.
+        verify: check the checksums of all data read (those that ``save`` wrote).
+        trust: execute code in the files if they contain more than plain data. Only for files that
+            you wrote.
 
     Raises:
-        ConfigError: no checkpoint there; names, shapes or the kind of the optimizer differ; a value
-            is no plain data. Nothing was changed.
+        ConfigError: no checkpoint there; names, shapes or the optimizer's class differ; a value is
+            not plain data. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """
-    with checked_together("load", model) as same:
-        check("load", model, optimizer, strict=strict, verify=verify, trust=trust)
+    with checked("load", model, optimizer, strict=strict, verify=verify, trust=trust) as same:
         check_path("load", "path", path)
         if model_key is not None:
             check_key("load", "model_key", model_key)
         check_key("load", "optim_key", optim_key)
         require_idle(model, "load")
-        same.update(has_optimizer=optimizer is not None, strict=strict)
         same.update(model_key=model_key, optim_key=optim_key)
     main = Grids([*model_tensors(model)[0].values()]).main
     with main.together("load"):
@@ -97,19 +96,27 @@ def load(
     if len(set(main.collect(saved.digest))) > 1:
         raise StateError(
             "FS613",
-            f"load: ranks see different checkpoints at {path}. If a save replaced it meanwhile, "
-            "call load again. Else all ranks must see one file system. Nothing was changed.",
+            f"load: ranks see different checkpoints at {path}. If a save replaced it during the "
+            "load, call load again. Otherwise make all ranks use the same file system. Nothing was "
+            "changed.",
         )
     with Reader(saved, verify=verify, trust=trust) as reader:
         content = _Content(reader, model_key, optim_key)
         load_full("load", model, optimizer, content, from_rank0=False, strict=strict)
+        if content.slots is not None:
+            slot_clock.load(model, content.slots)
         return content.extra
 
 
 class _Content(Source):
-    """What a checkpoint has for a model, for an optimizer, and beside (``extra``)."""
+    """The contents of a checkpoint for a model and an optimizer, and its ``extra``."""
 
-    def __init__(self, reader: Reader, model_key: str | None, optim_key: str) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        model_key: str | None,
+        optim_key: str,
+    ) -> None:
         self._reader = reader
         self._optim_key = optim_key
         self._depth = 1 if model_key is None else 2
@@ -120,6 +127,7 @@ class _Content(Source):
                 self._in_model.setdefault(name, []).append(entry)
         self._in_optimizer: dict[str, Entry] = {}
         self.extra: Any = None
+        self.slots: slot_clock.State | None = None
 
     def describe(self) -> StateManifest:
         own = self._in_model
@@ -137,6 +145,9 @@ class _Content(Source):
         with self._reader.making_sense():
             states = {name: self._extra_state(entries) for name, entries in own.items()}
             self.extra = self._beside()
+            own_slots = [entry for entry in self._reader.entries if entry.path == (SLOTS,)]
+            if own_slots:
+                self.slots = slot_clock.State.unpacked(self._reader.whole(own_slots[0]))
         return replace(told, extra={**told.extra, **states})
 
     def fill(self, what: str, held: LocalShard, in_optimizer: bool) -> None:
@@ -149,20 +160,16 @@ class _Content(Source):
         return _lists(_tree(inside, self._reader.whole)[""])
 
     def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state under names, its tensors on meta.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the optimizer's state under names, with tensors on meta; ConfigError if none."""
         own = [entry for entry in self._reader.entries if entry.is_under(self._optim_key)]
         if not any(entry.path[1] == "param_groups" for entry in own):
             keys = {str(entry.path[0]) for entry in self._reader.entries}
             found = [printable(key) for key in sorted(keys)[:5]]
             raise ConfigError(
                 "FS602",
-                "load: an optimizer was passed, and the checkpoint has none under "
+                "load: an optimizer was passed, but the checkpoint has none under "
                 f"{self._optim_key!r}. Found {found}. If one of these is an optimizer's state, "
-                "pass it as optim_key=; if none is, leave the optimizer out. Nothing was changed.",
+                "pass it as optim_key=; otherwise omit the optimizer. Nothing was changed.",
             )
         params = named_parameters(model)
         on_meta: dict[int, tuple[Tensor, Entry]] = {}
@@ -181,7 +188,7 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
-        # Older saves left out tensors without elements: a state that lacks them begins anew.
+        # older saves lack empty tensors: do not load the states of empty parameters without any
         named["state"] = {
             name: fields
             for name, fields in named["state"].items()
@@ -198,7 +205,6 @@ class _Content(Source):
         return named
 
     def _beside(self) -> Any:
-        """Return what the user saved beside."""
         names = ("extra", EXTRA, EXTRA_TENSORS)
         own = [entry for entry in self._reader.entries if entry.path[0] in names]
         tree = _tree(own, self._reader.whole)
@@ -212,12 +218,12 @@ class _Content(Source):
 
 
 def _is_one(found: list[Entry]) -> bool:
-    """True if what was saved under a name is a tensor, not an object that may hold some."""
+    """Return True if a name's saved value is one tensor, not an object that contains some."""
     return len(found) == 1 and found[0].shape is not None and len(found[0].path) <= 2
 
 
 def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
-    """Return an entry of an optimizer's state with a number for an id that was made a string."""
+    """Restore a parameter's id in an entry's path, where it was saved as a string."""
     path = entry.path
     is_id = len(path) > 2 and path[1] == "state" and str(path[2]).isdecimal()
     if not is_id or path[2] in params:
@@ -226,7 +232,7 @@ def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
 
 
 def _tree(entries: Sequence[Entry], value_of: Callable[[Entry], Any]) -> dict[Any, Any]:
-    """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
+    """Rebuild the saved nested dicts, with dicts with numeric keys for lists: see ``_lists``."""
     root: dict[Any, Any] = _Branch()
     for entry in entries:
         target = root
@@ -237,7 +243,7 @@ def _tree(entries: Sequence[Entry], value_of: Callable[[Entry], Any]) -> dict[An
 
 
 class _Branch(dict[Any, Any]):
-    """A dict of ``_tree``: what stands in one is a branch, or was saved as a whole."""
+    """A dict made by ``_tree``, unlike one that was saved as a value."""
 
 
 def _lists(value: Any) -> Any:
@@ -248,3 +254,75 @@ def _lists(value: Any) -> Any:
     if inner and all(isinstance(key, int) for key in inner):
         return [inner[key] for key in sorted(inner)]
     return inner
+
+
+@operation("load_latest")
+def load_latest(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    default: Any = None,
+    copies: NeighbourCopies | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    trust: bool = False,
+) -> Any:
+    """Load the newest intact checkpoint in a folder; return its ``extra``.
+
+    A restarted program thereby continues from the last save::
+
+        step = load_latest("run", model, optimizer, default={"step": 0})["step"]
+
+    A damaged checkpoint is skipped, with a warning on every rank, and the previous one is loaded.
+    Waits for a save in the background.
+
+    Args:
+        folder: contains checkpoints under separate names, such as ``run/step-100``, or is the one
+            folder that each save replaces. It need not exist.
+        model: sharded, or any other.
+        optimizer: one over the model's parameters, to load its state too.
+        default: returned if the folder has no checkpoint; nothing is loaded then.
+        copies: copies in hosts' memory, which are loaded if they are complete and newer than the
+            checkpoints in the folder.
+        strict, verify, trust: as for ``load``.
+
+    Raises:
+        ConfigError: names, shapes or the optimizer's class differ; a value is not plain data.
+            Nothing was changed.
+        StateError: there are checkpoints, and all are damaged. Nothing was changed.
+    """
+    with checked("load_latest", model, optimizer, strict=strict, verify=verify, trust=trust):
+        check_path("load_latest", "folder", folder)
+        if not isinstance(copies, NeighbourCopies | None):
+            raise wrong_type("load_latest", "copies", "a NeighbourCopies or None", copies)
+        tensors = [*model_tensors(model)[0].values()]
+    main = Grids(tensors).main
+    settle("load_latest", main, "wait")
+    with main.together("load_latest"):
+        mine = candidates(Path(folder)) if main.is_first else []
+        written_ns = newest_time(Path(folder)) if main.is_first else 0
+    found = main.broadcast(mine)
+    (written_ns,) = main.highest(written_ns)
+    in_memory = None if copies is None else newest(copies, written_ns)
+    places: list[tuple[str, contextlib.AbstractContextManager[Path]]] = []
+    if copies is not None and in_memory is not None:
+        places.append(("copies in memory", fetched(copies, in_memory, model)))
+    places += [(name, contextlib.nullcontext(Path(folder) / name)) for name in found]
+    passed_over: list[str] = []
+    for name, where in places:
+        try:
+            with where as place:
+                return load(place, model, optimizer, strict=strict, verify=verify, trust=trust)
+        except StateError as error:
+            if error.code != "FS618":
+                raise
+            passed_over.append(error.text.partition(" Use another checkpoint")[0])
+            warn("FS618", f"load_latest: skipping {name}: {passed_over[-1]}")
+    if passed_over:
+        raise StateError(
+            "FS618",
+            f"load_latest: all {len(passed_over)} checkpoints in {folder} are damaged; nothing was "
+            "changed.\n" + "\n".join(passed_over),
+        )
+    return default

@@ -1,15 +1,28 @@
-"""Loading states: whole ones, which the first rank may have alone, and those of each rank's parts.
+"""Load states of any form into a model and an optimizer: all or nothing.
 
-Owns the way of values from a state to the ranks that hold them. What is compared, and when a model
-changes, is in ``_change`` ([Note: all or nothing]). It must not know files.
+Values are full tensors, which only the first rank may have, or each rank's shards. Independent of
+files.
+
+[Note: all or nothing]
+1. *Compare.* Ranks with a state describe it by names, shapes and dtypes. Every rank compares them
+   with its own model and optimizer. Values in memory are checked too.
+2. *Beside.* Values are read into separate memory: the optimizer's always, the model's where reading
+   may fail (files). It has the size of the rank's shards, and is not counted in ``max_bytes``.
+3. *Agree.* Every rank has all of its values, or all ranks raise. Only now user code runs
+   (``load_state_dict`` of the optimizer, ``set_extra_state``); if it raises, it is undone.
+4. *Write.* Values are copied into the model, from the separate memory or a state in memory.
+So nothing is changed before the last step, and nothing in the last step can fail by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -19,41 +32,274 @@ from torch.optim import Optimizer
 
 from fsdp2._core.base import torch_dtensor
 from fsdp2._core.base.errors import ConfigError
-from fsdp2._core.base.fitting import numbers_of, require_representable
-from fsdp2._core.base.names import clean, cleaned, named_parameters
+from fsdp2._core.base.fitting import check_options, check_state, numbers_of, require_representable
+from fsdp2._core.base.names import clean, cleaned, named_modules, named_parameters
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.engine.between_steps import original_buffers, require_idle
-from fsdp2._core.transfer.redistribute import Grids, LocalShard, checked_together, scatter
-from fsdp2.checkpoint._change import (
-    IncompatibleKeys,
-    StateManifest,
-    change,
-    check_optimizer,
-    chosen,
-    compare,
-    copy_all,
-    local_of,
-    optimizer_part,
-    refuse_aliases,
-    room_for,
-    state_like,
-    tell,
-    with_memory,
-)
-from fsdp2.checkpoint._optimizer_state import map_state, settle_state
+from fsdp2._core.transfer.materialize import allocate
+from fsdp2._core.transfer.redistribute import Grids, LocalShard, scatter
 from fsdp2.checkpoint._state import (
     MAX_BYTES,
-    check,
+    checked,
     is_extra,
+    load_named,
     made_anew,
+    map_state,
+    matched_groups,
     model_tensors,
+    names_in_groups,
+    rekey,
     require_kept,
+    settle_state,
 )
 
-PLAIN_DICTS = (dict, OrderedDict)
-"""A state of any other mapping may be read from files as it is asked."""
 
-# Whole states.
+class IncompatibleKeys(NamedTuple):
+    """Names that a load with ``strict=False`` skipped. With ``strict=True`` both are empty.
+
+    ``missing_keys`` are names of the model that the state lacks. ``unexpected_keys`` are names of
+    the state that the model lacks.
+
+    Source: the result of ``nn.Module.load_state_dict``.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True)
+class StateManifest:
+    model: dict[str, tuple[int, ...] | None]
+    extra: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+
+
+# 1. Compare.
+
+
+def tell(what: str, state: Any) -> StateManifest:
+    if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
+        raise ConfigError(
+            "FS601",
+            f"{what}: expected {{'model': ..., 'optimizer': ...}}, found "
+            f"{list(state)[:5] if isinstance(state, Mapping) else type(state).__name__}. Put a "
+            "plain state dict under 'model'.",
+        )
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    extra: dict[str, Any] = {}
+    for name, value in state["model"].items():
+        if isinstance(value, Tensor) and not is_extra(name):
+            shapes[clean(name)] = tuple(value.shape)
+        else:
+            extra[clean(name)] = value
+    return StateManifest(shapes, extra)
+
+
+def optimizer_part(
+    what: str, state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
+) -> dict[str, Any]:
+    named = state.get("optimizer")
+    if not isinstance(named, Mapping) or "param_groups" not in named or "state" not in named:
+        raise ConfigError(
+            "FS602",
+            f"{what}: an optimizer was passed, but the state has no 'optimizer'. Omit the "
+            "optimizer, or load a state that includes one.",
+        )
+    return rekey(dict(named), "name", model=model, optimizer=optimizer)
+
+
+def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise if two values of a parameter's state share memory. Observed with torch 2.11 and 2.13 on
+    a CPU: ``FSDP.optim_state_dict`` with ``use_orig_params=True`` and ``offload_to_cpu=True``
+    returns views of one reused buffer, so all values equal the last one."""
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for key, value in fields.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+            place = value.data_ptr(), tuple(value.shape)
+            if place in seen:
+                raise ConfigError(
+                    "FS606",
+                    f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
+                    "share memory, so one of them has the other's values. If torch's FSDP1 created "
+                    "the state, get it with FullOptimStateDictConfig(offload_to_cpu=False), or "
+                    "under StateDictType.SHARDED_STATE_DICT. If this is intended, clone one of "
+                    "them.",
+                )
+            seen[place] = key
+
+
+def compare(
+    what: str,
+    told: StateManifest,
+    tensors: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    strict: bool,
+) -> IncompatibleKeys:
+    """Compare shapes and, if ``strict``, names: one name of a tied tensor, none of an empty one."""
+    offered = {**told.model, **told.extra}
+    given = {id(tensors[name]) for name in told.model if name in tensors}
+    needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    missing = [n for n, tensor in needed.items() if n not in offered and id(tensor) not in given]
+    missing += [name for name in extra if name not in offered]
+    unexpected = [name for name in offered if name not in tensors and name not in extra]
+    wrong = [
+        f"{name}: {tuple(tensors[name].shape)} in the model, {shape} in the state"
+        for name, shape in told.model.items()
+        if name in tensors and shape is not None and tuple(tensors[name].shape) != shape
+    ]
+    wrong += [f"{name}: no tensor in the state" for name in told.extra if name in tensors]
+    problems = []
+    if wrong:
+        problems.append("different shapes for " + "; ".join(wrong[:5]))
+    if strict and missing:
+        problems.append(f"{len(missing)} missing names: {', '.join(missing[:5])}")
+    if strict and unexpected:
+        problems.append(
+            f"{len(unexpected)} names that the model lacks: {', '.join(unexpected[:5])}"
+        )
+    if problems:
+        hint = " To load only what fits, pass strict=False and no optimizer." if not wrong else ""
+        raise ConfigError(
+            "FS603",
+            f"{what}: the state does not fit the model. Found {' and '.join(problems)}.{hint} "
+            "Nothing was changed.",
+        )
+    return IncompatibleKeys(missing, unexpected)
+
+
+def check_optimizer(
+    what: str, model: nn.Module, optimizer: Optimizer, named: Mapping[str, Any], strict: bool
+) -> None:
+    """Compare an optimizer with a state under names, whose tensors may be on meta."""
+    own = names_in_groups(model, optimizer)
+    for names, group in zip(own, optimizer.param_groups, strict=True):
+        on_meta = [n for n, p in zip(names, group["params"], strict=True) if p.is_meta]
+        if on_meta:
+            raise ConfigError(
+                "FS605",
+                f"{what}: {on_meta[0]} is on the meta device. Allocating it creates a new "
+                "parameter, which the optimizer does not have. Load the model first (or call "
+                "fsdp2.materialize), build the optimizer, and load both. Nothing was changed.",
+            )
+    groups = matched_groups(model, optimizer, dict(named))
+    check_options(what, optimizer, named["param_groups"])
+    params = named_parameters(model)
+    unknown = [name for name in named["state"] if name not in params]
+    if strict and unknown:
+        raise ConfigError(
+            "FS604",
+            f"{what}: the optimizer's state has {len(unknown)} names that the model lacks: "
+            f"{', '.join(map(str, unknown[:5]))}. Pass strict=False to load what fits. Nothing "
+            "was changed.",
+        )
+    check_state(what, optimizer, groups, own, named["state"])
+
+
+def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's tensors with these names, each once, under its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name in names:
+        if name in tensors:
+            found.setdefault(id(tensors[name]), (name, tensors[name]))
+    return dict(found.values())
+
+
+# 2. Beside.
+
+
+def state_like(
+    param: Tensor,
+    current: object,
+    told: Tensor,
+    is_number: bool,
+) -> Tensor:
+    """Return an empty tensor for a value of a parameter's state, like ``told``, which is on meta.
+
+    Its placement is that of the current value, if there is one of this shape; else that of the
+    parameter, for a value of the parameter's shape. Other values are replicated, and so is one that
+    ``is_number``: a 0-dim parameter's step count has its shape. Values without dims are on the CPU.
+    """
+    like: Tensor | None = None if is_number else param
+    if isinstance(current, Tensor) and current.shape == told.shape:
+        like = current
+    if isinstance(like, DTensor) and like.shape == told.shape:
+        local = torch.empty_like(torch_dtensor.local_tensor(like), dtype=told.dtype)
+        return torch_dtensor.placed_like(like, local)
+    device = param.device if told.dim() else torch.device("cpu")
+    return torch.empty(told.shape, dtype=told.dtype, device=device)
+
+
+def room_for(tensor: Tensor) -> Tensor:
+    """Return an empty tensor placed like another one; on a device even if that one is on meta."""
+    local = local_of(tensor)
+    real = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    made = torch.empty_like(local, device=real if local.is_meta else local.device)
+    return torch_dtensor.placed_like(tensor, made)
+
+
+def with_memory(what: str, model: nn.Module, grids: Grids) -> dict[str, Tensor]:
+    """Return a model's tensors. Those on meta are allocated before, on every rank or on none."""
+    tensors, _ = model_tensors(model)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        with grids.main.together(what):
+            allocate(model)
+        tensors, _ = model_tensors(model)
+    return tensors
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return torch_dtensor.local_part(tensor).detach()
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+
+
+# 3. Agree, and 4. write.
+
+
+def change(
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    named: Mapping[str, Any] | None,
+    extra: Mapping[str, Any],
+    grids: Grids,
+    write: Callable[[], None],
+) -> None:
+    """Load everything except the model's tensors, then ``write`` those: steps 3 and 4."""
+    undo: list[Callable[[], None]] = []
+    try:
+        with grids.main.together(what):
+            if optimizer is not None and named is not None:
+                undo.append(_undo_of(optimizer))
+                load_named(model, optimizer, dict(named))
+            _set_extra(model, extra, undo)
+    except BaseException:
+        for back in reversed(undo):
+            with contextlib.suppress(Exception):  # user code failed; undo the others
+                back()
+        raise
+    write()
+
+
+def _set_extra(model: nn.Module, extra: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
+    modules = named_modules(model)
+    for name, value in extra.items():
+        module = modules[name.rpartition(".")[0]]
+        before = copy.deepcopy(module.get_extra_state())
+        undo.append(partial(module.set_extra_state, before))
+        module.set_extra_state(value)
+
+
+def _undo_of(optimizer: Optimizer) -> Callable[[], None]:
+    kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    return lambda: optimizer.__setstate__(dict(kept))
+
+
+PLAIN_DICTS = (dict, OrderedDict)  # other mappings may read values from files on access
 
 
 @operation("load_full_state")
@@ -66,76 +312,72 @@ def load_full_state(
     strict: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
-    """Load a whole state: what ``full_state``, a plain model or torch's FSDP1 returned.
+    """Load a full state of ``full_state``, of a plain model, or of torch's FSDP1.
 
-    The first rank scatters each tensor to the ranks that hold parts of it, so that no other rank
-    has more than ``max_bytes`` beside its shards. Parameters on the meta device get memory first.
-    The optimizer's state may be under names or ids; values of a parameter's shape become
-    DTensors placed as the parameter is. Values are cast to the dtypes of the model.
+    The first rank scatters each tensor to the ranks that have parts of it, so that no other rank
+    needs more than ``max_bytes`` in addition to its shards. Parameters on the meta device are
+    allocated first. The optimizer's state may be under names or ids; values of a parameter's shape
+    become DTensors placed like the parameter. Values are cast to the model's dtypes.
 
     Args:
-        state: needed on the first rank of the mesh only; the others may pass None. If its
-            ``"model"`` is no plain dict, values may be read from files as it is asked, and get room
-            beside the model's first, which ``max_bytes`` does not count.
-        from_rank0: False takes each rank's own ``state``, and nothing is sent.
+        state: required only on the first rank of the mesh; the others may pass None. If its
+            ``"model"`` is not a plain dict, values may be read from files on access; they are read
+            into separate memory first, which ``max_bytes`` does not count.
+        from_rank0: False loads each rank's own ``state``, and sends nothing.
         strict: every name must be in both; a tied parameter needs one of its names.
 
     Returns:
-        Names of the model that the state lacks, and the other way round (empty if ``strict``).
+        Names of the model that the state lacks, and vice versa (empty if ``strict``).
 
     Raises:
-        ConfigError: names, shapes or the kind of the optimizer differ; no state for the optimizer;
-            a value that an integer dtype cannot hold. Nothing was changed.
+        ConfigError: names, shapes or the optimizer's class differ; no state for the optimizer; a
+            value that an integer dtype cannot represent. Nothing was changed.
         StateError: inside a forward or a backward; reading a value failed. Nothing was changed.
     """
     what = "load_full_state"
-    with checked_together(what, model) as same:
-        check(what, model, optimizer, max_bytes=max_bytes, from_rank0=from_rank0, strict=strict)
-        same.update(has_optimizer=optimizer is not None, strict=strict)
-        same.update(from_rank0=from_rank0, max_bytes=max_bytes)
-    given = _Given(model, state, optimizer)
+    flags = {"from_rank0": from_rank0, "strict": strict}
+    with checked(what, model, optimizer, max_bytes=max_bytes, **flags):
+        given = _Given(model, state, optimizer)
     return load_full(
         what, model, optimizer, given, from_rank0=from_rank0, strict=strict, max_bytes=max_bytes
     )
 
 
 class Source:
-    """Values that are loaded, of all ranks or of the first one, and what is told of them before.
+    """Values to load, and their description."""
 
-    ``is_in_memory``: reading them cannot fail, so that the model's need no room.
-    """
-
-    is_in_memory = False
+    is_in_memory = False  # True if reading the values cannot fail
 
     def describe(self) -> StateManifest:
-        """Tell what there is: of what has to be read for that, names only."""
+        """Describe the state without reading values; non-tensors are described by name only."""
         raise NotImplementedError
 
     def with_optimizer(
         self, told: StateManifest, model: nn.Module, optimizer: Optimizer
     ) -> StateManifest:
-        """Tell of the optimizer too, once the names fit."""
+        """Add the optimizer's description. Called if the model's names match."""
         return told
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
-        """Read what is no tensor, once all fits; ``extra`` has the model's extra states."""
+        """Read non-tensor values. Called if everything matches; ``extra``: the model's own."""
         return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
-        """Return a whole value."""
         raise NotImplementedError
 
     def fill(self, what: str, held: LocalShard, in_optimizer: bool) -> None:
-        """Fill this rank's part of a tensor."""
         value = self.read(held.name, in_optimizer)
         require_representable(what, held.name, value, held.dtype)
         held.local.copy_(value[held.own.slices])
 
 
 class _Given(Source):
-    """A whole state that a caller passed; on ranks that have none, it is not asked."""
-
-    def __init__(self, model: nn.Module, state: Any, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        state: Any,
+        optimizer: Optimizer | None,
+    ) -> None:
         self._model = model
         self._state = state
         self._optimizer = optimizer
@@ -160,9 +402,9 @@ class _Given(Source):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
-        found: Tensor = (
-            self._values[name] if in_optimizer else self._state["model"][self._names[name]]
-        )
+        if in_optimizer:
+            return self._values[name]
+        found: Tensor = self._state["model"][self._names[name]]
         return found
 
 
@@ -176,7 +418,7 @@ def load_full(
     strict: bool,
     max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
-    """Load what the first rank has, or every rank. See [Note: all or nothing]."""
+    """Load the first rank's state, or every rank's own. See [Note: all or nothing]."""
     settle_state(optimizer)
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
@@ -248,7 +490,7 @@ def _scatter(
     source: Source,
     in_optimizer: bool,
 ) -> None:
-    """Fill shards; what reading a tensor raises is raised on all ranks, once nothing travels."""
+    """Fill shards from the first rank. All ranks raise its read errors after the scatter."""
     error: Exception | None = None
 
     def read(held: LocalShard) -> Tensor:
@@ -269,10 +511,9 @@ def _scatter(
 def _optimizer_rooms(
     what: str, model: nn.Module, optimizer: Optimizer, told: dict[str, Any], grids: Grids
 ) -> tuple[dict[str, Any], list[LocalShard]]:
-    """Return the optimizer's state under names with placed and empty tensors for those on meta."""
     params = named_parameters(model)
     now, numbers = optimizer.state, numbers_of(optimizer)
-    in_blocks = getattr(optimizer, "_block_state_room", None)  # of optim.local
+    in_blocks = getattr(optimizer, "_block_state_room", None)  # defined by ``optim.local``
     helds: list[LocalShard] = []
 
     def make_room(name: str, key: str, value: Tensor) -> Tensor:
@@ -291,9 +532,6 @@ def _optimizer_rooms(
     return {"state": state, "param_groups": told["param_groups"]}, helds
 
 
-# States of each rank's parts.
-
-
 @operation("load_sharded_state")
 def load_sharded_state(
     model: nn.Module,
@@ -302,17 +540,14 @@ def load_sharded_state(
     *,
     strict: bool = True,
 ) -> IncompatibleKeys:
-    """Load what ``sharded_state`` returned for a model on the same meshes.
+    """Load a state that ``sharded_state`` returned for a model on the same meshes.
 
-    Parameters on the meta device get memory.
+    Parameters on the meta device are allocated.
 
     Raises:
         ConfigError: as ``load_full_state``, or another placement; nothing was changed.
         StateError: inside a forward or a backward.
     """
-    with checked_together("load_sharded_state", model) as same:
-        check("load_sharded_state", model, optimizer, strict=strict)
-        same.update(has_optimizer=optimizer is not None, strict=strict)
     return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
 
 
@@ -320,15 +555,12 @@ def load_sharded_state(
 def load_local_state(
     model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None
 ) -> None:
-    """Load what ``local_state`` returned on this rank.
+    """Load a state that ``local_state`` returned on this rank.
 
     Raises:
-        ConfigError: as ``load_full_state``, or some rank's parts lie elsewhere now; nothing was
-            changed.
+        ConfigError: as ``load_full_state``, or some rank's shards are different ones now; nothing
+            was changed.
     """
-    with checked_together("load_local_state", model) as same:
-        check("load_local_state", model, optimizer)
-        same.update(has_optimizer=optimizer is not None)
     _load_parts("load_local_state", model, state, optimizer, True, is_local=True)
 
 
@@ -341,10 +573,9 @@ def _load_parts(
     *,
     is_local: bool,
 ) -> IncompatibleKeys:
-    """Load a state of each rank's own parts. See [Note: all or nothing].
-
-    ``is_local``: they are plain tensors, which lie where the state's layout says.
-    """
+    """Load each rank's shards; plain tensors if ``is_local``. See [Note: all or nothing]."""
+    with checked(what, model, optimizer, strict=strict):
+        pass
     settle_state(optimizer)
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
@@ -355,9 +586,10 @@ def _load_parts(
             told = tell(what, state)
             given = cleaned(state["model"])
             layout = cleaned(state.get("layout", {})) if is_local else {}
-            shapes = dict.fromkeys(told.model) if is_local else told.model
-            keys = compare(what, StateManifest(shapes, told.extra), tensors, extra, strict)
-            for name, own in chosen(told.model, tensors).items():
+            told = replace(told, model=dict.fromkeys(told.model)) if is_local else told
+            keys = compare(what, told, tensors, extra, strict)
+            mine = chosen(told.model, tensors)
+            for name, own in mine.items():
                 value = given[name]
                 if is_local:
                     _require_same_place(what, name, grids.hold(name, own), layout, value)
@@ -366,7 +598,7 @@ def _load_parts(
                     value = local_of(value)
                 require_representable(what, name, value, own.dtype)
                 values[name] = value
-            for name, current in made_anew(model, chosen(told.model, tensors)).items():
+            for name, current in made_anew(model, mine).items():
                 require_kept(what, name, values[name], current)
             if optimizer is not None:
                 named = optimizer_part(what, state, model, optimizer)
@@ -386,22 +618,22 @@ def _load_parts(
 def _require_same_place(
     what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
-    """Raise ConfigError if a rank's part was another one, or another shape than its layout says."""
+    """Raise ConfigError if the state's part of a tensor differs from this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
     then = layout.get(name, whole)
     if tuple(map(tuple, then)) != here:
         raise ConfigError(
             "FS621",
-            f"{what}: {name} is {here} here and {layout.get(name)} in the state (whole shape, "
-            "start, size). A rank-local state loads on the same ranks and meshes only; use the "
-            "sharded one elsewhere. Nothing was changed.",
+            f"{what}: {name} is {here} here and {layout.get(name)} in the state (full shape, "
+            "start, size). A rank-local state loads only on the same ranks and meshes; use the "
+            "sharded state otherwise. Nothing was changed.",
         )
     if tuple(value.shape) != held.own.sizes:
         raise ConfigError(
             "FS621",
             f"{what}: {name} is {held.own.sizes} on this rank and {tuple(value.shape)} in the "
-            "state. Load what local_state returned on this rank. Nothing was changed.",
+            "state. Load the result of local_state on this rank. Nothing was changed.",
         )
 
 
@@ -413,7 +645,6 @@ def _wrapped(
     layout: Mapping[str, Any],
     grids: Grids,
 ) -> dict[str, Any]:
-    """Return what an optimizer's state has under names, with DTensors of this rank's parts."""
     params = named_parameters(model)
     state_room = getattr(optimizer, "state_room", None)
 
@@ -425,11 +656,11 @@ def _wrapped(
         shape = tuple(layout[full][0])
         if state_room is not None and like is not None and tuple(like.shape) != shape:
             like = state_room(like, shape, value.dtype)
-        if not isinstance(like, DTensor) or tuple(like.shape) != tuple(layout[full][0]):
+        if not isinstance(like, DTensor) or tuple(like.shape) != shape:
             raise ConfigError(
                 "FS621",
-                f"{what}: {full} was a DTensor of shape {tuple(layout[full][0])}, and its "
-                "parameter is not. Use the sharded state. Nothing was changed.",
+                f"{what}: {full} was a DTensor of shape {shape}, but its parameter is not. Use the "
+                "sharded state. Nothing was changed.",
             )
         _require_same_place(what, full, grids.hold(name, like), layout, value)
         return torch_dtensor.placed_like(like, value.clone())
@@ -443,6 +674,6 @@ def _require_placed_alike(what: str, name: str, value: Tensor, own: Tensor) -> N
         raise ConfigError(
             "FS622",
             f"{what}: {name} is {there} in the state, {tuple(local_of(value).shape)} on this rank, "
-            f"and {here}, {tuple(local_of(own).shape)}, in the model. Use save and load, or the "
+            f"but {here}, {tuple(local_of(own).shape)}, in the model. Use save and load, or the "
             "full state.",
         )

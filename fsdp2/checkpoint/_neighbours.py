@@ -1,19 +1,16 @@
-"""Copies of a state in the memory of hosts, each rank's on its own and on a neighbour's.
-
-Owns where copies lie, how they travel, and which of them a job that was started again can use. It
-must not know how a checkpoint is read.
+"""Copies of a state in hosts' memory: each rank's on its own host and on a neighbour's.
 
 [Note: copies at neighbours]
-A launcher that starts a job again ends all processes, so a copy must outlive them: it is a file in
-a folder that the host keeps in memory. What a rank writes of a save (see ``_contents``) is copied
-to host memory at the call; a thread writes it there as a part of a checkpoint, with a report that
-describes it in full, and exchanges both with its neighbours over a process group of its own. So
-each part lies on two hosts. A *generation* is one such save; it counts once both of all parts are
-there, which all ranks know at the next call. Then the generation before goes.
+A launcher that restarts a job ends all processes, so a copy is a file in a folder in the host's
+memory. A rank's pieces of a save (see ``_contents``) are copied to host memory during the call. A
+thread writes them there as a part of a checkpoint, with a report that describes it in full, and
+exchanges both with its neighbours over a separate process group: each part is on two hosts. A
+*generation* is one such save. It is valid once both copies of all parts exist, which all ranks find
+out at the next call. Then the previous generation is removed.
 
-After a start ranks tell each other which parts their hosts have. The newest generation with all
-parts is whole. Each rank then gets the parts that its own shards are made of, wherever they lie,
-and reads them as a checkpoint, with checksums. So the ranks may be more or fewer than before.
+After a restart, ranks exchange lists of the parts on their hosts, and choose the newest generation
+that has all parts. Each rank then fetches the parts that overlap its shards, from any host, and
+reads them as a checkpoint, with checksums. So the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -35,58 +32,65 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._core.base.arguments import check_count, check_key, check_path
-from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base.errors import (
+    ConfigError,
+    UnsupportedError,
+    carrying,
+    check_count,
+    check_key,
+    check_path,
+)
 from fsdp2._core.base.warn import warn
-from fsdp2._core.comm.process_mesh import Grid, carrying, operation
-from fsdp2._core.transfer.chunk_plan import Region
-from fsdp2._core.transfer.redistribute import Grids, checked_together
-from fsdp2.checkpoint._agreed import agree, state_of
-from fsdp2.checkpoint._background import Room
+from fsdp2._core.comm.process_mesh import Grid, operation
+from fsdp2._core.transfer.chunk_plan import Region, overlap
+from fsdp2._core.transfer.redistribute import Grids
 from fsdp2.checkpoint._checksums import said
-from fsdp2.checkpoint._contents import Contents, Piece
-from fsdp2.checkpoint._reading import overlap
-from fsdp2.checkpoint._saved import Entry, read
-from fsdp2.checkpoint._state import check, model_tensors
-from fsdp2.checkpoint._writing import REPORT, Progress, part_name, write_metadata, write_part
+from fsdp2.checkpoint._contents import Contents, Piece, agree, state_of
+from fsdp2.checkpoint._files import (
+    REPORT,
+    Entry,
+    Progress,
+    part_name,
+    read,
+    write_metadata,
+    write_part,
+)
+from fsdp2.checkpoint._save import Room
+from fsdp2.checkpoint._state import checked, model_tensors
 
 MEMORY = "/dev/shm"
-GENERATION = re.compile(r"(\d+)-of-(\d+)")
-"""The name of a generation: when it was saved, in nanoseconds, and on how many ranks."""
-
+GENERATION = re.compile(r"(\d+)-of-(\d+)")  # when it was saved, in nanoseconds, and its ranks
 MESSAGE_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A generation that is whole: for each part, the ranks whose hosts have it."""
-
     name: str
-    saved_ns: int
     ranks: int
-    holders: dict[int, list[int]]
+    holders: dict[int, list[int]]  # keyed by part: the ranks whose hosts have it
 
 
 class NeighbourCopies:
-    """Keep the last state in the memory of hosts, from which a job that is started again goes on.
+    """Keep the last state in hosts' memory, from which a restarted job continues.
 
-    Every so many steps, call ``save``: it returns when the state is copied, and a thread sends the
-    copy to a neighbour. After a restart ``load_latest(..., copies=copies)`` loads the newest of
-    these copies and the checkpoints in files. The loss of any one host leaves all parts. If two
-    neighbours are lost at once, the state comes from files, and a warning says so.
+    Call ``save`` every few steps: it returns once the state is copied, and a thread sends the copy
+    to a neighbour. After a restart, ``load_latest(..., copies=copies)`` loads the newest of these
+    copies and the checkpoints in files. All parts survive the loss of any one host. If two
+    neighbours are lost at the same time, the state is loaded from files, with a warning.
 
-    All ranks of the job make one, and their models lie on all ranks. The memory of a host holds up
-    to five times what its ranks write: the copy, and own and neighbour's parts of two generations.
+    All ranks of the job construct one, and their models must be on all ranks. A host's memory holds
+    up to five times the data that its ranks write: the copy, and its own and its neighbour's parts
+    of two generations.
 
     Args:
-        name: of the job: the same after a restart, and another one for other jobs on these hosts.
-        memory: a folder in memory that processes do not take with them. ``/dev/shm`` of a container
-            is often small.
-        distance: the neighbour is so many ranks further, so that it is on another host; None: as
-            many as ranks are on a host (``LOCAL_WORLD_SIZE``), or half of the job on a single host.
+        name: of the job: the same after a restart, and different for other jobs on these hosts.
+        memory: a folder in memory that outlives processes. ``/dev/shm`` of a container is often
+            small.
+        distance: the neighbour's offset in ranks, large enough to be on another host; None: the
+            number of ranks per host (``LOCAL_WORLD_SIZE``), or half of the job on a single host.
 
     Raises:
-        ConfigError: a wrong argument; the memory is no folder that can be written to.
+        ConfigError: a wrong argument; the folder cannot be created or written to.
     """
 
     @operation("NeighbourCopies")
@@ -98,8 +102,8 @@ class NeighbourCopies:
         self._room = Room()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._current: Path | None = None  # what the thread has written and exchanged
-        self._last: Path | None = None  # what has arrived everywhere
+        self._current: Path | None = None  # written and exchanged by the thread
+        self._last: Path | None = None  # the last file that arrived on all ranks
         self._sent_nbytes = 0
         with self._world.together("NeighbourCopies") as same:
             check_key("NeighbourCopies", "name", name)
@@ -118,7 +122,7 @@ class NeighbourCopies:
             except OSError as error:
                 raise ConfigError(
                     "FS629",
-                    f"NeighbourCopies: cannot make {self._home}: {said(error)}. Pass memory=, a "
+                    f"NeighbourCopies: cannot create {self._home}: {said(error)}. Pass memory=, a "
                     "folder in the host's memory.",
                 ) from error
             if self._home.stat().st_uid != os.getuid():
@@ -142,48 +146,36 @@ class NeighbourCopies:
     def save(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, extra: Any = None
     ) -> None:
-        """Copy the state, and let a thread bring it to the neighbour. Collective.
+        """Copy the state; a thread sends it to the neighbour. Collective.
 
-        It waits for the copies before, if these have not arrived. A failure of theirs is a warning
-        on every rank.
+        Waits for the previous copies if they have not arrived. If they failed, warns on every rank.
 
         Args:
             model, optimizer, extra: as for ``fsdp2.checkpoint.save``.
 
         Raises:
             ConfigError: a wrong argument.
-            UnsupportedError: the model does not lie on all ranks of the job.
+            UnsupportedError: the model is not on all ranks of the job.
         """
         what = "NeighbourCopies.save"
-        with checked_together(what, model) as same:
-            check(what, model, optimizer)
+        with checked(what, model, optimizer):
             state = state_of(model)
-            same.update(has_optimizer=optimizer is not None)
         self._settle()
-
-        def nothing() -> None:
-            """Require nothing more."""
-
-        agreed = agree(what, model, optimizer, extra, state, time.time_ns(), nothing)
-        contents = agreed.contents
-        folder = self._home / f"{agreed.number}-of-{len(contents.ranks)}"
-        with agreed.main.together(what):
+        main, contents, number = agree(what, model, optimizer, extra, state, time.time_ns())
+        folder = self._home / f"{number}-of-{len(contents.ranks)}"
+        with main.together(what):
             if len(contents.ranks) != self._world.size:
                 raise UnsupportedError(
                     "FS624",
-                    f"{what}: the model lies on {len(contents.ranks)} of {self._world.size} ranks. "
-                    "Keep copies of models that lie on all ranks, and save others to files.",
+                    f"{what}: the model is on {len(contents.ranks)} of {self._world.size} ranks. "
+                    "Use copies only for models that are on all ranks; save others to files.",
                 )
             pieces = [replace(piece, is_common=False) for piece in contents.pieces()]
             pieces, copied = self._room.copies(pieces)
             self._remove_but(self._last, folder)
             folder.mkdir(parents=True, exist_ok=True)
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(folder, contents, pieces, copied),
-            name="fsdp2 copies",
-            daemon=True,
-        )
+        args, name = (folder, contents, pieces, copied), "fsdp2 copies"
+        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -199,15 +191,15 @@ class NeighbourCopies:
 
     @operation("NeighbourCopies.remove")
     def remove(self) -> None:
-        """Give the memory back, when the job is done. Collective."""
+        """Release the memory when the job is done. Collective."""
         self._settle()
         with self._world.together("NeighbourCopies.remove"):
             self._room = Room()
-        with self._world.together("NeighbourCopies.remove"):  # nobody removes what others still use
+        with self._world.together("NeighbourCopies.remove"):  # other ranks may still use it
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _settle(self) -> None:
-        """Wait until copies have arrived everywhere; say it where they have not."""
+        """Wait until copies have arrived everywhere; warn on every rank if any failed."""
         if self._thread is not None:
             self._thread.join()
         text = None
@@ -221,20 +213,19 @@ class NeighbourCopies:
         warn(
             "FS630",
             "NeighbourCopies: the last copies did not arrive: "
-            f"{'; '.join(told)}. Those before them count.",
+            f"{'; '.join(told)}. The previous copies remain valid.",
         )
 
     def _remove_but(self, *kept: Path | None) -> None:
-        """Remove generations that do not count: ranks of one host may do so at once."""
+        """Remove other generations. Ranks of one host may do so at the same time."""
         for entry in self._home.iterdir() if self._home.is_dir() else ():
             if entry not in kept and GENERATION.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
 
-    # The thread.
-
     def _run(
         self, folder: Path, contents: Contents, pieces: list[Piece], copied: torch.Event | None
     ) -> None:
+        """Write and exchange copies, in a thread."""
         self._current = None
         try:
             if copied is not None:
@@ -250,7 +241,7 @@ class NeighbourCopies:
             self._error = error
 
     def _swap(self, mine: Path, its: Path, to: int, of: int) -> None:
-        """Send a file to one rank, and get one of another. The name comes when it is whole."""
+        """Send a file and receive another, which is renamed to its name when it is complete."""
         nbytes = mine.stat().st_size if mine.exists() else 0
         told, coming = (torch.tensor([n], dtype=torch.int64, device="cpu") for n in (nbytes, 0))
         self._move([(told, to)], [(coming, of)])
@@ -265,16 +256,11 @@ class NeighbourCopies:
     def _move(
         self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]
     ) -> None:
-        """Send and receive, in messages of a size that all know."""
+        """Send and receive, in messages of a size that is the same on all ranks."""
         works = [
-            dist.irecv(part, rank, self._group)
-            for tensor, rank in receives
-            for part in tensor.split(MESSAGE_NBYTES)
-            if part.numel()
-        ]
-        works += [
-            dist.isend(part, rank, self._group)
-            for tensor, rank in sends
+            begin(part, rank, self._group)
+            for begin, moves in ((dist.irecv, receives), (dist.isend, sends))
+            for tensor, rank in moves
             for part in tensor.split(MESSAGE_NBYTES)
             if part.numel()
         ]
@@ -283,14 +269,8 @@ class NeighbourCopies:
                 work.wait()
 
 
-# After a start.
-
-
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
-    """Return the newest generation of which all parts are there. Collective.
-
-    One that was saved before a time counts as none. Warns if copies were lost that are newer.
-    """
+    """Return the newest complete generation after a time; warn if newer are lost. Collective."""
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):
@@ -310,12 +290,12 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
         missing = [number for number, hosts in holders.items() if not hosts]
         if not missing:
             copies._last = copies._home / name
-            return _Found(name, saved, ranks, holders)
+            return _Found(name, ranks, holders)
         lost.append(f"of ranks {', '.join(map(str, missing))}")
     if lost:
         warn(
             "FS630",
-            f"load_latest: copies in the memory of hosts are not whole: those {lost[0]} "
+            f"load_latest: copies in the memory of hosts are incomplete: those {lost[0]} "
             "are lost, so the state is loaded from files.",
         )
     return None
@@ -323,7 +303,7 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
 
 @contextlib.contextmanager
 def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterator[Path]:
-    """Give a folder with the parts of a generation that this rank needs. Collective."""
+    """Yield a folder with the parts of a generation that this rank needs. Collective."""
     source = {number: ranks[0] for number, ranks in found.holders.items()}
     here = copies._home / found.name
     folder = copies._home / f"load-{copies._number}"
@@ -342,11 +322,8 @@ def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterato
             write_metadata(folder, found.ranks, save_id=found.name)
             saved = read(folder, verify=True, trust=False)
             needed = _parts_of(saved.entries, model)
-            lacking = [
-                number
-                for number in range(found.ranks)
-                if part_name(number) in needed and copies._number not in found.holders[number]
-            ]
+            own = [number for number in range(found.ranks) if part_name(number) in needed]
+            lacking = [number for number in own if copies._number not in found.holders[number]]
         sizes = saved.sizes or {}
         moves = [
             (number, source[number], rank)
@@ -362,8 +339,8 @@ def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterato
                     sends.append((_mapped(here / name, sizes[name]), to))
                 if to == copies._number:
                     receives.append((_made(folder / name, sizes[name]), of))
-            for number in range(found.ranks):
-                if part_name(number) in needed and number not in lacking:
+            for number in own:
+                if number not in lacking:
                     os.link(here / part_name(number), folder / part_name(number))
         with carrying():
             copies._move(sends, receives)
@@ -373,28 +350,22 @@ def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterato
 
 
 def _mapped(path: Path, nbytes: int) -> Tensor:
-    """Return the bytes of a file in memory, without a copy."""
     return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def _made(path: Path, nbytes: int) -> Tensor:
-    """Return the bytes of a new file.
-
-    Raises:
-        OSError: there is no memory for it. (A write to a mapping would end the process.)
-    """
+    """Create and map a file; OSError without memory, where later writes would end the process."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return _mapped(path, nbytes)
 
 
 def _parts_of(entries: Iterable[Entry], model: nn.Module) -> set[str]:
-    """Return the files that hold what this rank loads."""
     tensors = model_tensors(model)[0]
     grids = Grids([*tensors.values()])
     own: dict[str, tuple[tuple[int, ...], Region]] = {}
     for name, tensor in tensors.items():
-        if not tensor.is_meta:  # of those any part may be needed
+        if not tensor.is_meta:  # any part of a tensor on meta may be needed
             held = grids.hold(name, tensor)
             own[name] = (held.shape, held.own)
     found: set[str] = set()
@@ -403,6 +374,6 @@ def _parts_of(entries: Iterable[Entry], model: nn.Module) -> set[str]:
         shape, region = own.get(str(name), (None, None))
         for part in entry.parts:
             has_own = part.region is not None and region is not None and shape == entry.shape
-            if not has_own or overlap(part.region, region) is not None:  # type: ignore[arg-type]  # has_own says that both are there
+            if not has_own or overlap(part.region, region) is not None:
                 found.add(part.file)
     return found

@@ -1,25 +1,33 @@
-"""A machine that runs pickles of others: each instruction checked, and nothing but instructions.
+"""An interpreter for untrusted pickles, which checks each instruction.
 
-Owns the instructions of pickles as Python 3 and torch write them, and what each may do. It must not
-know which names a pickle may use, nor what is made of them: it is given a table.
+Contains the instructions of pickles as Python 3 and torch write them, the limits on each, and the
+names a pickle may use: plain data, names allowed by the user, and everything with trust.
 
 [Note: what a pickle may do]
-A pickle is a program: it fetches names, calls them, and changes what it has made. Here it calls
-only what it fetched from the table, and it changes only what it has made itself: lists, dicts and
-sets of its own instructions, stand-ins, and instances that a call has just made and nobody else
-holds. So nothing that lives in this process is altered, whatever the table has.
+A pickle is a program. Here it may call only objects fetched from the table, and change only objects
+that it has made itself: lists, dicts and sets from its own instructions, placeholders, and
+instances that a call has just made and that have no other reference. So it changes no live object
+of this process, whatever the table contains.
 
 [Note: bounds]
-No instruction takes more memory than the pickle has bytes. A length is compared with what is left
-before anything is made of it, and numbers in the memo are keys of a dict. Arguments of a call,
-containers among them, and the state of an object are copied: each of their elements is charged
-against a budget of the pickle's size in bytes. A pickle says each element once, while a memo could
-repeat a long container in two bytes. A key is hashed whole each time, so it may have a thousand
-elements, or words of a number.
+No instruction uses more memory than the size of the pickle. A length is compared with the remaining
+bytes before anything is allocated, and numbers in the memo are keys of a dict. Arguments of a call,
+including containers among them, and the state of an object are copied: each of their elements is
+charged against a budget of the pickle's size in bytes, since a memo reference could repeat a long
+container in two bytes. A key, hashed in full each time, may have at most a thousand elements, or
+words if it is a number.
+
+[Note: what a pickle may name]
+A name that is not in a table is refused, unless the caller trusts the pickle. The table entry for a
+class is a function made for this one unpickling, which accepts only the arguments that a pickle of
+plain data passes. Names that a user allowed with ``torch.serialization.add_safe_globals`` are in
+the table too. Those that torch allows there for itself are not: a ``DeviceMesh`` creates process
+groups.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import sys
@@ -29,23 +37,20 @@ from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
+
+from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.base.names import printable
 
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)
-STATEFUL = (OrderedDict, Counter)
-"""Plain containers that may have attributes: a state dict of torch has one."""
-
+STATEFUL = (OrderedDict, Counter)  # types that may have attributes: torch's state dicts have one
+# Types that containers may be made from, each charged: no range, which is long in few bytes.
 ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
-"""What a container may be made of, and pays for: not a range, of any length in a few bytes."""
-
-KEY_NELEMENTS = 1000
-"""Most elements of a tuple, or words of a number, that is a key: see [Note: bounds]."""
-
+KEY_NELEMENTS = 1000  # elements of a tuple key, or words of a number key: see [Note: bounds]
+# Python 2 names, which protocol 2 (written by torch) uses.
 OLD_MODULES = {"__builtin__": "builtins"}
 OLD_NAMES = {("builtins", "xrange"): "range", ("builtins", "long"): "int"}
-"""As protocol 2, which torch writes, calls things: by their names in Python 2."""
-
 INT = struct.Struct("<i")
 UINT = struct.Struct("<I")
 SHORT = struct.Struct("<H")
@@ -54,11 +59,11 @@ FLOAT = struct.Struct(">d")
 
 
 class RefusedError(UnpicklingError):
-    """A pickle names something that its table lacks, or alters what is not its own."""
+    """Raised if a pickle uses a name outside its table or changes an object it did not make."""
 
 
-class StandIn:
-    """Holds what a pickle says about an object, in its place."""
+class Placeholder:
+    """Holds the data that a pickle has for an object, in place of that object."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -72,45 +77,32 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a user has allowed by name: the real function or class, in a table."""
+    """A table entry allowed by the user: the real function or class."""
 
     value: Any
 
 
 class Machine:
-    """Runs one pickle.
-
-    Args:
-        names: what a pickle finds under (module, name): a function or class made for this run, a
-            constant, or something ``Allowed``.
-        persistent: what it finds under a number or a tuple of its own.
-    """
+    """Runs one pickle. ``names`` are the objects that it finds under (module, name): made for this
+    run, a constant, or ``Allowed``. ``persistent`` resolves persistent ids."""
 
     def __init__(
-        self,
-        data: bytes,
-        names: Mapping[tuple[str, str], Any],
-        persistent: Callable[[Any], Any] | None = None,
+        self, data: bytes, names: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]
     ) -> None:
         self._data = data
         self._place = 0
         self._names = names
         self._persistent = persistent
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # stacks below a mark
+        self._outer: list[list[Any]] = []  # stacks below marks
         self._memo: dict[int, Any] = {}
-        self._callable: dict[int, Any] = {}  # what was fetched, by id
-        self._own: dict[int, Any] = {}  # instances that a call of an allowed name made
-        self._foreign: dict[int, Any] = {}  # what such a call returned, and others hold
+        self._callable: dict[int, Any] = {}  # fetched objects, by id
+        self._own: dict[int, Any] = {}  # instances made by a call of an allowed name
+        self._foreign: dict[int, Any] = {}  # results of such a call with other references
         self._left = len(data) + 1000  # see [Note: bounds]
 
     def run(self) -> Any:
-        """Return the object that the pickle describes.
-
-        Raises:
-            RefusedError: it names what the table lacks, or alters what is not its own.
-            UnpicklingError: it is damaged.
-        """
+        """Return the object, or raise RefusedError, or UnpicklingError for a damaged pickle."""
         steps, data = STEPS, self._data
         try:
             while True:
@@ -127,12 +119,12 @@ class Machine:
                 f"its pickle is damaged at byte {self._place}: {what}{error}"
             ) from error
 
-    # What is read.
-
     def _take(self, count: int) -> bytes:
         start, end = self._place, self._place + count
         if not start <= end <= len(self._data):
-            raise UnpicklingError(f"{count} bytes are told, and {len(self._data) - start} are left")
+            raise UnpicklingError(
+                f"{count} bytes are declared, but {len(self._data) - start} are left"
+            )
         self._place = end
         return self._data[start:end]
 
@@ -145,8 +137,6 @@ class Machine:
         text = self._data[self._place : end].decode()
         self._place = end + 1
         return text
-
-    # The stack.
 
     def _mark(self) -> None:
         self._outer.append(self._stack)
@@ -162,17 +152,15 @@ class Machine:
         else:
             self._marked()
 
-    # Constants.
-
     def _short_unicode(self) -> None:
         place, data = self._place + 1, self._data
         end = self._place = place + data[place - 1]
         text = data[place:end]
         if end > len(data):
-            raise UnpicklingError("a text is cut off")
+            raise UnpicklingError("a string is truncated")
         self._stack.append(str(text, "utf-8", "surrogatepass"))
 
-    def _byte(self) -> None:
+    def _short_int(self) -> None:
         self._stack.append(self._data[self._place])
         self._place += 1
 
@@ -186,16 +174,10 @@ class Machine:
     def _long(self, length: int) -> None:
         self._stack.append(int.from_bytes(self._take(length), "little", signed=True))
 
-    # Containers.
-
-    def _tuple_of_marked(self) -> None:
-        found = tuple(self._marked())
-        self._stack.append(found)
-
-    def _set_of_marked(self) -> None:
+    def _frozen_set(self) -> frozenset[Any]:
         found = self._marked()
         require_keys(found)
-        self._stack.append(frozenset(found))
+        return frozenset(found)
 
     def _tuple(self, count: int) -> None:
         stack = self._stack
@@ -219,17 +201,15 @@ class Machine:
         target.update(values)
 
     def _target(self, kinds: tuple[type, ...]) -> Any:
-        """Return what is to be changed: a container, or an instance, of this pickle's own."""
+        """Return the object to be changed: a container or an instance made by this pickle."""
         target = self._stack[-1]
-        is_own = (
-            id(target) not in self._foreign if type(target) in kinds else id(target) in self._own
-        )
+        key = id(target)
+        is_own = key not in self._foreign if type(target) in kinds else key in self._own
         if not is_own:
             raise self._not_own(target)
         return target
 
     def _not_own(self, target: Any) -> UnpicklingError:
-        """Return the error for a change of what others use, or of what cannot be changed."""
         what = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
         if id(target) in self._foreign or id(target) in self._callable:
             return RefusedError(f"to change {what} that others use")
@@ -239,7 +219,7 @@ class Machine:
 
     def _fetch(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise UnpicklingError("a name is no text")
+            raise UnpicklingError("a name is not a string")
         module = OLD_MODULES.get(module, module)
         name = OLD_NAMES.get((module, name), name)
         if (module, name) not in self._names:
@@ -255,21 +235,11 @@ class Machine:
         name = self._stack.pop()
         self._fetch(self._stack.pop(), name)
 
-    def _reduce(self) -> None:
+    def _called(self, *, is_class: bool, has_names: bool = False) -> Any:
+        named = self._stack.pop() if has_names else {}
         args, function = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._called(function, args, {}, is_class=False))
-
-    def _new(self) -> None:
-        args, cls = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._called(cls, args, {}, is_class=True))
-
-    def _new_with_names(self) -> None:
-        named, args, cls = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        self._stack.append(self._called(cls, args, named, is_class=True))
-
-    def _called(self, function: Any, args: Any, named: Any, *, is_class: bool) -> Any:
         if type(args) is not tuple or type(named) is not dict:
-            raise UnpicklingError("arguments are no tuple")
+            raise UnpicklingError("arguments are not a tuple")
         self._pay(args)
         found = self._callable.get(id(function))
         if found is None:
@@ -282,24 +252,24 @@ class Machine:
             (self._own if holders <= ALONE else self._foreign)[id(made)] = made
             return made
         if named:
-            raise UnpicklingError("a call with names")
+            raise UnpicklingError("a call with keyword arguments")
         for arg in args:
             self._pay(arg)
         return found(*args)
 
     def _pay(self, copied: Any) -> None:
-        """Charge for the elements of a container that is copied. See [Note: bounds]."""
+        """Charge for a container's elements. See [Note: bounds]."""
         if type(copied) in ELEMENTS:
             self._left -= len(copied)
         if self._left < 0:
-            raise UnpicklingError("it says more elements than it has bytes")
+            raise UnpicklingError("it declares more elements than it has bytes")
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             self._pay(part if type(part) is dict else ())
-        if isinstance(target, StandIn):
-            StandIn.__setstate__(target, state)
+        if isinstance(target, Placeholder):
+            Placeholder.__setstate__(target, state)
         elif type(target) in STATEFUL and id(target) not in self._foreign:
             vars(target).update(_attributes(state))
         elif id(target) in self._own:
@@ -307,29 +277,20 @@ class Machine:
         else:
             raise self._not_own(target)
 
-    def _persistent_id(self) -> None:
-        if self._persistent is None:
-            raise UnpicklingError("a reference to another file")
-        self._stack.append(self._persistent(self._stack.pop()))
-
-    # The memo.
-
     def _put(self, number: int) -> None:
         self._memo[number] = self._stack[-1]
 
 
 def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, int]:
-    """Return what a function returns, and how many hold it: nobody else what it has just made."""
+    """Return a function's result and its reference count, which is lowest for a new object."""
     made = function(*args, **named)
     return made, sys.getrefcount(made)
 
 
-ALONE = _call(object, (), {})[1]
-"""What ``_call`` counts for an object that only its caller has."""
+ALONE = _call(object, (), {})[1]  # the reference count of an object that only the caller has
 
 
 def _set_state(target: Any, state: Any) -> None:
-    """Do what ``pickle`` does with the state of an instance."""
     setstate = getattr(target, "__setstate__", None)
     if setstate is not None:
         setstate(state)
@@ -344,7 +305,7 @@ def _set_state(target: Any, state: Any) -> None:
 
 
 def require_keys(keys: Iterable[Any]) -> None:
-    """Raise ValueError for what takes long to hash, or is deeper than Python's stack."""
+    """Raise UnpicklingError for keys that take long to hash or exceed Python's recursion limit."""
     for key in keys:
         left, count = [key], 0
         while left:
@@ -361,7 +322,7 @@ def require_keys(keys: Iterable[Any]) -> None:
 
 def _attributes(state: Any) -> dict[str, Any]:
     if type(state) is not dict or any(type(name) is not str for name in state):
-        raise UnpicklingError("a state is no dict of names")
+        raise UnpicklingError("a state is not a dict of names")
     return state
 
 
@@ -377,12 +338,15 @@ def _registered(machine: Machine) -> None:
 
 
 def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
-    return lambda m: m._stack.append(make(m))
+    def step(machine: Machine) -> None:
+        made = make(machine)  # may replace the stack
+        machine._stack.append(made)
+
+    return step
 
 
+# Instructions by their byte. Those that only protocols 0 and 1 have are unknown.
 STEPS: list[Callable[[Machine], object]] = [_unknown] * 256
-"""By the byte of an instruction. Those that only protocols 0 and 1 have are unknown."""
-
 for _code, _step in {
     pickle.PROTO: lambda m: m._take(1),
     pickle.FRAME: lambda m: m._take(8),
@@ -394,7 +358,7 @@ for _code, _step in {
     pickle.NEWTRUE: lambda m: m._stack.append(True),
     pickle.NEWFALSE: lambda m: m._stack.append(False),
     pickle.BININT: _pushes(lambda m: m._number(INT)),
-    pickle.BININT1: Machine._byte,
+    pickle.BININT1: Machine._short_int,
     pickle.BININT2: _pushes(lambda m: m._number(SHORT)),
     pickle.LONG1: lambda m: m._long(m._take(1)[0]),
     pickle.LONG4: lambda m: m._long(m._number(INT)),
@@ -410,7 +374,7 @@ for _code, _step in {
     pickle.TUPLE1: lambda m: m._tuple(1),
     pickle.TUPLE2: lambda m: m._tuple(2),
     pickle.TUPLE3: lambda m: m._tuple(3),
-    pickle.TUPLE: Machine._tuple_of_marked,
+    pickle.TUPLE: _pushes(lambda m: tuple(m._marked())),
     pickle.EMPTY_LIST: lambda m: m._stack.append([]),
     pickle.APPEND: lambda m: m._append([m._stack.pop()]),
     pickle.APPENDS: lambda m: m._append(m._marked()),
@@ -419,17 +383,17 @@ for _code, _step in {
     pickle.SETITEMS: lambda m: m._set_items(m._marked()),
     pickle.EMPTY_SET: lambda m: m._stack.append(set()),
     pickle.ADDITEMS: Machine._add_items,
-    pickle.FROZENSET: Machine._set_of_marked,
+    pickle.FROZENSET: _pushes(Machine._frozen_set),
     pickle.GLOBAL: lambda m: m._fetch(m._line(), m._line()),
     pickle.STACK_GLOBAL: Machine._stack_global,
     pickle.EXT1: _registered,
     pickle.EXT2: _registered,
     pickle.EXT4: _registered,
-    pickle.REDUCE: Machine._reduce,
-    pickle.NEWOBJ: Machine._new,
-    pickle.NEWOBJ_EX: Machine._new_with_names,
+    pickle.REDUCE: _pushes(lambda m: m._called(is_class=False)),
+    pickle.NEWOBJ: _pushes(lambda m: m._called(is_class=True)),
+    pickle.NEWOBJ_EX: _pushes(lambda m: m._called(is_class=True, has_names=True)),
     pickle.BUILD: Machine._build,
-    pickle.BINPERSID: Machine._persistent_id,
+    pickle.BINPERSID: _pushes(lambda m: m._persistent(m._stack.pop())),
     pickle.BINPUT: lambda m: m._put(m._take(1)[0]),
     pickle.LONG_BINPUT: lambda m: m._put(m._number(UINT)),
     pickle.BINGET: Machine._short_get,
@@ -437,3 +401,119 @@ for _code, _step in {
     pickle.MEMOIZE: lambda m: m._put(len(m._memo)),
 }.items():
     STEPS[_code[0]] = _step
+
+
+# Names. See [Note: what a pickle may name].
+
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# modules whose classes torch itself allows when it is imported
+OF_TORCH = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
+LATIN = ("latin1", "latin-1")  # encodings of bytes as text in protocol 2 (written by torch)
+
+
+def _to_another_file(pid: Any) -> Any:
+    raise UnpicklingError("a reference to another file")
+
+
+def unpickle(
+    data: bytes,
+    names: Mapping[tuple[str, str], Any],
+    *,
+    trust: bool = False,
+    persistent: Callable[[Any], Any] = _to_another_file,
+) -> Any:
+    """Run a pickle as ``Machine.run`` does. With ``trust``, it may use names not in the table."""
+    if not trust:
+        return Machine(data, names, persistent).run()
+    return _Trusting(data, names, persistent).load()
+
+
+class _Trusting(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes,
+        names: Mapping[Any, Any],
+        persistent: Any,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names, self._persistent = names, persistent
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._names.get((module, name))
+        if found is None or isinstance(found, Allowed):
+            return super().find_class(module, name)
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._persistent(pid)
+
+
+def plain_names() -> dict[tuple[str, str], Any]:
+    made: dict[Any, Callable[..., Any]] = {}
+    made |= {kind: _maker(kind) for kind in (int, float, complex, range, slice, torch.device)}
+    made |= {kind: _maker(kind, ()) for kind in (bool, str, tuple)}
+    made |= {kind: _maker(kind, ELEMENTS) for kind in (list, set, frozenset, deque, torch.Size)}
+    made |= {kind: _maker(kind, DICTS) for kind in (dict, OrderedDict, Counter)}
+    made |= {bytes: _maker_of_bytes(bytes), bytearray: _maker_of_bytes(bytearray)}
+    kinds = {id(function): kind for kind, function in made.items()}
+
+    def make_defaultdict(factory: Any = None) -> defaultdict[Any, Any]:
+        return defaultdict(None if factory is None else kinds[id(factory)])
+
+    names: dict[tuple[str, str], Any] = {
+        **{(kind.__module__, kind.__name__): function for kind, function in made.items()},
+        ("collections", "defaultdict"): make_defaultdict,
+        ("builtins", "Ellipsis"): ...,
+        ("_codecs", "encode"): _encode,
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    }
+    for safe in torch.serialization.get_safe_globals():
+        value, path = safe if isinstance(safe, tuple) else (safe, "")
+        path = path or f"{value.__module__}.{value.__qualname__}"
+        if not path.startswith(OF_TORCH):
+            module, _, name = path.rpartition(".")
+            names[module, name] = Allowed(value)
+    return names
+
+
+def _maker(kind: Any, kinds: tuple[type, ...] = (object,)) -> Callable[..., Any]:
+    """Return a function that calls ``kind``, with a first argument of one of ``kinds``, or none."""
+
+    def make(*args: Any) -> Any:
+        for first in args[:1]:
+            if kinds != (object,):
+                _require_kind(first, kinds)
+            if kind in (set, frozenset):
+                require_keys(first)
+        return kind(*args)
+
+    return make
+
+
+def _maker_of_bytes(kind: Any) -> Callable[..., Any]:
+    def make(content: Any = b"", codec: Any = None) -> Any:
+        return kind(content if type(content) is bytes else _encode(content, codec))
+
+    return make
+
+
+def _encode(text: Any, codec: Any) -> bytes:
+    _require_kind(text, (str,))
+    if codec not in LATIN:
+        raise UnpicklingError("bytes in an unsupported codec")
+    return bytes(text, "latin-1")
+
+
+def not_plain(what: str, error: RefusedError) -> ConfigError:
+    return ConfigError(
+        "FS616",
+        f"load: {what} is not plain data: it needs {error}, and loading that could run arbitrary "
+        "code. Pass trust=True if you trust its author, allow its class with "
+        "torch.serialization.add_safe_globals, or save only numbers, strings, tensors, lists and "
+        "dicts. Nothing was changed.",
+    )
+
+
+def _require_kind(given: Any, kinds: tuple[type, ...]) -> None:
+    if type(given) not in kinds:
+        raise UnpicklingError(f"it makes a container from a {type(given).__name__}")

@@ -1,64 +1,280 @@
-"""The place of a checkpoint: what may be replaced there, how it takes its name, where it is found.
+"""Write files next to their place and give them their names, safely with concurrent writers.
 
-Owns the rules below, the names of a series of checkpoints, and which one is the newest. It must not
-know what is in the files.
+Independent of the files' contents.
+
+[Note: several saves to one place]
+A save writes to a separate folder ``.NAME.tmp-TOKEN`` with a unique token. A file in it stays
+locked while the process that made it lives, so a later save removes only folders of dead saves.
+Renames happen under a lock next to the place: the place always has one complete save, the last one.
+On a file system without locks, remains of other hosts stay for an hour, and a save repeats its
+renames if another save interferes with them.
 
 [Note: saves, all or nothing]
-A checkpoint is written to a workspace beside its place (see ``_publish``). When every rank has said
-that it is done, the first one looks whether it sees all files, as large as they were written; it
-renames what is there to ``.NAME.old-TOKEN``, the new one to ``NAME``, and removes the old one;
-files in it that are not of a checkpoint go to the new one. Whatever stops a save before, the old
-one has its name; if it is stopped between the two renames, the old one is whole under its other
-name, where ``load`` looks next.
+When every rank has reported its part, the first rank checks that it sees all files with their
+written sizes. It renames the existing checkpoint to ``.NAME.old-TOKEN`` and the new one to
+``NAME``, and removes the old one; files in it that do not belong to a checkpoint are moved to the
+new one. If a save is interrupted earlier, the old checkpoint keeps its name. If it is interrupted
+between the two renames, ``load`` finds the old checkpoint under its temporary name.
 
 [Note: series]
 Checkpoints that are saved with ``keep_last`` into one folder are a series. Each has an empty file
-``.series``. When one has its name, the link ``latest`` beside it is made to lead to it, and then
-the oldest of the series go: each loses its name before its files. So what has a name is whole, and
-what was saved there in another way stays. What dead saves left in the folder goes, too: a program
-that was started again may never save to their places again.
+``.series``. After one has been renamed to its place, the link ``latest`` next to it is pointed to
+it, and then the oldest of the series are removed: each is renamed before its files are deleted. So
+every named checkpoint is complete, and those saved there without ``keep_last`` stay. Remains of
+dead saves are removed too: a restarted program may never save to their places again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import os
 import shutil
+import socket
 import stat
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from fsdp2._core.base.errors import ConfigError, StateError
-from fsdp2.checkpoint._publish import (
-    Workspace,
-    exclusive,
-    neighbour,
-    neighbours,
-    remove_remains,
-    sync,
-)
-from fsdp2.checkpoint._saved import METADATA
 
-OLD = "old"
-"""What the names of checkpoints say that saves replaced, or had no time to."""
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows has no fcntl
+    fcntl = None
 
-GONE = "gone-fsdp2"
-"""What the names of checkpoints say that a series keeps no longer, until they are removed."""
-
-LATEST = "latest"
-"""The link to the newest one of a series."""
-
+METADATA = ".metadata"  # the file that makes a folder a checkpoint; it is written last
+OWNER = ".owner"
+ABANDONED_AFTER_S = 3600.0
+LOCK_WITHIN_S = 120.0
+OLD = "old"  # infix of the names of checkpoints that saves are replacing
+GONE = "gone-fsdp2"  # infix of the names of checkpoints that a series is removing
+LATEST = "latest"  # the link to the newest checkpoint of a series
 SERIES = ".series"
+RENAMES = 100  # attempts of a save to rename while other saves rename at the same time
 
-RENAMES = 100
-"""How often a save gives its names again, where others give theirs at the same time."""
+
+def neighbour(place: Path, suffix: str) -> Path:
+    return place.with_name(f".{place.name}.{suffix}")
+
+
+def neighbours(place: Path, suffix: str) -> list[Path]:
+    return sorted(place.parent.glob(f".{glob.escape(place.name)}.{suffix}*"))
+
+
+def sync(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Workspace:
+    """A folder that one save writes to: see [Note: several saves to one place]."""
+
+    def __init__(self, place: Path, token: str) -> None:
+        self.token = token
+        self.path = neighbour(place, f"tmp-{token}")
+        self._place = place
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Create the folder, and remove what dead saves to the place left behind."""
+        for found in neighbours(self._place, "tmp-"):
+            if _is_abandoned(found):
+                shutil.rmtree(found, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        self._lock = own(self.path / OWNER)
+
+    def release(self) -> None:
+        """Remove the owner's file and lock, right before the folder is renamed to its place."""
+        if self._lock is not None:
+            (self.path / OWNER).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Rename the folder, so that writing ranks create no more files in it, and remove it."""
+        self.release()
+        gone = self.path.with_name(f"{self.path.name}.gone")
+        with contextlib.suppress(OSError):
+            os.rename(self.path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _host() -> str:
+    """Identify this host and its current boot: all of its processes see the same locks."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _lock(descriptor: int) -> None:
+    """Lock an open file; raise BlockingIOError if it is locked, OSError without locks."""
+    if fcntl is None:
+        raise OSError("no locks here")
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def own(path: Path) -> int:
+    """Create an owner's file, locked; return its descriptor. It is renamed to ``path`` when it is
+    locked and contains the host: so if another process can lock it, its owner is dead. On a file
+    system without locks it is empty."""
+    unnamed = path.with_name(f"{path.name}.new")
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o644)
+    with contextlib.suppress(OSError):
+        _lock(descriptor)
+        os.write(descriptor, _host().encode())
+    os.rename(unnamed, path)
+    return descriptor
+
+
+def is_dead(path: Path) -> bool | None:
+    """Return whether a file's owner has exited; None if this host cannot determine it."""
+    is_free, host = False, ""
+    try:
+        # do not block on a pipe without a writer
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+        try:
+            _lock(descriptor)
+            is_free = _is_named(descriptor, path)  # a lock file without its name is being released
+            host = os.read(descriptor, 1000).decode(errors="replace")
+        finally:
+            os.close(descriptor)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True if is_free and host == _host() else None
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return True if the save that made a folder appears to be dead."""
+    found = is_dead(folder / OWNER)
+    return is_old(folder, ABANDONED_AFTER_S) if found is None else found
+
+
+def is_old(folder: Path, seconds: float) -> bool:
+    """Return True if nothing was written in a folder for this long."""
+    with contextlib.suppress(OSError):
+        times = [entry.stat().st_mtime for entry in (folder, *folder.iterdir())]
+        return max(times) < time.time() - seconds
+    return False
+
+
+@contextlib.contextmanager
+def exclusive(place: Path) -> Iterator[None]:
+    """Hold the lock for renames at a place. StateError if another process holds it for too long."""
+    path = neighbour(place, "lock")
+    descriptor = _acquire(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _acquire(path: Path) -> int | None:
+    """Create and lock a file; return its descriptor, or None where locks do not work."""
+    deadline = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor)
+            if _is_named(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # the previous holder removed the file
+            continue
+        except BlockingIOError:
+            os.close(descriptor)
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            return None
+        if time.monotonic() > deadline:
+            raise StateError(
+                "FS614",
+                f"save: {path} has been locked for {LOCK_WITHIN_S:.0f} s by another save, which is "
+                "renaming its files. End that process, or save to another path.",
+            )
+        time.sleep(0.01)
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    own = os.fstat(descriptor)
+    try:
+        return os.path.samestat(own, os.stat(path))
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """The identity of the file at a path at a given time."""
+
+    path: Path
+    told: tuple[int, ...] | None  # None: no file
+
+    @staticmethod
+    def of(path: Path) -> Stamp:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return Stamp(path, None)
+        return Stamp(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the path now has another file, because a save has renamed its files meanwhile."""
+        return Stamp.of(self.path) != self
+
+
+def plain_name(name: Any, where: str) -> str:
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or any(character in name for character in "/\\\0")
+        or Path(name).drive
+    ):
+        raise ConfigError(
+            "FS617",
+            f"{where}: lists {name!r} as one of its files, which is not a plain file name. It was "
+            "edited manually or is damaged; nothing outside the folder is read or removed.",
+        )
+    return name
+
+
+def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path:
+    """Return the path of a file in a folder; ConfigError for other names, and links that leave it.
+    Links in a cache of Hugging Face's hub may leave it: to ``blobs`` next to the snapshots."""
+    path = folder / plain_name(name, where)
+    if trust or not path.is_symlink():
+        return path
+    real, home = path.resolve(), folder.resolve()
+    if real.parent == home:
+        return path
+    if home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs":
+        return path
+    raise ConfigError(
+        "FS617",
+        f"{where}: {name} is a link to {real}, outside its folder. Pass trust=True if you created "
+        "it, or copy the file.",
+    )
 
 
 def require_room(place: Path) -> None:
-    """Raise ConfigError unless a checkpoint may take the name: nothing else may be lost.
-
-    Other saves rename what is there: what was found counts if it still stands there after.
-    """
+    """Raise ConfigError if a checkpoint would replace something else at its place. Other saves may
+    rename folders during the check, so it is repeated unless the same folder is there after it."""
     for _ in range(RENAMES):
         try:
             found = os.stat(place)
@@ -66,7 +282,7 @@ def require_room(place: Path) -> None:
             if problem is None:
                 return
             again = os.stat(place)
-            # a number may be that of a folder that was removed, so its time counts too
+            # an inode number may be reused for a new folder, so compare its time too
             if os.path.samestat(found, again) and found.st_ctime_ns == again.st_ctime_ns:
                 raise ConfigError("FS615", f"save: {problem}")
         except FileNotFoundError:
@@ -75,44 +291,39 @@ def require_room(place: Path) -> None:
 
 
 def _in_the_way(place: Path, found: os.stat_result) -> str | None:
-    """Say what a checkpoint would replace, unless that is nothing, or a checkpoint."""
     if not stat.S_ISDIR(found.st_mode):
         return f"{place} is a file. Pass a folder."
     is_here = os.path.samestat(found, os.stat("."))
     if is_here or os.path.ismount(place):
         what = "the working directory" if is_here else "a mount point"
-        return (
-            f"{place} is {what}, and a checkpoint takes the place of its folder. Pass a "
-            "folder in it."
-        )
+        return f"{place} is {what}, but a checkpoint replaces its folder. Pass a subfolder."
     is_ours = (place / METADATA).exists() or any(neighbours(place, OLD))
     if not is_ours and any(place.iterdir()):
         return (
-            f"{place} is a folder with other files, and no checkpoint. A checkpoint takes "
-            "the place of its folder: pass one that is empty, or does not exist."
+            f"{place} is a folder with other files, not a checkpoint. A checkpoint replaces its "
+            "folder: pass one that is empty or does not exist."
         )
     return None
 
 
 def require_written(folder: Path, sizes: dict[str, int]) -> None:
-    """Raise StateError unless every file is there, as large as it was written."""
     for name, size in sizes.items():
         try:
             found = (folder / name).stat().st_size
         except FileNotFoundError:
             found = None
         if found != size:
-            what = "is not there" if found is None else f"has {found} bytes"
+            what = "does not exist" if found is None else f"has {found} bytes"
             raise StateError(
                 "FS613",
-                f"save: {folder / name}, which a rank wrote with {size} bytes, {what} where the "
-                "first rank looks. All ranks must see one file system. The checkpoint before, if "
-                "there is one, is as it was.",
+                f"save: {folder / name}, which a rank wrote with {size} bytes, {what} on the first "
+                "rank. Save to a file system that all ranks share. The previous checkpoint, if "
+                "any, is unchanged.",
             )
 
 
 def give_name(workspace: Workspace, place: Path) -> None:
-    """Give a checkpoint its name, whoever else does so. See [Note: saves, all or nothing]."""
+    """Rename a checkpoint to its place, among other saves: see [Note: saves, all or nothing]."""
     sync(workspace.path)
     with exclusive(place):
         workspace.release()
@@ -126,7 +337,7 @@ def give_name(workspace: Workspace, place: Path) -> None:
             except FileNotFoundError:
                 if not workspace.path.exists():
                     raise
-            except OSError as error:  # the other one's has the name again
+            except OSError as error:  # another save has taken the name again
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             else:
@@ -134,8 +345,8 @@ def give_name(workspace: Workspace, place: Path) -> None:
         else:
             raise StateError(
                 "FS614",
-                f"save: others gave {place} to their checkpoints {RENAMES} times meanwhile. Save "
-                "to another path.",
+                f"save: other saves renamed their checkpoints to {place} {RENAMES} times during "
+                "this save. Save to another path.",
             )
         sync(place.parent)
         for old in older:
@@ -143,11 +354,8 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 
 def retire(old: Path, heir: Path) -> None:
-    """Remove a checkpoint. What somebody else put into its folder moves to the heir's.
-
-    Where there are no locks, another save may do the same, or rename the heir meanwhile: then the
-    rest is left to it, or to the next save.
-    """
+    """Remove a checkpoint, after moving the other files in its folder to the heir's. Without locks,
+    another save may do so at the same time, or rename the heir: then the remaining files stay."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"
@@ -159,13 +367,9 @@ def retire(old: Path, heir: Path) -> None:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint lies: at ``path``, or where an interrupted save left it.
-
-    Raises:
-        ConfigError: at neither.
-    """
+    """Return a checkpoint's folder: ``path``, or where an interrupted save left it."""
     place = Path(path).resolve()
-    for _ in range(2):  # a save may give names between two looks
+    for _ in range(2):  # a save may rename between two checks
         if (place / METADATA).exists():
             return place
         older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
@@ -179,22 +383,18 @@ def find(path: str | os.PathLike[str]) -> Path:
     raise ConfigError("FS612", f"load: no checkpoint at {place}. {hint}")
 
 
-# A series, and the newest of all.
-
-
 def require_series(place: Path) -> None:
-    """Raise ConfigError unless a link to the newest checkpoint may be made beside a place."""
     link = place.parent / LATEST
     if place == link or (os.path.lexists(link) and not link.is_symlink()):
         raise ConfigError(
             "FS615",
-            f"save: with keep_last, {link} is a link to the newest checkpoint, and something else "
-            "has this name. Save to another folder, or rename it.",
+            f"save: with keep_last, {link} is reserved for the link to the newest checkpoint, but "
+            "something that is not a link has this name. Save to another folder, or rename it.",
         )
 
 
 def keep_newest(place: Path, count: int, token: str) -> None:
-    """Let the link lead to a new checkpoint, and remove all of its series but so many."""
+    """Point the link to a new checkpoint; remove all but the newest ``count`` of its series."""
     folder = place.parent
     with exclusive(folder / LATEST):
         link = neighbour(folder / LATEST, f"new-{token}")
@@ -205,16 +405,15 @@ def keep_newest(place: Path, count: int, token: str) -> None:
         for one in series[count - 1 :]:
             gone = neighbour(one, f"{GONE}-{token}")
             os.rename(one, gone)
-        for remains in folder.glob(f".*.{GONE}-*"):  # of saves that had no time to, too
+        for remains in folder.glob(f".*.{GONE}-*"):  # including those of interrupted saves
             shutil.rmtree(remains, ignore_errors=True)
-        remove_remains(folder)
+        for remains in folder.glob(".*.tmp-*"):  # remains of dead saves to any place
+            if is_dead(remains / OWNER):
+                shutil.rmtree(remains, ignore_errors=True)
 
 
 def candidates(folder: Path) -> list[str]:
-    """Return the names under which a folder has checkpoints, the newest first.
-
-    ``.`` is the folder itself, where each save takes the place of the one before.
-    """
+    """Return the names of a folder's checkpoints, newest first; ``.`` if the folder is one."""
     here = folder.resolve()
     if (here / METADATA).exists() or any(neighbours(here, OLD)):
         return ["."]
@@ -223,24 +422,18 @@ def candidates(folder: Path) -> list[str]:
 
 def newest_time(folder: Path) -> int:
     """Return when the newest checkpoint of a folder was written, in nanoseconds; 0 without one."""
-    times = [
-        (here / METADATA).stat().st_mtime_ns
-        for name in candidates(folder)
-        for here in (folder / name,)
-        if (here / METADATA).exists()
-    ]
-    return max(times, default=0)
+    files = [folder / name / METADATA for name in candidates(folder)]
+    return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the places of checkpoints in a folder by the time at which they were written."""
     found: dict[Path, int] = {}
-    for entry, time in _with_times(folder):
+    for entry, written in _with_times(folder):
         name, between, _ = entry.name.removeprefix(".").partition(f".{OLD}-")
         is_old = entry.name.startswith(".") and bool(between)
         if is_old or not entry.name.startswith("."):
             place = folder / name if is_old else entry
-            found[place] = max(time, found.get(place, 0))
+            found[place] = max(written, found.get(place, 0))
     return sorted(found, key=lambda place: (found[place], place.name), reverse=True)
 
 
@@ -251,5 +444,5 @@ def _with_times(folder: Path) -> Iterator[tuple[Path, int]]:
         if not entry.is_symlink():
             try:
                 yield entry, (entry / METADATA).stat().st_mtime_ns
-            except OSError:  # no checkpoint, or one that a save removes just now
+            except OSError:  # the entry is not a checkpoint, or is being removed
                 continue

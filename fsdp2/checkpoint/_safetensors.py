@@ -1,11 +1,9 @@
-"""Full models in files, as ``safetensors`` writes them.
-
-Owns where files lie and when they take their names. It must not know how tensors are cut.
+"""Full models in files in the format of ``safetensors``.
 
 [Note: sums of safetensors]
-In the text that a file may have beside its tensors, ours has one key, which other readers pass
-over: which save it is of, and a checksum of each tensor with its name, dtype and shape. The index
-of several files has the same key, and a checksum of its own.
+A file's metadata, text next to its tensors, has one additional key: the save it belongs to, and a
+checksum of each tensor with its name, dtype and shape. The index of several files has it too, with
+its own checksum.
 """
 
 from __future__ import annotations
@@ -24,29 +22,31 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._core.base.arguments import check_count, check_dtype, check_path
-from fsdp2._core.base.errors import ConfigError, FSDPError, StateError
+from fsdp2._core.base.errors import (
+    ConfigError,
+    FSDPError,
+    StateError,
+    check_count,
+    check_dtype,
+    check_path,
+)
 from fsdp2._core.base.names import clean, printable
 from fsdp2._core.base.regular_files import is_hollow, open_regular, read_regular
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.engine.between_steps import require_idle
-from fsdp2._core.transfer.redistribute import Grids, Target, checked_together
-from fsdp2.checkpoint._change import IncompatibleKeys, StateManifest
-from fsdp2.checkpoint._checksums import DamagedError, said, sum_of_tensor
-from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._publish import Stamp, Workspace, exclusive, file_in, plain_name, sync
-from fsdp2.checkpoint._state import MAX_BYTES, check, gather_each, model_tensors
+from fsdp2._core.transfer.redistribute import Grids, Target
+from fsdp2.checkpoint._checksums import DamagedError, damaged, said, sum_of_tensor
+from fsdp2.checkpoint._load import IncompatibleKeys, Source, StateManifest, load_full
+from fsdp2.checkpoint._place import Stamp, Workspace, exclusive, file_in, plain_name, sync
+from fsdp2.checkpoint._state import MAX_BYTES, checked, gather_each, model_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OURS = "fsdp2"
-
-MAX_FILE_BYTES = 5 * 10**9
-"""Default size of a file of a safetensors checkpoint, as in ``transformers``."""
+MAX_FILE_BYTES = 5 * 10**9  # default limit of a file's size, as in ``transformers``
 
 
 def _require_safetensors() -> Any:
-    """Import the package when it is needed: it is optional."""
     try:
         importlib.import_module("safetensors.torch")
         return importlib.import_module("safetensors")
@@ -58,7 +58,7 @@ def _require_safetensors() -> Any:
 
 
 class _Writer:
-    """Collects tensors of a file and writes it when it is full; the names come last."""
+    """Collects tensors, writes each file when it is full, and renames all files at the end."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class _Writer:
         self.error: BaseException | None = None
 
     def take(self, name: str, tensor: Tensor | None) -> None:
-        """Take a tensor. An error is kept: the ranks that send must not be left alone."""
+        """Add a tensor. Errors are raised later, because the other ranks are still sending."""
         if tensor is None or self.error is not None:
             return
         try:
@@ -80,7 +80,7 @@ class _Writer:
                 self._flush()
             self._pending[name] = tensor.contiguous()
             self._pending_nbytes += tensor.nbytes
-        except BaseException as caught:  # an interrupt is raised at the end too
+        except BaseException as caught:  # even an interrupt is raised only at the end
             self.error = caught
 
     def _flush(self) -> None:
@@ -98,7 +98,6 @@ class _Writer:
         self._pending, self._pending_nbytes = {}, 0
 
     def finish(self) -> None:
-        """Give the files their names, all of them or none."""
         try:
             if self.error is not None:
                 raise self.error
@@ -110,11 +109,8 @@ class _Writer:
             self._workspace.remove()
 
     def _publish(self) -> None:
-        """Replace what is there.
-
-        A name that is in use is not given to one of several files: until the index is replaced, the
-        old one is valid.
-        """
+        """Replace the existing files. Of several files, none takes a name that is in use: the old
+        index remains valid until it is replaced."""
         before = _stale_files(self._folder)
         weight_map: dict[str, str] = {}
         if len(self._files) == 1:
@@ -135,13 +131,13 @@ class _Writer:
             (self._folder / stale).unlink(missing_ok=True)
 
     def _take_names(self) -> list[str]:
-        """Give several files the names that readers know, if all are free, or else new ones."""
+        """Rename several files to the standard names if all are free, else to unique ones."""
         count = len(self._files)
         finals = _names_of_several("model", count)
         taken: list[Path] = []
         try:
             for (path, _), final in zip(self._files, finals, strict=True):
-                os.link(path, self._folder / final)  # which never replaces anything
+                os.link(path, self._folder / final)  # fails if the name exists
                 taken.append(self._folder / final)
         except OSError:
             for path in taken:
@@ -166,11 +162,7 @@ class _Writer:
 
 def _damaged(path: Path, error: BaseException) -> StateError:
     how = "damaged" if path.exists() else "missing"
-    return StateError(
-        "FS618",
-        f"load_safetensors: {path} is {how}: {said(error)}. Take another checkpoint; nothing was "
-        "changed.",
-    )
+    return damaged("load_safetensors", f"{path} is {how}: {said(error)}.")
 
 
 def _names_of_several(stem: str, count: int) -> list[str]:
@@ -178,23 +170,22 @@ def _names_of_several(stem: str, count: int) -> list[str]:
 
 
 def _sum_of(name: str, tensor: Tensor) -> int:
-    """Return the checksum of a tensor and of what a header says about it."""
-    said = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
-    return sum_of_tensor(tensor.contiguous(), zlib.crc32(said.encode()))
+    """Return the checksum of a tensor and its description."""
+    told = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    return sum_of_tensor(tensor.contiguous(), zlib.crc32(told.encode()))
 
 
 def _told(save: str, sums: dict[str, int]) -> dict[str, Any]:
-    """Return what a file or an index says about itself."""
     return {"save": save, "crc32": sums, "self": _sum_of_map({"save": save, **sums})}
 
 
 def _checked(told: Any, save: str | None, names: set[str]) -> dict[str, int]:
-    """Return the sums that a file says, if they are of these names, and of this save."""
+    """Return a file's checksums; DamagedError unless they belong to these names and this save."""
     sums = {str(name): int(value) for name, value in told["crc32"].items()}
     if told != _told(str(told["save"]), sums) or set(sums) != names:
-        raise DamagedError("its checksums are not those that were written")
+        raise DamagedError("its checksums are incomplete or do not match")
     if save is not None and told["save"] != save:
-        raise DamagedError(f"it is of save {told['save']}, and the index of {save}")
+        raise DamagedError(f"it belongs to save {told['save']}, and the index to {save}")
     return sums
 
 
@@ -203,29 +194,22 @@ def _sum_of_map(mapping: Mapping[str, object]) -> int:
 
 
 def _stale_files(folder: Path) -> set[str]:
-    """Return files that a save may remove: those of the checkpoint before, in this folder alone."""
+    """Return the previous checkpoint's files in a folder that are safe for a save to delete."""
     try:
         names = _read_index(folder).files
-    except (ConfigError, StateError):  # it names others, or is damaged: they stay
+    except (ConfigError, StateError):  # the index names files elsewhere or is damaged: keep all
         return set()
     return {name for name in names if name.endswith(".safetensors")}
 
 
 class _Index(NamedTuple):
-    """The files of a checkpoint, and which tensors they must have; the save that wrote them."""
-
     files: list[str]
     weight_map: dict[str, str]
     save: str | None
 
 
 def _read_index(folder: Path, *, verify: bool = True, trust: bool = False) -> _Index:
-    """Read what a folder has; nothing, if there is none.
-
-    Raises:
-        StateError: the index is damaged.
-        ConfigError: it names files outside of the folder.
-    """
+    """Read a folder's index, or build one for its single file. StateError if it is damaged."""
     path = file_in(folder, INDEX, "load_safetensors", trust=trust)
     if not path.exists():
         return _Index([SINGLE] if (folder / SINGLE).exists() else [], {}, None)
@@ -235,10 +219,10 @@ def _read_index(folder: Path, *, verify: bool = True, trust: bool = False) -> _I
         ours = told.get("metadata", {}).get(OURS) if verify else None
         save = None if ours is None else str(ours["save"])
         if ours is not None and _checked(ours, None, {INDEX})[INDEX] != _sum_of_map(weight_map):
-            raise DamagedError("its checksum is another one")
+            raise DamagedError("its checksum does not match")
     except MemoryError:
         raise
-    except Exception as error:  # JSON of anything, in any depth
+    except Exception as error:  # the JSON may have any values and depth
         raise _damaged(path, error) from error
     files = sorted({plain_name(file, str(path)) for file in weight_map.values()})
     return _Index(files, weight_map, save)
@@ -253,32 +237,33 @@ def save_safetensors(
     max_bytes: int = MAX_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a full model as safetensors, with the names of files that ``transformers`` loads.
+    """Write a full model as safetensors, with the file names that ``transformers`` loads.
 
-    One file, ``model.safetensors``, or several and an index. The first rank writes, and holds one
-    file's tensors at a time; the other ranks hold at most ``max_bytes`` beside their shards. A tied
-    parameter is written once, under its first name. Files that were there are replaced once all
-    new ones are written. Two jobs may save to one folder: the last one's files stay, whole.
+    Writes one file, ``model.safetensors``, or several and an index. The first rank writes, and
+    holds one file's tensors at a time; the other ranks need at most ``max_bytes`` in addition to
+    their shards. A tied parameter is written once, under its first name. Existing files are
+    replaced once all new ones are written. Two jobs may save to one folder: the last one's files
+    remain, intact.
 
     Args:
         dtype: floating-point tensors are cast to it.
-        max_bytes: bytes of the buffers that tensors travel in; 256 MiB by default.
-        max_file_bytes: most bytes of tensors in a file, 5 GB by default (one tensor may be larger).
+        max_bytes: bytes of the communication buffers; 256 MiB by default.
+        max_file_bytes: most bytes of tensors in a file, 5 GB by default (a single tensor may exceed
+            it).
 
     Raises:
         ConfigError: the package ``safetensors`` is not installed.
         StateError: the first rank could not write.
     """
     what = "save_safetensors"
-    with checked_together(what, model) as same:
-        check(what, model, max_bytes=max_bytes)
+    with checked(what, model, max_bytes=max_bytes) as same:
         check_path(what, "folder", folder)
         check_dtype(what, "dtype", dtype)
         check_count(what, "max_file_bytes", max_file_bytes)
         require_idle(model, what)
         given = [*model_tensors(model)[0].items()]
         _require_safetensors()
-        same.update(dtype=dtype, max_bytes=max_bytes)
+        same.update(dtype=dtype)
     grids = Grids([tensor for _, tensor in given])
     writer = _Writer(Path(folder), max_file_bytes)
     target = Target(on_all=False, dtype=dtype, device=torch.device("cpu"), counted=False)
@@ -293,30 +278,24 @@ def save_safetensors(
 
 
 class _Files(Source, contextlib.ExitStack):
-    """The tensors of a folder, on the rank that reads; a context, which closes the files."""
+    """The tensors in a folder, on the rank that reads. A context manager that closes the files."""
 
     def __init__(self, folder: Path, *, verify: bool, trust: bool) -> None:
         super().__init__()
         self._folder = folder
         self._verify = verify
         self._trust = trust
-        self._files: dict[str, tuple[Any, str]] = {}  # by clean name
+        self._files: dict[str, tuple[Any, str]] = {}  # open files, keyed by clean name
         self._sums: dict[str, int] = {}
         self._stamps = [Stamp.of(folder / name) for name in (SINGLE, INDEX)]
 
     def describe(self) -> StateManifest:
-        """Open the files and return the shapes of their tensors.
-
-        Raises:
-            ConfigError: there are none.
-            StateError: they are damaged, or of several saves.
-        """
         with self._unless_replaced():
             return self._describe()
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Raise another error for what is damaged because another save has replaced it."""
+        """Convert errors to FS626 if another save replaced the files, which then seem damaged."""
         try:
             yield
         except FSDPError as error:
@@ -325,7 +304,7 @@ class _Files(Source, contextlib.ExitStack):
             raise StateError(
                 "FS626",
                 f"load_safetensors: another save replaced the files in {self._folder} while they "
-                "were read. Call load_safetensors again; nothing was changed. (What was met: "
+                "were read. Call load_safetensors again; nothing was changed. (Found: "
                 f"{error.text})",
             ) from error
 
@@ -335,7 +314,7 @@ class _Files(Source, contextlib.ExitStack):
         if not index.files:
             raise ConfigError(
                 "FS612",
-                f"load_safetensors: neither {SINGLE} nor {INDEX} in {self._folder}. Pass the "
+                f"load_safetensors: found neither {SINGLE} nor {INDEX} in {self._folder}. Pass the "
                 "folder, not a file, that save_safetensors or transformers' save_pretrained wrote.",
             )
         shapes: dict[str, tuple[int, ...] | None] = {}
@@ -343,27 +322,26 @@ class _Files(Source, contextlib.ExitStack):
         for name in index.files:
             path = file_in(self._folder, name, f"{self._folder / INDEX}", trust=self._trust)
             try:
-                with open_regular(path) as looked_at:  # the package maps what it is given
+                with open_regular(path) as looked_at:  # the safetensors package would map any file
                     if is_hollow(os.fstat(looked_at.fileno())) and not self._trust:
                         raise DamagedError("it is mostly holes")
                 file = self.enter_context(package.safe_open(str(path), framework="pt"))
-                for key in file.keys():  # noqa: SIM118  # no mapping
+                for key in file.keys():  # noqa: SIM118  # not a mapping
                     if key in where or clean(key) in shapes:
-                        raise DamagedError(f"{key} is in {where.get(key, 'it')} too")
+                        raise DamagedError(f"{key} is also in {where.get(key, 'it')}")
                     where[key], self._files[clean(key)] = name, (file, key)
                     shapes[clean(key)] = tuple(file.get_slice(key).get_shape())
                 self._take_sums(file, index.save)
             except (MemoryError, KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # a panic of the package's own language is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 raise _damaged(path, error) from error
         wrong = [key for key, file in index.weight_map.items() if where.get(key) != file]
         if wrong:
-            raise StateError(
-                "FS618",
-                f"load_safetensors: {self._folder / INDEX} names {printable(wrong[0])} in "
-                f"{index.weight_map[wrong[0]]}, which does not have it. Take another checkpoint; "
-                "nothing was changed.",
+            raise damaged(
+                "load_safetensors",
+                f"{self._folder / INDEX} lists {printable(wrong[0])} in "
+                f"{index.weight_map[wrong[0]]}, which does not contain it.",
             )
         return StateManifest(shapes)
 
@@ -372,18 +350,13 @@ class _Files(Source, contextlib.ExitStack):
         if text is not None and self._verify:
             self._sums.update(_checked(json.loads(text), save, set(file.keys())))
         elif save is not None:
-            raise DamagedError("it has no checksums, and the index says that it has")
+            raise DamagedError("it has no checksums, but the index does")
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
-        """Return a tensor by its clean name.
-
-        Raises:
-            StateError: it is not what was written.
-        """
         file, name = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         if name in self._sums and _sum_of(name, tensor) != self._sums[name]:
-            problem = DamagedError(f"the checksum of {name} is another one")
+            problem = DamagedError(f"the checksum of {name} does not match")
             with self._unless_replaced():
                 raise _damaged(self._folder, problem)
         return tensor
@@ -399,13 +372,13 @@ def load_safetensors(
     verify: bool = True,
     trust: bool = False,
 ) -> IncompatibleKeys:
-    """Load a full model from safetensors: the first rank reads, tensor by tensor, and scatters.
+    """Load a full model from safetensors: the first rank reads and scatters tensor by tensor.
 
-    While it loads, a rank needs as much memory again as its shards take.
+    During the load, a rank needs additional memory of the size of its shards.
 
     Args:
-        strict: every name of the model must be in the files, and the other way round.
-        max_bytes: bytes of the buffers that tensors travel in; 256 MiB by default.
+        strict: every name of the model must be in the files, and vice versa.
+        max_bytes: bytes of the communication buffers; 256 MiB by default.
         verify: check the checksums that ``save_safetensors`` wrote.
         trust: follow links that leave the folder.
 
@@ -415,17 +388,8 @@ def load_safetensors(
         StateError: a file is missing or damaged. Nothing was changed.
     """
     flags = {"strict": strict, "verify": verify, "trust": trust}
-    with checked_together("load_safetensors", model) as same:
-        check("load_safetensors", model, max_bytes=max_bytes, **flags)
+    with checked("load_safetensors", model, max_bytes=max_bytes, **flags):
         check_path("load_safetensors", "folder", folder)
-        same.update(strict=strict, max_bytes=max_bytes)
+    options: dict[str, Any] = {"strict": strict, "max_bytes": max_bytes}
     with _Files(Path(folder), verify=verify, trust=trust) as files:
-        return load_full(
-            "load_safetensors",
-            model,
-            None,
-            files,
-            from_rank0=True,
-            strict=strict,
-            max_bytes=max_bytes,
-        )
+        return load_full("load_safetensors", model, None, files, from_rank0=True, **options)

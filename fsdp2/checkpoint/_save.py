@@ -1,29 +1,437 @@
-"""Writing a sharded checkpoint, at once or in the background.
+"""Write a sharded checkpoint, immediately or in the background.
 
-Owns which entries a checkpoint has, and the order of what ranks do together. It must not know the
-form of files (``_writing``), who writes which block (``_contents``), nor how a checkpoint takes its
-name (``_place``).
+Formats are in ``_files``, the writers of blocks in ``_contents``, names in ``_place``.
+
+[Note: no collective]
+The thread sends nothing to other ranks, so it cannot interfere with training, and continues when
+process groups are destroyed. Ranks wait for each other through files of the save: each rank keeps
+one locked, and writes a report when it is done. The first rank waits for all reports and renames
+the workspace to the checkpoint; the others wait for that. A rank that failed removes its locked
+file, and the lock of one that has exited is free: in both cases the first rank removes the
+workspace. Where locks prove nothing (another host, a file system without locks), a rank counts as
+dead after an hour without a write. A process that hangs or is stopped keeps its lock: it counts as
+dead after ten minutes without a write, and much sooner if this process exits because of an error.
+
+A failure does not stop training. ``SaveHandle.wait`` raises it, on the calling rank. The next save
+warns about it on every rank, after the ranks have exchanged their errors.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import mmap
 import os
 import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._core.base.arguments import check_count, check_flag, check_path, wrong_value
-from fsdp2._core.base.errors import StateError
-from fsdp2._core.comm.process_mesh import operation
-from fsdp2._core.transfer.redistribute import checked_together
-from fsdp2.checkpoint._agreed import agree, main_of, state_of
-from fsdp2.checkpoint._background import SaveHandle, Saving, WhenBusy, room_of, settle, start
-from fsdp2.checkpoint._place import require_room, require_series
-from fsdp2.checkpoint._publish import Workspace
-from fsdp2.checkpoint._state import check
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.base.errors import StateError, check_count, check_number, check_path, wrong_value
+from fsdp2._core.base.pending_copies import note_copies, wait_for_copies
+from fsdp2._core.base.warn import warn
+from fsdp2._core.comm.process_mesh import Grid, operation
+from fsdp2.checkpoint._checksums import said
+from fsdp2.checkpoint._contents import Contents, Piece, agree, main_of, state_of
+from fsdp2.checkpoint._files import RANK, REPORT, Progress, write_metadata, write_part
+from fsdp2.checkpoint._place import (
+    ABANDONED_AFTER_S,
+    LATEST,
+    METADATA,
+    OWNER,
+    SERIES,
+    Workspace,
+    give_name,
+    is_dead,
+    is_old,
+    keep_newest,
+    own,
+    require_room,
+    require_series,
+    require_written,
+)
+from fsdp2.checkpoint._state import checked
+
+LARGE_NBYTES = 4 << 20
+
+
+class Room:
+    """Host memory for copies of states, reused by the next save of the same model."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
+        """Return the pieces with copied tensors, and the event of the copies from a device."""
+        kept, event = self.copies_of([p.value for p in pieces if isinstance(p.value, Tensor)])
+        kept_ones = iter(kept)
+        copied = [
+            replace(p, value=next(kept_ones)) if isinstance(p.value, Tensor) else p for p in pieces
+        ]
+        return copied, event
+
+    def copies_of(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
+        sources = [tensor.detach() for tensor in tensors]
+        device = next((t.device for t in sources if t.device.type != "cpu"), None)
+        pins = device is not None and capabilities(device).pins
+        self._fit(sources, pins)
+        event = None
+        with torch.no_grad():
+            if device is None or not capabilities(device).has_lanes:
+                for kept, source in zip(self._kept, sources, strict=True):
+                    kept.copy_(source)
+            else:
+                event = _copy_beside(self._kept, sources, device)
+        return self._kept, event
+
+    def _fit(self, sources: list[Tensor], pins: bool) -> None:
+        kept, self._kept = self._kept, []
+        for index, source in enumerate(sources):
+            before = kept[index] if index < len(kept) else None
+            if before is None or (before.shape, before.dtype) != (source.shape, source.dtype):
+                before = _made(source.shape, source.dtype, pins)
+            self._kept.append(before)
+
+
+def _made(shape: torch.Size, dtype: torch.dtype, pins: bool) -> Tensor:
+    """Return uninitialized host memory: pinned, or in huge pages if it is large."""
+    nbytes = shape.numel() * dtype.itemsize
+    if pins or nbytes < LARGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pins)
+    # page faults of normal pages (4 KiB) take longer than writing the data to a disk
+    memory = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # the kernel may not support huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
+
+
+def _copy_beside(targets: list[Tensor], sources: list[Tensor], device: torch.device) -> torch.Event:
+    """Copy on a separate stream, after the work already queued on the current stream."""
+    lane = _lane_of(device)
+    lane.wait_stream(torch.accelerator.current_stream())
+    with lane:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+            if source.device.type != "cpu":
+                source.record_stream(lane)
+        event = lane.record_event()
+    note_copies(event)
+    return event
+
+
+_rooms: weakref.WeakKeyDictionary[nn.Module, Room] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _lane_of(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def room_of(model: nn.Module) -> Room:
+    return _rooms.setdefault(model, Room())
+
+
+@dataclass
+class Saving:
+    """A save on one rank: its copies and writes and, on the first rank, the renames."""
+
+    place: Path
+    workspace: Workspace
+    contents: Contents
+    pieces: list[Piece]
+    keep_last: int | None  # number of checkpoints that its series keeps
+    progress: Progress = field(default_factory=Progress)
+    copied: torch.Event | None = None  # recorded after copies from a device
+
+    def __post_init__(self) -> None:
+        self.progress.nbytes = sum(piece.nbytes for piece in self.pieces)
+
+    def copy(self, room: Room) -> None:
+        self.pieces, self.copied = room.copies(self.pieces)
+
+    def write(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+        write_part(self.workspace.path, self.contents, self.pieces, self.progress)
+        self.pieces = []
+
+    def finish(self) -> None:
+        """Give the checkpoint its final name. On the first rank, after all ranks have written."""
+        folder = self.workspace.path
+        sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
+        require_written(folder, sizes)
+        for entry in folder.iterdir():  # reports, and the ranks' locked files
+            if entry.name.startswith((REPORT, RANK)):
+                entry.unlink()
+        if self.keep_last is not None:
+            (folder / SERIES).touch()
+        give_name(self.workspace, self.place)
+        if self.keep_last is not None:
+            keep_newest(self.place, self.keep_last, self.workspace.token)
+
+    def give_up(self) -> None:
+        """Remove all files, metadata first: other ranks take its presence for a successful save."""
+        with contextlib.suppress(OSError):
+            (self.workspace.path / METADATA).unlink(missing_ok=True)
+        with contextlib.suppress(Exception):
+            self.workspace.remove()
+
+
+WhenBusy = Literal["wait", "refuse"]
+
+FAILED = ".failed-"  # prefix of the files in which ranks report why they gave up
+LOOK_EVERY_S = 0.02
+LOOK_FOR_THE_DEAD_EVERY_S = 0.5
+LEFT_AFTER_S = 30.0  # time that an exiting process waits while no rank writes anything
+LINK_S = 5.0  # time that other ranks wait for the link to a checkpoint that has its name
+HANGS_AFTER_S = 600.0  # time that a live rank may write nothing, e.g. while it syncs a large file
+
+
+class SaveHandle:
+    """A save that is written in the background. See ``fsdp2.checkpoint.save``.
+
+    Attributes:
+        path: the final folder of the checkpoint.
+
+    No method is collective: any rank may call any of them at any time.
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        self.path = saving.place
+        self._saving = saving
+        self._workspace = saving.workspace.path
+        self._ranks = saving.contents.ranks
+        self._number = saving.contents.number
+        self._error: StateError | None = None
+        self._is_told = False
+        self._is_leaving = False
+        self._done = threading.Event()
+        self._lock = own(self._workspace / f"{RANK}{self._number}")
+        # remains valid when the folder is renamed
+        self._seen = os.open(self._workspace, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+    def done(self) -> bool:
+        """Return True once the checkpoint has its name, or the save has failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint has its name, on all ranks.
+
+        Args:
+            timeout: seconds; None waits indefinitely.
+
+        Raises:
+            StateError: the save failed. The previous checkpoint, if there is one, is unchanged.
+            TimeoutError: it is still being written.
+        """
+        if timeout is not None:
+            check_number("wait", "timeout", timeout, "seconds, or None", low=0)
+            timeout = min(timeout, threading.TIMEOUT_MAX)
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"save: {self.path} is still being written after {timeout} s")
+        if self._error is not None:
+            self._is_told = True
+            raise StateError(self._error.code, self._error.text) from self._error.__cause__
+
+    def exception(self) -> StateError | None:
+        """Return the error of a failed save; None while it is running or if it succeeded."""
+        return self._error
+
+    def wait_for_copies(self) -> None:
+        """Order all later device work after the copies of the state.
+
+        Optimizer steps, and functions of fsdp2 that write to parameters, do so automatically.
+        """
+        wait_for_copies()
+
+    @property
+    def progress(self) -> float:
+        """The fraction of this rank's bytes that are written, from 0 to 1, before the renames."""
+        told = self._saving.progress
+        return told.written_nbytes / told.nbytes if told.nbytes else float(self.done())
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else f"{self.progress:.0%}"
+        return f"SaveHandle({str(self.path)!r}, {state})"
+
+    def _run(self) -> None:
+        """Write the save, in a thread."""
+        try:
+            with contextlib.suppress(OSError, AttributeError):  # training has priority (Linux)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            self._saving.write()
+            if self._number == 0:
+                self._wait_for_others()
+                self._saving.finish()
+            else:
+                self._wait_for_the_first()
+        except BaseException as error:
+            self._error = self._told_of(error)
+            self._leave_word(self._error)
+        finally:
+            for descriptor in (self._lock, self._seen):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            self._done.set()
+
+    def _told_of(self, error: BaseException) -> StateError:
+        if isinstance(error, StateError):
+            return error
+        what = f"{said(error)}: {error.filename}" if isinstance(error, OSError) else said(error)
+        gone = self._number != 0 and not self._workspace.exists()
+        failed = self._removed() if gone else self._failed_on(self._number, what)
+        failed.__cause__ = error
+        return failed
+
+    def _failed(self, what: str) -> StateError:
+        return StateError(
+            "FS627",
+            f"save: {self.path} was not written in the background: {what}. The previous "
+            "checkpoint, if any, is unchanged.",
+        )
+
+    def _failed_on(self, number: int, what: str) -> StateError:
+        return self._failed(f"rank {self._ranks[number]}: {what}")
+
+    def _removed(self) -> StateError:
+        return self._failed(
+            f"{self._workspace} was removed before rank {self._ranks[0]} had renamed it; that rank "
+            "removes it if another one could not write"
+        )
+
+    def _leave_word(self, error: StateError) -> None:
+        """Report an error to the first rank, which removes the written files."""
+        if self._number == 0:
+            self._saving.give_up()
+            return
+        with contextlib.suppress(OSError):
+            (self._workspace / f"{FAILED}{self._number}").write_text(error.text)
+        with contextlib.suppress(OSError):
+            (self._workspace / f"{RANK}{self._number}").unlink()
+
+    def _looks(self) -> Iterator[bool]:
+        """Yield at each polling interval: True if dead ranks should be checked for, too."""
+        due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
+        pause = threading.Event()
+        while True:
+            is_due = time.monotonic() > due
+            if is_due:
+                due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
+            yield is_due
+            pause.wait(LOOK_EVERY_S)
+
+    def _why_gone(self, owned: str) -> str:
+        """Return why a rank counts as dead; "" if it does not."""
+        found = is_dead(self._workspace / owned)
+        if found:
+            return "it has ended"
+        limit = ABANDONED_AFTER_S if found is None else HANGS_AFTER_S
+        is_ended_by_error = getattr(sys, "last_value", None) is not None
+        if self._is_leaving and (found is None or is_ended_by_error):
+            limit = LEFT_AFTER_S
+        return f"nothing was written for {limit:.0f} s" if is_old(self._workspace, limit) else ""
+
+    def _wait_for_others(self) -> None:
+        missing = set(range(1, len(self._ranks)))
+        for is_due in self._looks():
+            names = set(os.listdir(self._workspace))
+            missing = {number for number in missing if f"{REPORT}{number}" not in names}
+            if not missing:
+                return
+            for number in missing:
+                if f"{RANK}{number}" not in names:
+                    text = "it failed, but could not report why"
+                    with contextlib.suppress(OSError):
+                        text = (self._workspace / f"{FAILED}{number}").read_text()
+                        raise StateError("FS627", text)
+                    raise self._failed_on(number, text)
+                if is_due and (why := self._why_gone(f"{RANK}{number}")):
+                    raise self._failed_on(number, f"{why} before it had written its part")
+
+    def _wait_for_the_first(self) -> None:
+        """Wait until the workspace was renamed, and check that it was not removed."""
+        for is_due in self._looks():
+            if not self._workspace.exists():
+                break
+            if is_due and (why := self._why_gone(OWNER)):
+                raise self._failed_on(0, f"{why} before it had renamed the checkpoint")
+        try:
+            written = os.stat(METADATA, dir_fd=self._seen).st_mtime_ns
+        except OSError as error:
+            raise self._removed() from error
+        if self._saving.keep_last is not None:
+            self._wait_for_the_link(written)
+
+    def _wait_for_the_link(self, written_ns: int) -> None:
+        """Wait, up to ``LINK_S``, until ``latest`` points to this checkpoint or a newer one."""
+        link = self.path.parent / LATEST
+        due = time.monotonic() + LINK_S
+        while time.monotonic() < due:
+            with contextlib.suppress(OSError):
+                if os.lstat(link).st_mtime_ns >= written_ns:
+                    return
+            time.sleep(LOOK_EVERY_S)
+
+
+class _Process:
+    """The current or most recent save of this process: it writes one at a time."""
+
+    handle: SaveHandle | None = None
+    finishes_at_exit = False
+
+
+def start(handle: SaveHandle) -> SaveHandle:
+    _Process.handle = handle
+    if not _Process.finishes_at_exit:
+        atexit.register(_finish)
+        _Process.finishes_at_exit = True
+    threading.Thread(target=handle._run, name="fsdp2 save", daemon=True).start()
+    return handle
+
+
+def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
+    """Wait for the previous save on all ranks, or refuse; warn on all if it failed. Collective."""
+    before = _Process.handle
+    (is_busy,) = main.highest(int(before is not None and not before.done()))
+    if is_busy and when_busy == "refuse":
+        raise StateError(
+            "FS628",
+            f"{what}: a save in the background has not ended. Call wait() on its handle, save less "
+            "often, or pass when_busy='wait'.",
+        )
+    if before is not None:
+        before._done.wait()
+    failed = None if before is None or before._is_told else before.exception()
+    if not main.any_is(failed is not None):
+        return
+    texts = [text for text in main.collect(None if failed is None else failed.text) if text]
+    if before is not None:
+        before._is_told = True
+    for each in dict.fromkeys(texts):
+        warn("FS627", each)
+
+
+def _finish() -> None:
+    """Before exit, wait until the save is written; warn if it failed unreported."""
+    handle = _Process.handle
+    if handle is None:
+        return
+    handle._is_leaving = True
+    handle._done.wait()
+    if handle._error is not None and not handle._is_told:
+        warn("FS627", handle._error.text)
 
 
 @overload
@@ -59,39 +467,39 @@ def save(
     keep_last: int | None = None,
     when_busy: WhenBusy = "wait",
 ) -> SaveHandle | None:
-    """Write a sharded checkpoint as ``torch.distributed.checkpoint`` does: all of it, or nothing.
+    """Write a sharded checkpoint in the format of ``torch.distributed.checkpoint``: all or nothing.
 
-    It is written to a folder beside ``path``. That folder takes the name ``path`` once every rank
-    has finished. So a save that fails, or is interrupted, leaves the checkpoint before it whole. If
-    the program ends between the two renames, ``load`` finds the checkpoint before under its other
-    name. All ranks of the model's mesh must see the same file system. Stages of a pipeline have
-    meshes of their own: each saves to a folder of its own. If two jobs save to one path, the
-    checkpoint of the last one stays, whole.
+    The checkpoint is written to a folder next to ``path``, which is renamed to ``path`` once every
+    rank has finished. So a save that fails, or is interrupted, leaves the previous checkpoint
+    intact. If the program ends between the two renames, ``load`` finds the previous checkpoint
+    under its temporary name. All ranks of the model's mesh must see the same file system. Pipeline
+    stages have separate meshes: save each to a separate folder. If two jobs save to one path, the
+    checkpoint of the last one remains, intact.
 
-    With ``background=True`` it returns when the state is copied to host memory, and a thread
-    writes the copy. What is saved is the state at the moment of the call, whatever is done to the
-    model and the optimizer next. The thread sends nothing to other ranks. Of a model on a device
-    the copies run beside what the device does next, up to the next step of an optimizer; before you
-    write to parameters in another way, call ``handle.wait_for_copies``. A failure ends no training:
-    ``handle.wait()`` raises it, and the next save warns of it on every rank. A program that ends
-    waits for its save. The host memory, as large as the rank's part, is kept for the next save.
+    With ``background=True`` it returns once the state is copied to host memory, and a thread writes
+    the copy. The saved state is that at the time of the call, regardless of later changes to the
+    model and the optimizer. The thread sends nothing to other ranks. For a model on a device, the
+    copies overlap with later device work, up to the next optimizer step; before other writes to
+    parameters, call ``handle.wait_for_copies``. A failure does not stop training: ``handle.wait()``
+    raises it, and the next save warns about it on every rank. At exit, the program waits for the
+    save. The host memory, of the size of the rank's part, is kept for the next save.
 
     Args:
         path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
             replaced; other files in the folder stay.
-        model: sharded, or any other. Of what is not sharded (buffers, ignored parameters) the
-            first rank's is saved.
+        model: sharded, or any other. Unsharded tensors (buffers, ignored parameters) are saved from
+            the first rank.
         optimizer: one over the model's parameters.
-        extra: any object that pickles (a step, a scheduler's state). The first rank's is saved.
-            ``load`` returns it, with tensors on the CPU. DTensors in it (of an ``EMA``) are saved
-            in shards and come back whole. What is more than plain data needs ``trust=True`` in
+        extra: any object that can be pickled (a step count, a scheduler's state), from the first
+            rank. ``load`` returns it, with tensors on the CPU. DTensors in it (of an ``EMA``) are
+            saved in shards and loaded unsharded. Anything but plain data needs ``trust=True`` in
             ``load``.
-        background: write while the program goes on.
-        keep_last: the checkpoint belongs to a series in the folder that ``path`` is in. Of those
-            that were saved with ``keep_last``, only so many stay, the newest. A link ``latest``
-            beside them leads to the last one that is whole.
-        when_busy: what to do if the save before, in the background, has not ended: ``"wait"`` for
-            it, or ``"refuse"``. A rank writes one at a time.
+        background: write while the program continues.
+        keep_last: make the checkpoint part of a series in the parent folder of ``path``. Of the
+            checkpoints saved there with ``keep_last``, only this many are kept, the newest. A link
+            ``latest`` next to them points to the last complete one.
+        when_busy: what to do if the previous save, in the background, has not ended: ``"wait"`` for
+            it, or ``"refuse"``. A rank writes one save at a time.
 
     Returns:
         A ``SaveHandle`` with ``background=True``, else None.
@@ -101,19 +509,17 @@ def save(
             with ``keep_last``, something else is called ``latest``.
         UnsupportedError: a tensor wraps others (optimizer states of torchao), and ``load`` could
             not read it.
-        StateError: a rank could not write, or not where the first rank looks; the message says
-            which one and why. With ``"refuse"``: the save before goes on.
+        StateError: a rank could not write, or writes to another file system than the first rank's;
+            the message states which one and why. With ``"refuse"``: the previous save is still
+            running.
     """
-    with checked_together("save", model) as same:
-        check("save", model, optimizer)
+    with checked("save", model, optimizer, background=background) as same:
         check_path("save", "path", path)
-        check_flag("save", "background", background)
         if keep_last is not None:
             check_count("save", "keep_last", keep_last)
         if when_busy not in ("wait", "refuse"):
             raise wrong_value("save", "when_busy", "'wait' or 'refuse'", when_busy)
-        state = state_of(model)  # a hook of the user's may raise
-        same.update(has_optimizer=optimizer is not None, background=background)
+        state = state_of(model)  # a user's hook may raise
         same.update(keep_last=keep_last, when_busy=when_busy)
     place = Path(path).resolve()
 
@@ -124,9 +530,8 @@ def save(
 
     settle("save", main_of(state), when_busy)
     number = secrets.randbits(32)
-    agreed = agree("save", model, optimizer, extra, state, number, require_place)
-    main, contents = agreed.main, agreed.contents
-    workspace = Workspace(place, f"{agreed.number:08x}")
+    main, contents, number = agree("save", model, optimizer, extra, state, number, require_place)
+    workspace = Workspace(place, f"{number:08x}")
     try:
         with main.together("save"):
             if main.is_first:
@@ -135,8 +540,8 @@ def save(
             if not workspace.path.is_dir():
                 raise StateError(
                     "FS613",
-                    f"save: does not see {workspace.path}, which the first rank has made. All "
-                    "ranks must save to one path on a file system that all of them see.",
+                    f"save: this rank does not see {workspace.path}, created by the first rank. "
+                    "Save to one path on a file system that all ranks share.",
                 )
             saving = Saving(place, workspace, contents, [*contents.pieces()], keep_last)
             if background:

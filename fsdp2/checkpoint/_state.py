@@ -1,67 +1,77 @@
 """Model and optimizer state in three forms: full, sharded, rank-local.
 
-Owns what belongs to a state, and its ties. It must not know files, nor how a state is loaded
-(``_load``, ``_change``). ``_core.transfer.redistribute`` moves the tensors.
+``_load`` loads them, and ``_core.transfer.redistribute`` moves the tensors. Frozen parameters that
+wrap others: see [Note: parts of wrapped parameters] in ``_core.params.parts``.
 
-A state is ``{"model": {name: tensor}, "optimizer": {"state": {...}, "param_groups": [...]}}``.
+An optimizer's state is under names or ids. Ids are those of ``torch.optim``: a parameter's index
+over all param groups. Names are those of ``named_parameters()`` without wrappers
+(``_core.base.names``), the first one of a tied parameter.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import Any
+from contextlib import closing, contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from fsdp2._core.base import torch_dtensor
-from fsdp2._core.base.arguments import check_count, check_flag, check_module, check_optimizer
-from fsdp2._core.base.errors import ConfigError
-from fsdp2._core.base.names import cleaned
+from fsdp2._core.base import torch_dealt, torch_dtensor
+from fsdp2._core.base.containers import map_tensors
+from fsdp2._core.base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    UnsupportedError,
+    check_count,
+    check_flag,
+    check_mapping,
+    check_module,
+    check_optimizer,
+    described,
+)
+from fsdp2._core.base.names import clean, cleaned, named_parameters
+from fsdp2._core.base.rows import Deal, chunk_of, rows_of
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.engine.between_steps import require_idle
+from fsdp2._core.params.layout import contiguous_stride
+from fsdp2._core.params.param import FSDPParam, OwnerMark
+from fsdp2._core.params.parts import Part, can_be_taken_apart, inside
 from fsdp2._core.transfer.redistribute import Grids, Target, checked_together, gather
-from fsdp2.checkpoint._optimizer_state import (
-    Keys,
-    check_keys,
-    map_state,
-    named_state,
-    rekey,
-    settle_state,
-)
-from fsdp2.checkpoint._wrapped import opened
 
-MAX_BYTES = 256 << 20
-"""Default cap on what a rank holds beside its shards while tensors travel."""
-
+Keys = Literal["name", "id"]
+MAX_BYTES = 256 << 20  # default bound on a rank's memory, beyond its shards, while tensors travel
+OWN_CHOICE = ("cpu_offload", "trust", "verify")  # flags that may differ between ranks
 EXTRA_STATE = "_extra_state"
 
 
-def check(
+@contextmanager
+def checked(
     who: str,
-    model: object,
+    model: nn.Module,
     optimizer: object = None,
     *,
     max_bytes: object = MAX_BYTES,
     **flags: object,
-) -> None:
-    """Raise ConfigError for what no function of ``fsdp2.checkpoint`` can use."""
-    check_module(who, "model", model)
-    check_optimizer(who, optimizer)
-    for name, flag in flags.items():
-        check_flag(who, name, flag)
-    check_count(who, "max_bytes", max_bytes)
+) -> Iterator[dict[str, object]]:
+    """Check a collective function's arguments, and yield as ``checked_together`` does."""
+    with checked_together(who, model) as same:
+        check_module(who, "model", model)
+        check_optimizer(who, optimizer)
+        for name, flag in flags.items():
+            check_flag(who, name, flag)
+        check_count(who, "max_bytes", max_bytes)
+        same.update(has_optimizer=optimizer is not None, max_bytes=max_bytes)
+        same.update({name: flag for name, flag in flags.items() if name not in OWN_CHOICE})
+        yield same
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return parameters and persistent buffers by name, ties being one object; and extra state.
-
-    Of a frozen parameter that wraps other tensors it is these. See ``_wrapped``.
-    """
+    """Return opened parameters and persistent buffers by name (tied: one object), extra states."""
     found = cleaned(model.state_dict(keep_vars=True))
     tensors = {
         name: value
@@ -73,16 +83,10 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those tensors of a model's state that are made for each state: nobody reads them back.
-
-    A module may put into its state what is no parameter and no buffer. If that is the module's own
-    memory, a load writes there; what was made for the state is lost.
-    """
-    own = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    known = cleaned(dict(own))
+    """Return the tensors that modules create for each state dict: writes to them are lost.
+    They are neither parameters nor buffers, and not the module's own memory."""
+    lists = model.named_parameters, model.named_buffers
+    known = cleaned({n: t for each in lists for n, t in each(remove_duplicate=False)})
     loose = {n: t for n, t in tensors.items() if n not in known and not isinstance(t, DTensor)}
     if not loose:
         return {}
@@ -95,19 +99,18 @@ def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def require_kept(what: str, name: str, value: Tensor, current: Tensor) -> None:
-    """Raise ConfigError if a value is to be loaded that the module would not take, and has not."""
-    there = value.to(current.device, current.dtype)
-    if not torch.equal(there, current):
+    """Raise ConfigError if a value differs from a module's tensor that cannot be loaded into."""
+    if not torch.equal(value.to(current.device, current.dtype), current):
         raise ConfigError(
             "FS603",
-            f"{what}: {name} differs from the model's, and its module makes it anew for each "
-            "state, so nothing can be loaded into it. Load into a model that was made, and "
-            "quantised, from the same weights. Nothing was changed.",
+            f"{what}: {name} differs from the model's, but its module creates it for each state, "
+            "so it cannot be loaded. Load into a model that was built and quantized from the same "
+            "weights. Nothing was changed.",
         )
 
 
 def is_extra(name: str) -> bool:
-    """True for what ``get_extra_state`` of a module returned, a tensor perhaps."""
+    """Return True for a result of a module's ``get_extra_state``, which may be a tensor."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -121,34 +124,31 @@ def full_state(
     max_bytes: int = MAX_BYTES,
     optim_keys: Keys = "name",
 ) -> dict[str, Any]:
-    """Return the whole state of a model and its optimizer, as one process would have it.
+    """Return the full state of a model and its optimizer, as in a single process.
 
-    Tensors are plain and new; names of a tied parameter share one. Ranks other than the writer hold
-    at most ``max_bytes`` beside their shards at any time, and so does the writer beside what it
-    has collected.
+    Tensors are plain and new; names of a tied parameter share one. Ranks that do not receive the
+    state need at most ``max_bytes`` in addition to their shards at any time; the others need it in
+    addition to the tensors received so far.
 
     Args:
         optimizer: one over the model's parameters.
         rank0_only: only the first rank of the mesh gets the state, the others an empty dict.
-        cpu_offload: the tensors are in host memory.
-        max_bytes: bytes of the buffers that tensors travel in; 256 MiB by default.
-        optim_keys: ``"name"`` calls parameters by name, as torch's FSDP1 and DCP helpers do,
-            ``"id"`` as ``optimizer.state_dict()`` of one process does.
+        cpu_offload: return the tensors in host memory.
+        max_bytes: bytes of the communication buffers; 256 MiB by default.
+        optim_keys: ``"name"`` identifies parameters by name, as torch's FSDP1 and DCP helpers do,
+            ``"id"`` as ``optimizer.state_dict()`` in a single process does.
 
     Raises:
         ConfigError: the optimizer holds other parameters; a wrong argument.
         StateError: inside a forward or a backward; a parameter is on the meta device.
-        UnsupportedError: a parameter lies on some of the model's ranks only, is a partial sum, or
-            is a tensor subclass without bytes of its own.
+        UnsupportedError: a parameter is on only some of the model's ranks, is a partial sum, or is
+            a tensor subclass without bytes of its own.
     """
     flags = {"rank0_only": rank0_only, "cpu_offload": cpu_offload}
-    with checked_together("full_state", model) as same:
-        check("full_state", model, optimizer, max_bytes=max_bytes, **flags)
+    with checked("full_state", model, optimizer, max_bytes=max_bytes, **flags):
         check_keys("full_state: optim_keys", optim_keys)
         require_idle(model, "full_state")
-        tensors, extra = model_tensors(model)  # a hook of the user's may raise
-        same.update(has_optimizer=optimizer is not None)
-        same.update(rank0_only=rank0_only, max_bytes=max_bytes)
+        tensors, extra = model_tensors(model)  # a user's hook may raise
     device = torch.device("cpu") if cpu_offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
     given = [*tensors.items()]
@@ -156,7 +156,7 @@ def full_state(
     if optimizer is not None:
         settle_state(optimizer)
         with Grids([*tensors.values()]).main.together("full_state"):
-            named = named_state(model, optimizer)  # a rank may have states that others have not
+            named = named_state(model, optimizer)  # a rank may have states that others lack
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             given.append((f"{name}.{key}", value))
@@ -190,10 +190,8 @@ def gather_each(
     max_bytes: int,
     visit: Callable[[list[int], Tensor | None], None],
 ) -> None:
-    """Gather tensors under names, each once, and call ``visit`` with its places among those given.
-
-    It gets None instead of a tensor where the target does not say that it is received.
-    """
+    """Gather each object once, and call ``visit`` with all of its indices in ``given`` and the full
+    tensor, or None on ranks that do not receive it."""
     slots: dict[int, list[int]] = {}
     for place, (_, value) in enumerate(given):
         slots.setdefault(id(value), []).append(place)
@@ -209,9 +207,9 @@ def gather_each(
 def sharded_state(
     model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
 ) -> dict[str, Any]:
-    """Return the state as it lies on the ranks: DTensors that share memory with the model.
+    """Return the state as sharded on the ranks: DTensors that share memory with the model.
 
-    The dict has ``"model"``, and ``"optimizer"`` if one was given. Nothing is sent, but the states
+    The dict has ``"model"``, and ``"optimizer"`` if one was given. Sends nothing except the states
     of an optimizer of owners (``fsdp2.optim.whole``).
 
     Args:
@@ -222,7 +220,8 @@ def sharded_state(
         ConfigError: not a module; the optimizer holds other parameters; another ``optim_keys``.
         StateError: inside a forward or a backward.
     """
-    check("sharded_state", model, optimizer)
+    check_module("sharded_state", "model", model)
+    check_optimizer("sharded_state", optimizer)
     check_keys("sharded_state: optim_keys", optim_keys)
     require_idle(model, "sharded_state")
     state: dict[str, Any] = {"model": cleaned(model.state_dict())}
@@ -236,17 +235,18 @@ def sharded_state(
 
 @operation("local_state")
 def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's own parts as plain tensors, and under ``"layout"`` where they lie.
+    """Return this rank's shards as plain tensors, and their positions under ``"layout"``.
 
     The dict has ``"model"``, ``"layout"``, and ``"optimizer"`` if one was given. Tensors share
     memory with the model: save them before the next step. ``torch.save`` of the dict is the fastest
-    checkpoint there is. It loads on the same ranks of the same meshes only.
+    checkpoint. It loads only on the same ranks of the same meshes.
 
     Raises:
         ConfigError: not a module; the optimizer holds other parameters.
         StateError: inside a forward or a backward.
     """
-    check("local_state", model, optimizer)
+    check_module("local_state", "model", model)
+    check_optimizer("local_state", optimizer)
     require_idle(model, "local_state")
     state: dict[str, Any] = {"model": cleaned(model.state_dict())}
     layout: dict[str, Any] = {}
@@ -268,3 +268,290 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
         values = map_state(lambda name, key, t: cut(f"{name}.{key}", t), named["state"])
         result["optimizer"] = {**named, "state": values}
     return {**result, "layout": layout}
+
+
+def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace frozen tensors that wrap others by the inner ones, as ``name.inner``. They share
+    memory with the model, so they can be loaded into; an object under several names remains one.
+    A wrapper that is trained, or of an unknown class, is returned unchanged."""
+    found: dict[str, Tensor] = {}
+    known: dict[int, dict[str, Tensor]] = {}
+    params: dict[str, nn.Parameter] = {}
+    for name, value in tensors.items():
+        local = torch_dtensor.local_part(value) if isinstance(value, Tensor) else value
+        if not isinstance(local, Tensor) or not can_be_taken_apart(local):
+            found[name] = value
+            continue
+        params = params or named_parameters(model)
+        param = params.get(name)
+        if (value if param is None else param).requires_grad:
+            found[name] = value
+            continue
+        owner = None if param is None else OwnerMark.owner_of(param)
+        key = id(value if param is None else param)
+        if key not in known:
+            known[key] = _inside(name, value, local, owner)
+        found |= {f"{name}.{inner}" if inner else name: t for inner, t in known[key].items()}
+    return found
+
+
+def _inside(
+    name: str,
+    value: Tensor,
+    local: Tensor,
+    owner: FSDPParam | None,
+) -> dict[str, Tensor]:
+    """Return a value's inner tensors; if their layout is unknown, the value under the name ""."""
+    tensors = inside(local)
+    if not isinstance(value, DTensor):
+        return tensors
+    parts = None if owner is None else owner.wrapped.parts
+    sizes = zip(value.device_mesh.shape, value.placements, strict=True)
+    if all(size == 1 or placement.is_replicate() for size, placement in sizes):
+        parts = tuple(Part(inner, None) for inner in tensors)
+    if parts is None:
+        return {"": value}
+    return {part.name: _placed(name, value, tensors[part.name], part) for part in parts}
+
+
+def _placed(name: str, value: DTensor, local: Tensor, part: Part) -> DTensor:
+    mesh, shape = value.device_mesh, list(local.shape)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for axis, placement in enumerate(value.placements):
+        if placement.is_replicate() or part.dim is None or mesh.size(axis) == 1:
+            continue
+        shape[part.dim] = part.length
+        placements[axis] = _along(name, value, part, mesh.size(axis), placement)
+    whole = tuple(shape)
+    spec = torch_dtensor.make_spec(mesh, placements, whole, contiguous_stride(whole), local.dtype)
+    return torch_dtensor.new_dtensor(local.detach(), spec)
+
+
+def _along(
+    name: str,
+    value: DTensor,
+    part: Part,
+    size: int,
+    placement: Placement,
+) -> Placement:
+    assert part.dim is not None
+    rows, deal = value.shape[0], torch_dealt.deal_in(placement)
+    counts = [rows_of(rows, size, place, deal)[1] * part.length for place in range(size)]
+    if not torch_dtensor.shards_dim(placement, 0) or any(count % rows for count in counts):
+        raise UnsupportedError(
+            "FS624",
+            f"{name}: its inner tensor {part.name} has {part.length} rows, which cannot be split "
+            f"like its own {rows} rows, by {placement} over {size} ranks. Save it on fewer ranks, "
+            "or omit it and load the base model again.",
+        )
+    counts = [count // rows for count in counts]
+    if counts == [chunk_of(part.length, size, place)[1] for place in range(size)]:
+        return Shard(part.dim)
+    return torch_dealt.Dealt(part.dim, Deal(1, 0, tuple(itertools.accumulate(counts))))
+
+
+# An optimizer's state under names or ids.
+
+
+def check_keys(what: str, keys: object) -> None:
+    if not isinstance(keys, str) or keys not in ("name", "id"):
+        text = f"{what}: expected 'name' or 'id', found {described(keys)}."
+        if isinstance(keys, str):
+            raise ConfigError("FS102", text)
+        raise ConfigTypeError("FS101", text)
+
+
+def check_optim_state(what: str, state: object) -> None:
+    given = check_mapping(what, "the optimizer's state", state)
+    groups, values = given.get("param_groups"), given.get("state")
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise ConfigError(
+            "FS607",
+            f"{what}: expected the optimizer's state to have 'param_groups', a list of dicts with "
+            f"'params', found {described(groups)} under that key.",
+        )
+    if not isinstance(values, Mapping) or not all(isinstance(v, Mapping) for v in values.values()):
+        raise ConfigError(
+            "FS607",
+            f"{what}: expected the optimizer's state to have 'state', a dict with a dict for each "
+            f"parameter, found {described(values)} under that key.",
+        )
+
+
+def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the parameter names of each param group. ConfigError if the model lacks one."""
+    names = {id(param): name for name, param in named_parameters(model).items()}
+    found: list[list[str]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        found.append([])
+        for place, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ConfigError(
+                    "FS610",
+                    f"optimizer: parameter {place} of param group {number}, of shape "
+                    f"{tuple(param.shape)}, is not a parameter of the model. Build the optimizer "
+                    "after fully_shard and fsdp2.materialize, from model.parameters().",
+                )
+            found[-1].append(names[id(param)])
+    return found
+
+
+def ordered_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    return [name for names in names_in_groups(model, optimizer) for name in names]
+
+
+def keys_of(state: dict[str, Any]) -> Keys:
+    params = [key for group in state.get("param_groups", ()) for key in group["params"]]
+    keys = params or list(state.get("state", {}))
+    return "id" if keys and isinstance(keys[0], int) else "name"
+
+
+def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with keys replaced by ``new``, if they are in it."""
+    return {
+        **state,
+        "state": {new.get(key, key): value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [new.get(key, key) for key in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without wrappers' prefixes in its names, which old saves have."""
+    listed = [name for group in state["param_groups"] for name in group["params"]]
+    found = renamed(state, {name: clean(name) for name in dict.fromkeys(listed)})
+    return {**found, "state": cleaned(state["state"])}
+
+
+def rekey(
+    optim_state: dict[str, Any],
+    keys: Keys,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return an optimizer's state under names or under ids. Shares tensors; sends nothing.
+
+    Args:
+        optim_state: from ``optimizer.state_dict()``, this module, or torch's FSDP1 and DCP helpers.
+        keys: ``"name"`` or ``"id"``.
+        model: the model with the names; required to convert ids to names. Without ``optimizer``,
+            ids are indices into ``model.parameters()``.
+        optimizer: one over the model's parameters, whose param groups define the ids. Without it,
+            names get ids in the order in which the state's param groups list them.
+
+    Raises:
+        ConfigError: another ``keys``; a model is missing; an id or a name that the model lacks.
+    """
+    check_keys("rekey", keys)
+    check_optim_state("rekey", optim_state)
+    if model is not None:
+        check_module("rekey", "model", model)
+    check_optimizer("rekey", optimizer)
+    if keys_of(optim_state) == "name":
+        optim_state = with_clean_names(optim_state)
+    if keys_of(optim_state) == keys:
+        return renamed(optim_state, {})
+    if model is None and keys == "name":
+        raise ConfigError("FS611", "rekey: converting ids to names needs a model. Pass model=.")
+    if model is None and optimizer is not None:
+        raise ConfigError("FS611", "rekey: converting names to ids needs a model. Pass model=.")
+    listed = [key for group in optim_state["param_groups"] for key in group["params"]]
+    ordered = listed
+    if model is not None and optimizer is not None:
+        ordered = ordered_names(model, optimizer)
+    elif model is not None and keys == "name":
+        ordered = list(named_parameters(model))
+    new: dict[Any, Any] = dict(enumerate(ordered))
+    if keys == "id":
+        new = {name: number for number, name in new.items()}
+    unknown = [key for key in (*listed, *optim_state["state"]) if key not in new]
+    if unknown:
+        lacking = "its param groups do" if keys == "id" else "the model does"
+        lacking = lacking if model is None or optimizer is None else "the optimizer does"
+        raise ConfigError(
+            "FS604",
+            f"rekey: found {unknown[:5]} in the optimizer's state, which {lacking} not have. Pass "
+            "the model and the optimizer that the state belongs to.",
+        )
+    return renamed(optim_state, new)
+
+
+def map_state(
+    function: Callable[[str, str, Tensor], Any], state: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Replace each tensor in parameters' states by ``function(name, unique key, tensor)``."""
+
+    def mapped(name: str, key: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(name, key, value)
+        inside = itertools.count()
+        return map_tensors(lambda item: function(name, f"{key}.{next(inside)}", item), value)
+
+    return {
+        name: {key: mapped(name, key, value) for key, value in fields.items()}
+        for name, fields in state.items()
+    }
+
+
+def settle_state(optimizer: Optimizer | None) -> None:
+    """Convert states of an optimizer of owners (``optim.whole``) to shards. Collective."""
+    settle = getattr(optimizer, "gather_state", None)
+    if settle is not None:
+        settle()
+
+
+def named_state(
+    model: nn.Module, optimizer: Optimizer, *, is_local: bool = False
+) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` under names; ``is_local`` includes rank-local states."""
+    take = getattr(optimizer, "local_state_dict", None) if is_local else None
+    state = (take or optimizer.state_dict)()
+    return renamed(state, dict(enumerate(ordered_names(model, optimizer))))
+
+
+def matched_groups(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups, under ids, with the options of a state under names."""
+    own = names_in_groups(model, optimizer)
+    saved = {
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
+    missing = [name for names in own for name in names if name not in saved]
+    if missing:
+        raise ConfigError(
+            "FS608",
+            f"optimizer: the state has no param group with {', '.join(missing[:5])}. Load the "
+            "state of an optimizer with the same parameters, or omit the optimizer.",
+        )
+    groups = []
+    number = 0
+    for current, names in zip(optimizer.param_groups, own, strict=True):
+        options = [saved[name] for name in names]
+        if any(option != options[0] for option in options[1:]):
+            raise ConfigError(
+                "FS609",
+                f"optimizer: the param group of {names[0]} was saved as several groups with "
+                "different options. Build the optimizer with the same groups.",
+            )
+        kept = {key: value for key, value in current.items() if key != "params"}
+        ids = list(range(number, number + len(names)))
+        number += len(names)
+        groups.append({**kept, **(options[0] if options else {}), "params": ids})
+    return groups
+
+
+def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state under names, with param groups in any order. ConfigError changes nothing."""
+    groups = matched_groups(model, optimizer, state)
+    values = state["state"]
+    ordered = enumerate(ordered_names(model, optimizer))
+    by_id = {number: values[name] for number, name in ordered if name in values}
+    optimizer.load_state_dict({"state": by_id, "param_groups": groups})

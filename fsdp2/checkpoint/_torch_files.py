@@ -1,18 +1,25 @@
-"""What ``torch.save`` wrote, read without running anything in it, and in the memory that it has.
+"""Read files of ``torch.save`` without running code in them, in memory of at most their size.
 
-Owns what is in such an archive (a pickle, and the bytes of each storage) and how tensors are made
-of it. It must not know what the values are for.
+A tensor is a view of a storage that was read, and never larger than it. Values are plain data,
+tensors and parameters; other types that ``torch.load(weights_only=True)`` accepts (quantised and
+nested tensors) need trust.
 
-A tensor is a view of a storage that was read, and never larger than that. Values are plain data,
-tensors and parameters. What else ``torch.load(weights_only=True)`` knows (quantised and nested
-tensors) needs trust.
+[Note: archives]
+``torch.save`` never compresses. So an archive is refused before any of it is read, unless every
+entry has its stated size, is within the file and shares no bytes with another entry. A small file
+therefore cannot expand into a large one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
+import itertools
 import math
+import os
+import struct
 import sys
+import zipfile
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,143 +31,201 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2.checkpoint._archive import Archive, Stored
 from fsdp2.checkpoint._checksums import DamagedError
-from fsdp2.checkpoint._pickle_machine import RefusedError
-from fsdp2.checkpoint._unpickling import plain_names, unpickle
+from fsdp2.checkpoint._pickle_machine import RefusedError, plain_names, unpickle
+
+HEADER = struct.Struct("<4s5H3I2H")
+LOCAL = b"PK\x03\x04"  # the header before an entry's bytes in an archive, and its magic number
 
 PICKLE = "/data.pkl"
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 DEPTH = 200
-TIMES = 100
-"""How much larger a value may seem than it is, if parts of it are in it more than once."""
+TIMES = 100  # bound on how much shared parts may inflate a value's apparent size
 
+# storage classes by name, which torch writes for most dtypes
 STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
-}
-"""Classes of storages by name, which torch writes for most dtypes."""
+    "BFloat16Storage": torch.bfloat16, "BoolStorage": torch.bool, "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8, "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64, "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32, "HalfStorage": torch.float16, "IntStorage": torch.int32,
+    "LongStorage": torch.int64, "ShortStorage": torch.int16,
+}  # fmt: skip
+
+
+class View(io.RawIOBase):
+    """A part of a file, as a file. Reads allocate no more than the bytes that exist."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        self._place = max(0, start + offset)
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._place)
+        return super().read(left if size < 0 else min(size, left)) or b""
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(0, min(len(buffer), self._length - self._place))
+        self._file.seek(self._offset + self._place)
+        count: int = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]  # of files opened in binary mode
+        self._place += count
+        return count
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The position of an entry's bytes in the archive, and their checksum."""
+
+    offset: int
+    length: int
+    sum: int
+
+
+def _entries(file: View) -> dict[str, _Stored]:
+    """Return all entries of an archive by name: see [Note: archives]."""
+    found: dict[str, _Stored] = {}
+    try:
+        end = file.seek(0, os.SEEK_END)
+        for entry in zipfile.ZipFile(file).infolist():
+            if entry.flag_bits & 1:
+                raise DamagedError("the directory of its archive has an unexpected entry")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise DamagedError("an entry of its archive is compressed, which torch never does")
+            if entry.filename in found:
+                raise DamagedError("two entries of its archive have the same name")
+            header = file.seek(entry.header_offset)
+            magic, *_, in_name, in_extra = HEADER.unpack(file.read(HEADER.size))
+            begin = header + HEADER.size + in_name + in_extra
+            if magic != LOCAL or begin + entry.file_size > end:
+                raise DamagedError("an entry of its archive extends beyond it")
+            found[entry.filename] = _Stored(begin, entry.file_size, entry.CRC)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise DamagedError("it is not an archive of torch.save, or is truncated") from error
+    if [*shared(("", entry.offset, entry.length) for entry in found.values())]:
+        raise DamagedError("two entries of its archive overlap")
+    return found
+
+
+def shared(places: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield places (file, offset, length) that begin inside the previous place."""
+    for (file, offset, length), place in itertools.pairwise(sorted(places)):
+        if file == place[0] and offset + length > place[1]:
+            yield place
 
 
 @dataclass(frozen=True)
 class _StorageClass:
-    """Stands for a class of storages."""
-
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """Bytes of an archive, of which tensors are views."""
-
     content: Tensor
     dtype: torch.dtype
 
 
-def read_torch_file(file: IO[bytes], offset: int, length: int, *, verify: bool) -> Any:
-    """Return the value that ``torch.save`` wrote into a part of a file.
-
-    Args:
-        verify: check the sums that the archive itself has.
-
-    Raises:
-        RefusedError: it is more than plain data and tensors.
-        UnpicklingError, DamagedError: it is damaged.
-    """
-    return _TorchFile(file, offset, length, verify).read()
+def read_torch_file(
+    file: IO[bytes],
+    offset: int,
+    length: int,
+    *,
+    verify: bool,
+) -> Any:
+    """Return the value that ``torch.save`` wrote into a part of a file. RefusedError for more than
+    plain data and tensors; UnpicklingError or DamagedError if damaged, with ``verify`` by the
+    archive's own checksums."""
+    return _TorchFile(View(file, offset, length), verify).read()
 
 
 class _TorchFile:
-    def __init__(self, file: IO[bytes], offset: int, length: int, verify: bool) -> None:
+    def __init__(self, file: View, verify: bool) -> None:
         self._file = file
         self._verify = verify
-        self._entries = Archive(file, offset, length).entries()
+        self._entries = _entries(file)
         self._read: dict[str, Tensor] = {}
         self._top = ""
 
     def read(self) -> Any:
         tops = [name.removesuffix(PICKLE) for name in self._entries if name.endswith(PICKLE)]
         if len(tops) != 1:
-            raise DamagedError(f"its archive has {len(tops)} pickles, and not one")
+            raise DamagedError(f"its archive has {len(tops)} pickles instead of one")
         self._top = tops[0]
         order = self._entries.get(f"{self._top}/byteorder")
         if order is not None and self._bytes(order) != sys.byteorder.encode():
-            raise DamagedError("a machine with another order of bytes wrote it")
+            raise DamagedError("a machine with another byte order wrote it")
         data = self._bytes(self._entries[self._top + PICKLE])
         found = unpickle(data, {**plain_names(), **tensor_names()}, persistent=self._storage)
         _require_tree(found)
         return found
 
-    def _bytes(self, entry: Stored) -> bytes:
+    def _bytes(self, entry: _Stored) -> bytes:
         self._file.seek(entry.offset)
         data = self._file.read(entry.length)
         self._check(entry, data)
         return data
 
-    def _check(self, entry: Stored, data: bytes | memoryview) -> None:
+    def _check(self, entry: _Stored, data: bytes | memoryview) -> None:
         if len(data) != entry.length:
             raise DamagedError("it ends too early")
-        # torch can be told to write no sums
+        # torch can be configured to write no checksums
         if self._verify and entry.sum and zlib.crc32(data) != entry.sum:
-            raise DamagedError("the checksum of an entry of its archive is another one")
+            raise DamagedError("the checksum of an entry of its archive does not match")
 
     def _storage(self, pid: Any) -> _Storage:
-        """Return what a pickle refers to as (kind, class, key, device, number of elements)."""
-        kind, cls, key, _, numel = pid
+        kind, cls, key, _device, numel = pid
         if kind != "storage" or type(cls) is not _StorageClass or type(key) is not str:
-            raise UnpicklingError("a reference is to no storage")
+            raise UnpicklingError("a reference is not to a storage")
         if key not in self._read:
             self._read[key] = self._tensor(self._entries[f"{self._top}/data/{key}"])
         content = self._read[key]
         if type(numel) is not int or not 0 <= numel * cls.dtype.itemsize <= content.numel():
-            raise UnpicklingError("a storage has fewer bytes than it says")
+            raise UnpicklingError("a storage has fewer bytes than it declares")
         return _Storage(content, cls.dtype)
 
-    def _tensor(self, entry: Stored) -> Tensor:
+    def _tensor(self, entry: _Stored) -> Tensor:
         made = torch.empty(entry.length, dtype=torch.uint8, device="cpu")
         if entry.length:
             view = memoryview((ctypes.c_ubyte * entry.length).from_address(made.data_ptr()))
             self._file.seek(entry.offset)
-            count: int = self._file.readinto(view)  # type: ignore[attr-defined]  # of files opened in binary mode
-            self._check(entry, view[:count])
+            self._check(entry, view[: self._file.readinto(view)])
         return made
 
 
 def _require_tree(value: Any) -> None:
-    """Raise DamagedError for what is in itself, too deep, or in itself so often that it seems huge.
-
-    A memo lets a pickle of a hundred bytes describe a list of two lists of two lists, ..., which
-    takes years to walk through.
-    """
-    sizes: dict[int, int] = {}  # of what was walked through, in elements
+    """Raise DamagedError for a value that contains itself, is too deep, or is shared too often.
+    With a memo, a hundred bytes can describe lists of lists that take years to traverse."""
+    sizes: dict[int, int] = {}  # number of elements of each traversed value
     entered: list[Any] = [value]
     rest: list[Iterator[Any]] = [iter(_inside(value))]
     inside, elements = {id(value)}, 0
     while rest:
-        below = next(rest[-1], rest)  # which is in no pickle
+        below = next(rest[-1], rest)  # the sentinel ``rest`` cannot occur in a pickle
         if below is rest:
             done = entered.pop()
             rest.pop()
             inside.discard(id(done))
             sizes[id(done)] = 1 + sum(sizes.get(id(one), 1) for one in _inside(done))
             if sizes[id(done)] > TIMES * elements + 1000:
-                raise DamagedError("a value is in itself too often")
+                raise DamagedError("a value contains itself too often")
             continue
         elements += 1
         if id(below) in sizes or not isinstance(below, CONTAINERS):
             continue
         if id(below) in inside or len(rest) > DEPTH:
-            raise DamagedError("a value is in itself, or too deep")
+            raise DamagedError("a value contains itself, or is nested too deeply")
         entered.append(below)
         rest.append(iter(_inside(below)))
         inside.add(id(below))
@@ -172,11 +237,8 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, CONTAINERS) else ()
 
 
-# What a pickle of tensors calls.
-
-
 def tensor_names() -> dict[tuple[str, str], Any]:
-    """Return the table for tensors: torch's own functions by name, and ours in their place."""
+    """Return the functions and classes that a pickle of tensors uses, by module and name."""
     functions = {
         ("torch._utils", "_rebuild_tensor"): _view,
         ("torch._utils", "_rebuild_tensor_v2"): _tensor_of,
@@ -190,11 +252,11 @@ def tensor_names() -> dict[tuple[str, str], Any]:
 
     def with_attributes(function: Any, cls: Any, args: Any, state: Any) -> Tensor:
         if id(function) not in known or not any(cls is one for one in classes.values()):
-            raise UnpicklingError("a tensor is of another class")
+            raise UnpicklingError("a tensor has an unexpected class")
         tensor: Tensor = function(*args)
         named, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
         if type(named) is not dict or slots or any(type(name) is not str for name in named):
-            raise UnpicklingError("attributes of a tensor are no dict of names")
+            raise UnpicklingError("attributes of a tensor are not a dict of names")
         vars(tensor).update(named)
         return tensor
 
@@ -210,16 +272,22 @@ def tensor_names() -> dict[tuple[str, str], Any]:
     }
 
 
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any = None) -> Tensor:
-    """Return a tensor that lies in a storage, whole: torch would make the storage larger."""
+def _view(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    dtype: Any = None,
+) -> Tensor:
+    """Return a tensor within a storage, which torch would enlarge if the tensor did not fit."""
     if type(storage) is not _Storage:
         raise UnpicklingError("a tensor has no storage")
     dtype = dtype or storage.dtype
     numbers = (offset, *size, *stride)
     if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-        raise UnpicklingError("a tensor has other sizes than numbers")
+        raise UnpicklingError("a tensor has sizes that are not numbers")
     if len(size) != len(stride) or math.prod(size) >= 1 << 63:
-        raise UnpicklingError("a tensor has other strides than sizes")
+        raise UnpicklingError("a tensor has different numbers of sizes and strides")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if 0 not in size and (last + 1) * dtype.itemsize > storage.content.numel():
         raise UnpicklingError("a tensor is larger than its storage")
@@ -242,8 +310,8 @@ def _tensor_of(
 ) -> Tensor:
     made = _view(storage, offset, size, stride, dtype)
     told = {name for name, value in (metadata or {}).items() if value}
-    if told - {"conj", "neg"}:
-        raise RefusedError(f"a tensor with {min(told - {'conj', 'neg'})!r}")
+    if unknown := told - {"conj", "neg"}:
+        raise RefusedError(f"a tensor with {min(unknown)!r}")
     if "conj" in told:
         made = made.conj()
     if "neg" in told:
@@ -251,24 +319,16 @@ def _tensor_of(
     return made.requires_grad_(bool(requires_grad))
 
 
-def _tensor_with_dtype(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    requires_grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> Tensor:
+def _tensor_with_dtype(*args: Any) -> Tensor:
+    dtype = args[6]  # follows the arguments of ``_tensor_of`` up to the hooks
     if not isinstance(dtype, torch.dtype):
         raise UnpicklingError("a tensor has no dtype")
-    return _tensor_of(storage, offset, size, stride, requires_grad, None, metadata, dtype=dtype)
+    return _tensor_of(*args[:6], *args[7:], dtype=dtype)
 
 
 def _sparse(layout: Any, data: Any) -> Tensor:
     if layout != str(torch.sparse_coo):
-        raise RefusedError("a sparse tensor in another layout than torch.sparse_coo")
+        raise RefusedError("a sparse tensor whose layout is not torch.sparse_coo")
     indices, values, size, is_coalesced = data
     return torch.sparse_coo_tensor(
         indices, values, tuple(size), check_invariants=True, is_coalesced=bool(is_coalesced)
@@ -277,5 +337,5 @@ def _sparse(layout: Any, data: Any) -> Tensor:
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter:
     if not isinstance(data, Tensor):
-        raise UnpicklingError("a parameter is no tensor")
+        raise UnpicklingError("a parameter is not a tensor")
     return nn.Parameter(data, requires_grad=bool(requires_grad))

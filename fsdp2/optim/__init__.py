@@ -1,4 +1,4 @@
-"""``fsdp2.optim``: optimizers on local shards and on whole matrices, and averages of shards."""
+"""``fsdp2.optim``: optimizers on local shards or full matrices, and averages of shards."""
 
 from fsdp2.optim._ema import EMA
 from fsdp2.optim._local import local

@@ -1,21 +1,17 @@
-"""States that an optimizer keeps in blocks of elements: codes of few bits, and a scale for each.
+"""Optimizer states kept in blocks of elements: low-bit codes with one scale per block.
 
-Owns what such states are for a shard of some size, and their form in a checkpoint: tensors of the
-whole parameter, of which each rank has the part of its rows, as long as no block is divided. It
-must not know files, nor how a step runs; an optimizer makes its states by a step that it is asked
-for (``Probe``).
+The checkpoint form are tensors over the full parameter, of which each rank has its rows' part. No
+block may be divided between ranks.
 
 [Note: states in blocks]
-Libraries keep them in two ways: as plain tensors of other lengths beside those of the parameter's
-shape (bitsandbytes), and as a tensor that wraps others (torchao). Nothing in such a tensor says
-what it is, so the class is asked: a step on zeros of a shard's shape, with the options of its param
-group, makes the states that it makes for such a shard. A plain tensor in them, or in what wraps,
-has one element for every ``block`` of the parameter's, counted flat; of several sizes of shards
-every one must have the same. So each rank knows what the others have, and nothing is sent. Tables
-that translate codes (``qmap``) are the class's own, made by every step that makes states, and are
-not saved.
-
-When states come back, the step on zeros makes room, and the values are copied there.
+Libraries keep them in two ways: as plain tensors of other lengths next to those of the parameter's
+shape (bitsandbytes), or as a tensor that wraps others (torchao). Such tensors do not describe their
+layout, so it is probed: a step on zeros of a shard's shape, with the options of its param group,
+makes the states of such a shard. A plain tensor in them, or inside a wrapper, has one element for
+every ``block`` elements of the flattened parameter. The block must be the same for all shard sizes.
+So each rank can compute the other ranks' layouts, and nothing is sent. Tables that translate codes
+(``qmap``) belong to the class: every step that makes states makes them, and they are not saved. To
+load states, the step on zeros allocates them, and the values are copied in.
 """
 
 from __future__ import annotations
@@ -34,15 +30,15 @@ from fsdp2._core.base import torch_dealt, torch_dtensor
 from fsdp2._core.base.errors import UnsupportedError
 from fsdp2._core.base.rows import Deal, rows_of
 from fsdp2._core.params.layout import contiguous_stride
+from fsdp2.optim._wrapped import State
 
-State = dict[str, Any]
 Probe = Callable[[Sequence[int], torch.dtype, torch.device], State]
-"""Makes the states of a shard of a shape, by a step on zeros."""
+"""Makes the states of a shard of a given shape, by a step on zeros."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A plain tensor of a state: how many elements of the parameter each of its own is for."""
+    """A plain tensor of a state: its dtype, and the parameter elements per element of it."""
 
     block: int
     dtype: torch.dtype
@@ -50,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lines:
-    """How a parameter's rows lie on the ranks of one axis."""
+    """The distribution of a parameter's rows over the ranks of one axis."""
 
     axis: int
     size: int
@@ -60,21 +56,19 @@ class Lines:
 
     @staticmethod
     def of(param: DTensor) -> Lines | None:
-        """Return it for a parameter that one axis divides, by rows; else None."""
-        mesh, cut = param.device_mesh, []
-        for axis, placement in enumerate(param.placements):
-            if not placement.is_replicate():
-                cut.append((axis, placement))
-        if len(cut) != 1 or not torch_dtensor.shards_dim(cut[0][1], 0):
+        """Return the lines of a parameter that is divided by rows over one axis; else None."""
+        cuts = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
+        if len(cuts) != 1 or not torch_dtensor.shards_dim(cuts[0][1], 0):
             return None
-        axis, size = cut[0][0], mesh.size(cut[0][0])
-        deal = torch_dealt.deal_in(cut[0][1])
+        ((axis, placement),) = cuts
+        mesh, deal = param.device_mesh, torch_dealt.deal_in(placement)
+        size = mesh.size(axis)
         rows = tuple(rows_of(param.shape[0], size, place, deal) for place in range(size))
         place = mesh.get_local_rank(axis)
         return Lines(axis, size, place, math.prod(param.shape[1:]), rows)
 
     def ends(self, block: int) -> tuple[int, ...] | None:
-        """Return where each rank's blocks end, in blocks; None if some block is divided."""
+        """Return where each rank's blocks end, in blocks; None if any block is divided."""
         if any(start * self.row_numel % block for start, count in self.rows if count):
             return None
         counts = [-(-count * self.row_numel // block) for _, count in self.rows]
@@ -82,12 +76,11 @@ class Lines:
 
 
 def is_tensor(value: object) -> bool:
-    """True for what is no number."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def is_apart(entry: State, param: Tensor) -> bool:
-    """True if a parameter's state is in the form of a checkpoint, and not in that of a step."""
+    """Return True if a parameter's state is in its checkpoint form, not its step form."""
     return any(
         isinstance(value, DTensor) and value.dim() and value.shape != param.shape
         for value in entry.values()
@@ -95,7 +88,7 @@ def is_apart(entry: State, param: Tensor) -> bool:
 
 
 def plain_parts(entry: State) -> dict[str, Tensor]:
-    """Return the plain tensors of a state by name, but for numbers and tables of codes."""
+    """Return a state's plain tensors by name, without 0-dim ones and tables of codes."""
     found: dict[str, Tensor] = {}
 
     def look(name: str, value: Any) -> None:
@@ -117,24 +110,27 @@ def plain_parts(entry: State) -> dict[str, Tensor]:
 
 
 def _block_of(numel: int, count: int) -> int | None:
-    """Return how many elements of a shard one of a state's is for; None: not for so many each."""
+    """Return the number of shard elements per state element; None if it is not constant."""
     if not count or count > numel:
         return None
     if numel % count == 0:
         return numel // count
-    block = 2  # the last one is for fewer
+    block = 2  # the last block may be shorter
     while -(-numel // block) > count:
         block *= 2
     return block if -(-numel // block) == count else None
 
 
 class StatesInBlocks:
-    """What one class keeps for the shards of one parameter.
+    """A class's states for the shards of one parameter; ``parts`` are those of non-empty shards."""
 
-    ``parts`` are those of every shard with elements, by name.
-    """
-
-    def __init__(self, fqn: str, param: DTensor, lines: Lines, parts: dict[str, Part]) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        param: DTensor,
+        lines: Lines,
+        parts: dict[str, Part],
+    ) -> None:
         self.fqn = fqn
         self.param = param
         self.lines = lines
@@ -142,11 +138,7 @@ class StatesInBlocks:
 
     @staticmethod
     def of(fqn: str, param: DTensor, probe: Probe) -> StatesInBlocks | None:
-        """Ask the class; None: it keeps plain states in the parameter's shape.
-
-        Raises:
-            UnsupportedError: shards of this parameter have states that do not go together.
-        """
+        """Probe the class; None if its states are plain, UnsupportedError if incompatible."""
         lines = Lines.of(param)
         if lines is None:
             return None
@@ -161,7 +153,7 @@ class StatesInBlocks:
             for name, part in plain_parts(entry).items():
                 block = _block_of(numel, part.numel())
                 if block is None:
-                    raise _refused(fqn, f"{name} has {part.numel()} elements for {numel} of it")
+                    raise _refused(fqn, f"{name} has {part.numel()} elements, its shard {numel}")
                 is_plain = is_plain and block == 1 and name in entry
                 parts[name] = Part(block, part.dtype)
             found[numel] = parts
@@ -171,20 +163,20 @@ class StatesInBlocks:
             ask(count)
         if is_plain:
             return None
-        ask(2 * max(counts))  # scales of columns are as many for any number of rows
+        ask(2 * max(counts))  # detects per-column scales: their number does not depend on the rows
         if len(set(map(str, found.values()))) > 1:
             names = ", ".join(sorted({name for parts in found.values() for name in parts}))
             raise _refused(
-                fqn, f"{names} are of several kinds for shards of {sorted(found)} elements"
+                fqn, f"{names} have different layouts for shards of {sorted(found)} elements"
             )
         kept = found[max(found)]
         for name, one in kept.items():
             if lines.ends(one.block) is None:
-                raise _refused(fqn, f"shards divide the blocks of {one.block} elements of {name}")
+                raise _refused(fqn, f"shards split the blocks of {one.block} elements of {name}")
         return StatesInBlocks(fqn, param, lines, kept)
 
     def placed(self, name: str, local: Tensor | None) -> DTensor:
-        """Return a part as a tensor of the whole parameter; None: there is only room for it."""
+        """Return a part as a tensor over the full parameter; None allocates this rank's share."""
         part, param, lines = self.parts[name], self.param, self.lines
         shape, own = tuple(param.shape), torch_dtensor.local_tensor(param)
         placements: list[Placement] = list(param.placements)
@@ -202,7 +194,6 @@ class StatesInBlocks:
         return torch_dtensor.new_dtensor(local.view(sizes), spec)
 
     def apart(self, entry: State) -> State:
-        """Return a parameter's state in the form of a checkpoint."""
         made = {key: value for key, value in entry.items() if not is_tensor(value)}
         own = plain_parts(entry) if torch_dtensor.local_tensor(self.param).numel() else {}
         for name in self.parts:
@@ -212,21 +203,15 @@ class StatesInBlocks:
         return made
 
     def together(self, entry: State, probe: Probe) -> State:
-        """Return a state that came from a checkpoint as a step of the class has it.
-
-        Collective, if it lies as another model's does: ranks take its parts in one order.
-
-        Raises:
-            UnsupportedError: a part of it is missing, or has another form. So it is on all ranks.
-        """
+        """Return a loaded state in the class's form. Collective if its placement differs."""
         local = torch_dtensor.local_tensor(self.param)
         made = probe(local.shape, local.dtype, local.device)
         made.update({key: value for key, value in entry.items() if not is_tensor(value)})
         targets = plain_parts(made) if local.numel() else {}
-        for name in sorted(self.parts):
+        for name in sorted(self.parts):  # sorted, so that all ranks use the same order
             source, room = entry.get(name), self.placed(name, None)
             if not isinstance(source, DTensor) or source.shape != room.shape:
-                raise _refused(self.fqn, f"what was loaded has no {name} of shape {room.shape}")
+                raise _refused(self.fqn, f"the loaded state has no {name} of shape {room.shape}")
             torch_dealt.adopt(source)
             if not torch_dealt.are_same(source.placements, room.placements):
                 mesh = self.param.device_mesh
@@ -240,8 +225,8 @@ class StatesInBlocks:
 def _refused(fqn: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         "FS704",
-        f"{fqn}: {why}. Such states belong to one rank's shard, and a whole or a sharded "
-        "checkpoint would give them to other ranks. Let no shard divide a block, by "
-        "shard_placement_fn: fsdp2.Aligned(None, multiple_of=..., at_least=...). Or save "
+        f"{fqn}: {why}. Such states belong to one rank's shard, but a full or sharded checkpoint "
+        "would load them on other ranks. Keep every block in one shard with shard_placement_fn: "
+        "fsdp2.Aligned(None, multiple_of=..., at_least=...). Or save "
         "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",
     )

@@ -1,13 +1,12 @@
 """``clip_grad_norm_`` over plain, sharded, replicated and tensor-parallel parameters on any meshes.
 
-Owns the question over which process groups a gradient's elements are spread. It must not know units
-or groups: a parameter's placements say everything.
+The process groups over which a gradient is split follow from its parameter's placements alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +15,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.base import torch_comm, torch_compiler, torch_dtensor, torch_tensors
-from fsdp2._core.base.arguments import check_flag, check_number, wrong_type
-from fsdp2._core.base.errors import ConfigTypeError, StateError
-from fsdp2._core.comm.process_mesh import carrying, operation, wire_device
+from fsdp2._core.base.errors import (
+    ConfigTypeError,
+    StateError,
+    carrying,
+    check_flag,
+    check_number,
+    wrong_type,
+    wrong_value,
+)
+from fsdp2._core.base.slot_clock import clocks
+from fsdp2._core.comm.process_mesh import operation, wire_device
+from fsdp2.optim._exact_norm import integers_of, norm_of, unit_of
 from fsdp2.optim._runs import placed_part
 
 Spread = tuple[dist.ProcessGroup, ...]
-"""Process groups whose ranks hold different elements of a tensor. Empty: every rank has all."""
+"""Process groups whose ranks have different elements of a tensor; empty if replicated."""
 
 
 @torch_compiler.always_eager
@@ -35,31 +43,31 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm.
 
-    The norm is that of all whole gradients as one vector, before scaling. An element that several
-    ranks hold (a replicate axis, a tensor-parallel parameter that is whole) counts once, and so
-    does a parameter that is passed twice. Plain parameters are taken to have the same gradient on
-    every rank. Parameters whose ``grad`` is None count nothing.
+    The norm is that of all unsharded gradients as one vector, before scaling. An element on several
+    ranks (a replicate axis, an unsharded parameter under tensor parallelism) counts once, and so
+    does a parameter that is passed twice. Plain parameters are assumed to have the same gradient on
+    every rank. Parameters whose ``grad`` is None do not count.
 
-    Local norms travel, not gradients: one all-gather for each process group over which some
-    parameter is split. Collective: every rank passes the same parameters in the same order, and
-    whether one of them has a gradient may differ.
+    Only local norms are communicated: one all-gather per process group over which a parameter is
+    split. Collective: every rank passes the same parameters in the same order, but not all of them
+    need to have the same gradients.
 
     Args:
-        parameters: one tensor, or an iterable (it may be a generator) of plain parameters and of
-            DTensors on any meshes, of any floating or complex dtypes.
+        parameters: a tensor, or an iterable (which may be a generator) of plain parameters and of
+            DTensors on any meshes, of any floating-point or complex dtypes.
         norm_type: any number; ``inf`` is the largest magnitude, ``-inf`` the smallest, 0 the number
-            of elements that are not zero.
-        error_if_nonfinite: raise if the total is nan or infinite, instead of scaling by it.
-        foreach: False runs a kernel for each gradient; None and True one for many.
+            of nonzero elements.
+        error_if_nonfinite: raise if the total is NaN or infinite, instead of scaling by it.
+        foreach: False runs one kernel per gradient; None and True one kernel for many.
 
     Returns:
         A plain 0-dim tensor, the same on every rank, on the device of the first gradient; float32,
-        or float64 if some gradient has 64-bit floats.
+        or float64 if any parameter has 64-bit floats.
 
     Raises:
-        ConfigError: not tensors; a negative ``max_norm``; nan.
-        StateError: the total is not finite and ``error_if_nonfinite`` is set; gradients are as they
-            were.
+        ConfigError: not tensors; a negative ``max_norm``; NaN.
+        StateError: the total is not finite and ``error_if_nonfinite`` is set; gradients are
+            unchanged.
 
     Source: the public ``torch.nn.utils.clip_grad_norm_``, which takes DTensors of one mesh.
     """
@@ -76,7 +84,7 @@ def _clip(
 ) -> Tensor:
     unique = _unique(parameters)
     max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a number of at least 0", 0.0)
-    given: Any = norm_type  # torch's documentation has the word too
+    given: Any = norm_type  # torch documents strings too
     order = (
         float(given)
         if isinstance(given, str) and given in ("inf", "-inf")
@@ -86,7 +94,7 @@ def _clip(
     if foreach is not None:
         check_flag("clip_grad_norm_", "foreach", foreach)
     loop = foreach is False
-    parts: dict[Spread, list[Tensor]] = {}  # local gradients, placed as their parameters are
+    parts: dict[Spread, list[Tensor]] = {}  # local gradients, in their parameters' placements
     local_grads: list[Tensor] = []
     dtype = torch.float32
     for param in unique:
@@ -97,31 +105,69 @@ def _clip(
         if param.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
         if grad is not None:
-            part.append(placed_part(param, grad, "clip_grad_norm_: a gradient placed otherwise"))
+            part.append(placed_part(param, grad, "clip_grad_norm_: a gradient placed differently"))
             local_grads.append(torch_dtensor.local_part(grad))
     device = local_grads[0].device if local_grads else torch.device("cpu")
-    norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
-    for group in dict.fromkeys(group for spread in parts for group in spread):
-        mine = [spread for spread in parts if group in spread]
-        with carrying():
-            joined = _over_ranks(torch.stack([norms[spread] for spread in mine]), group, order)
-        norms.update(zip(mine, joined.unbind(), strict=True))
-    total = torch.zeros((), dtype=dtype, device=device)
-    if norms:
-        total = _joined(torch.stack([norm.to(device) for norm in norms.values()]), order)
+    total = (_exact_total if clocks else _total)(parts, order, dtype, loop, device)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(
             "FS705",
             f"clip_grad_norm_: the total norm of order {order:g} of {len(unique)} parameters is "
-            f"{total.item()}, and error_if_nonfinite is set. Look for the gradient that is not "
-            "finite, or leave error_if_nonfinite out to scale anyway.",
+            f"{total.item()}, and error_if_nonfinite is set. Find the gradient that is not finite, "
+            "or omit error_if_nonfinite to scale anyway.",
         )
     _scale_(local_grads, (max_norm / (total + 1e-6)).clamp(max=1.0), loop)
     return total
 
 
+def _total(
+    parts: Mapping[Spread, Sequence[Tensor]],
+    order: float,
+    dtype: torch.dtype,
+    loop: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return the norm of all local tensors of all ranks, each spread over some process groups."""
+    norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
+    _join_over_ranks(norms, order)
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    return _joined(torch.stack([norm.to(device) for norm in norms.values()]), order)
+
+
+def _exact_total(
+    parts: Mapping[Spread, Sequence[Tensor]],
+    order: float,
+    dtype: torch.dtype,
+    loop: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return a norm independent of the number of ranks: some model is ``reproducible``."""
+    if order not in (1.0, 2.0):
+        if math.isinf(order) or order == 0:  # magnitudes and counts are exact in any order
+            return _total(parts, order, torch.float64, loop, device).to(dtype)
+        hint = "or end it with reproducible(model, None)."
+        expected = "0, 1, 2 or an infinity while a model is reproducible"
+        raise wrong_value("clip_grad_norm_", "norm_type", expected, order, f"Pass one, {hint}")
+    largest = _total(parts, math.inf, torch.float64, loop, device)
+    unit = unit_of(largest, order)
+    sums = {spread: integers_of(part, order, unit) for spread, part in parts.items()}
+    _join_over_ranks(sums, order)
+    integers = torch.stack([*sums.values(), torch.zeros(2, dtype=torch.int64, device=device)])
+    total = norm_of(integers.sum(0), order, unit)
+    return torch.where(torch.isfinite(largest), total, largest).to(dtype)
+
+
+def _join_over_ranks(norms: dict[Spread, Tensor], order: float) -> None:
+    """Combine all ranks' values in place, over each process group of their spread."""
+    for group in dict.fromkeys(group for spread in norms for group in spread):
+        mine = [spread for spread in norms if group in spread]
+        with carrying():
+            joined = _over_ranks(torch.stack([norms[spread] for spread in mine]), group, order)
+        norms.update(zip(mine, joined.unbind(), strict=True))
+
+
 def _unique(parameters: object) -> list[Tensor]:
-    """Return every parameter once."""
     expected = "a tensor or an iterable of tensors"
     hint = "Pass model.parameters()."
     if isinstance(parameters, Tensor):
@@ -129,7 +175,7 @@ def _unique(parameters: object) -> list[Tensor]:
     if not isinstance(parameters, Iterable) or isinstance(parameters, str | bytes):
         raise wrong_type("clip_grad_norm_", "parameters", expected, parameters, hint)
     unique = {id(param): param for param in parameters}
-    for kind in set(map(type, unique.values())):  # one look at each class, not at each parameter
+    for kind in set(map(type, unique.values())):  # check each class, not each parameter
         if not issubclass(kind, Tensor):
             raise ConfigTypeError(
                 "FS101",
@@ -177,29 +223,28 @@ _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def _identity(order: float) -> float:
-    """Return the norm of no elements, which changes no total."""
+    """Return the norm of an empty tensor, the neutral element of ``_joined``."""
     return math.inf if order < 0 else 0.0
 
 
 def _joined(norms: Tensor, order: float) -> Tensor:
-    """Join norms of the parts of vectors, along dim 0."""
-    if order == 0:
+    """Join the norms of parts along dim 0; integers are added up."""
+    if order == 0 or not norms.is_floating_point():
         return norms.sum(0)
     total: Tensor = torch.linalg.vector_norm(norms, order, dim=0)
     return total
 
 
 def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
-    """Join each of several norms with the other ranks': one all-gather of a number for each."""
+    """Combine norms with the other ranks', in one all-gather of a number per norm."""
     sent = norms.to(wire_device(group, norms.device))
     size = dist.get_world_size(group)
-    gathered = torch.empty((size * len(norms),), dtype=sent.dtype, device=sent.device)
-    torch_comm.all_gather_single(gathered, sent, group=group)
-    return _joined(gathered.view(size, len(norms)), order).to(norms.device)
+    gathered = torch.empty((size * norms.numel(),), dtype=sent.dtype, device=sent.device)
+    torch_comm.all_gather_single(gathered, sent.view(-1), group=group)
+    return _joined(gathered.view(size, *norms.shape), order).to(norms.device)
 
 
 def _scale_(grads: Sequence[Tensor], factor: Tensor, loop: bool) -> None:
-    """Multiply tensors of any devices and dtypes in place."""
     for (device, _), alike in torch_tensors.by_kind(grads).items():
         own = factor.to(device)
         if loop:

@@ -1,8 +1,4 @@
-"""``EMA``: an exponential moving average of parameters, shard by shard.
-
-Owns the averages, their swap with the parameters, and their state dict. It must not know groups'
-buffers: it reads and writes the local shards of what is registered between steps.
-"""
+"""``EMA``: an exponential moving average of parameters, shard by shard, between steps only."""
 
 from __future__ import annotations
 
@@ -17,19 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._core.api.settings import refuse_during_step, units_in
 from fsdp2._core.base import torch_dealt, torch_tensors
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.errors import (
+    ConfigError,
+    StateError,
+    carrying,
     check_dtype,
     check_flag,
     check_module,
     check_number,
     wrong_value,
 )
-from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2._core.base.fitting import require_representable
 from fsdp2._core.base.names import cleaned, named_parameters
 from fsdp2._core.base.pending_copies import wait_for_copies
 from fsdp2._core.base.torch_dtensor import local_part, placed_like
-from fsdp2._core.comm.process_mesh import Grid, carrying, operation
+from fsdp2._core.comm.process_mesh import Grid, operation
 from fsdp2._core.engine.between_steps import reshard_if_idle
 from fsdp2._core.transfer.redistribute import Grids
 
@@ -40,22 +38,22 @@ class EMA:
     """Keep an exponential moving average of a model's parameters.
 
     ``average = decay * average + (1 - decay) * parameter`` at each ``update()``. Every rank
-    averages its own shards, in a few kernels for the whole model and without communication; the
-    averages start as the parameters are now, and are placed as they are.
+    averages its own shards, in a few kernels for the whole model and without communication. The
+    averages start as copies of the parameters, with the same placements.
 
     Args:
-        model: sharded or not, or in part; materialised.
+        model: fully, partly or not sharded; materialised.
         decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first).
-        dtype: of the averages of floating-point values; default: each one's own. Averages of bf16
-            parameters want ``torch.float32``: a small step is lost otherwise.
-        include_buffers: average floating-point buffers too, and copy other ones.
+        dtype: of the averages of floating-point values; by default each value's own. Use
+            ``torch.float32`` for bf16 parameters: their averages lose small updates otherwise.
+        include_buffers: average floating-point buffers, and copy other buffers.
 
-    Integers, booleans and 8-bit floats are copied and not averaged.
+    Integers, booleans and 8-bit floats are copied, not averaged.
 
     Raises:
-        ConfigError: a decay that is no number from 0 to 1; a parameter on the meta device.
+        ConfigError: ``decay`` is not a number from 0 to 1; a parameter on the meta device.
 
-    Source: Polyak and Juditsky, 1992; ``torch.optim.swa_utils`` for whole parameters.
+    Source: Polyak and Juditsky, 1992; ``torch.optim.swa_utils`` for unsharded parameters.
     """
 
     def __init__(
@@ -82,16 +80,12 @@ class EMA:
             for name, value in self._values().items():
                 if value.is_meta:
                     raise ConfigError(
-                        "FS208", f"EMA: {name} is on the meta device. Materialise the model first."
+                        "FS208", f"EMA: {name} is on the meta device. Materialize the model first."
                     )
                 self._averages[name] = self._like(value)
 
     def _values(self) -> dict[str, Tensor]:
-        """Return what is averaged, as it is registered between steps.
-
-        Raises:
-            StateError: called during a forward or a backward of the model.
-        """
+        """Return the averaged tensors as registered between steps; StateError during a step."""
         units = units_in(self.model, recurse=True)
         for unit in units:
             reshard_if_idle(unit)
@@ -102,7 +96,6 @@ class EMA:
         return values
 
     def _like(self, value: Tensor) -> Tensor:
-        """Return a copy of a value, placed alike, in the dtype of averages."""
         dtype = value.dtype
         if self._dtype is not None and _is_averaged(value):
             dtype = self._dtype
@@ -110,17 +103,17 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters into the average. Call it after the optimizer's step.
+        """Update the averages from the parameters. Call it after the optimizer's step.
 
         Raises:
-            StateError: inside ``swapped()`` or during a step; a parameter that came, went or is
-                placed otherwise than when the average was made.
+            StateError: inside ``swapped()`` or during a step; a parameter was added, removed or
+                placed differently since the average was made.
         """
         if self._is_swapped:
             raise StateError(
                 "FS706",
-                "EMA.update: called inside of swapped(), where the parameters are the average. "
-                "Leave the context first.",
+                "EMA.update: called inside swapped(), where the parameters are the averages. Exit "
+                "the context first.",
             )
         wait_for_copies()
         decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
@@ -138,7 +131,6 @@ class EMA:
         self.updates += 1
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the local tensors of each average and of what it averages."""
         values = self._values()
         self._check_names("parameters of the model", values)
         pairs = []
@@ -148,8 +140,8 @@ class EMA:
             if own.shape != local.shape or own.device != local.device:
                 raise StateError(
                     "FS707",
-                    f"EMA: {name} is now {_describe(value)}, and its average is "
-                    f"{_describe(average)}. Make a new EMA and load the old one's state_dict.",
+                    f"EMA: {name} is now {_describe(value)}, but its average is "
+                    f"{_describe(average)}. Create a new EMA and load the old one's state_dict.",
                 )
             pairs.append((own, local))
         return pairs
@@ -160,22 +152,22 @@ class EMA:
         if missing or more:
             raise StateError(
                 "FS707",
-                f"EMA: {what} differ from the averages: missing {missing}, unexpected {more}. Make "
-                "the EMA of the model that they belong to.",
+                f"EMA: {what} differ from the averages: missing {missing}, unexpected {more}. "
+                "Create the EMA from the model that they belong to.",
             )
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Let the model's parameters hold the averages inside the context: to evaluate, or to save.
+        """Replace the parameters' values with the averages inside the context, to evaluate or save.
 
-        Meanwhile each rank keeps its own shards aside. At the end the parameters have their values
-        again; what was written to them inside is lost.
+        Each rank keeps a copy of its shards meanwhile. On exit the values are restored; writes made
+        inside are lost.
 
         Raises:
             StateError: as ``update``.
         """
         if self._is_swapped:
-            raise StateError("FS706", "EMA.swapped: is entered already. Leave it first.")
+            raise StateError("FS706", "EMA.swapped: is already entered. Exit it first.")
         with torch.no_grad():
             pairs = self._pairs()
             kept = [value.clone() for _, value in pairs]
@@ -197,21 +189,21 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"updates": int, "averages": {name: tensor}}``; sharded values are DTensors.
 
-        ``torch.distributed.checkpoint`` saves it as it saves a model's. Tensors are not copied.
+        ``torch.distributed.checkpoint`` saves it like a model's state. Tensors are not copied.
         """
         return {"updates": self.updates, "averages": dict(self._averages)}
 
     @torch.no_grad()
     @operation("EMA.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, here or on another mesh, or with whole tensors.
+        """Load a ``state_dict`` from this mesh or another one, or one of full tensors.
 
-        Collective if an average is sharded. All of it is taken, or nothing, on every rank.
+        Collective if an average is sharded. All or nothing, on every rank.
 
         Raises:
-            StateError: names that the model does not have, or too few.
+            StateError: names that the model does not have, or missing names.
             ConfigError: not such a state; a value of another shape, or one that its dtype cannot
-                hold. It names the value, and nothing was changed.
+                represent. The message names the value; nothing was changed.
         """
         is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
         main = Grids([*self._averages.values()]).main if is_sharded else Grid(())
@@ -227,14 +219,13 @@ class EMA:
         self.updates = state_dict["updates"]
 
     def _checked(self, state: Any) -> dict[str, Tensor]:
-        """Return the averages of a state dict, which fit."""
         what = "EMA.load_state_dict"
         given = state if isinstance(state, Mapping) else {}
         averages, updates = given.get("averages"), given.get("updates")
         if not isinstance(averages, Mapping) or type(updates) is not int or updates < 0:
             raise ConfigError(
                 "FS708",
-                f"{what}: expected what state_dict() returned, {{'updates': a number, 'averages': "
+                f"{what}: expected a result of state_dict(), {{'updates': a number, 'averages': "
                 f"tensors by name}}, found updates={updates!r} and averages of type "
                 f"{type(averages).__name__}. Nothing was changed.",
             )
@@ -255,11 +246,10 @@ class EMA:
         return values
 
 
-EMA.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+EMA.__module__ = "fsdp2._pickles"  # independent of where this file moves
 
 
 def _placed_alike(value: Tensor, average: Tensor) -> Tensor:
-    """Return a value placed as an average is."""
     if not isinstance(average, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     mesh, placements = average.device_mesh, average.placements

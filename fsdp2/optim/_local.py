@@ -1,8 +1,4 @@
-"""Optimizers that step on local shards, flat where they can, and never enter DTensor dispatch.
-
-Owns ``local``, the classes that it knows to be element-wise, and the swap of parameters and state
-around a step. Which parameters step as one tensor is decided in ``_runs``.
-"""
+"""Optimizers that step on local shards, flat where possible (``_runs``), without DTensors."""
 
 from __future__ import annotations
 
@@ -20,29 +16,42 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2._core.base import torch_compiler, torch_dealt, torch_dtensor, torch_tensors
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.errors import (
+    ConfigError,
+    FSDPError,
+    UnsupportedError,
+    carrying,
     check_flag,
-    check_function,
     check_mapping,
+    named,
     translated,
     wrong_type,
     wrong_value,
 )
-from fsdp2._core.base.errors import ConfigError, FSDPError, UnsupportedError
-from fsdp2._core.comm.process_mesh import carrying, named
 from fsdp2._core.params.param import OwnerMark
 from fsdp2.optim._blocks import Probe, StatesInBlocks, is_apart, is_tensor
-from fsdp2.optim._runs import Granule, Run, State, StepPlan, Table
-from fsdp2.optim._zero import zero_gradients
+from fsdp2.optim._runs import Granule, Run, StepPlan
+from fsdp2.optim._wrapped import (
+    Groups,
+    State,
+    Table,
+    Wrapped,
+    as_table,
+    in_order,
+    loss_of,
+    params_of,
+    plain_step,
+    wrapped_class,
+    write_back,
+)
 
 # One call of torch's fused Adam kernel for all runs of a param group, with one step counter.
 
-VARIANTS = (torch.optim.Adam, torch.optim.AdamW)
-"""The classes whose fused step is this kernel."""
+VARIANTS = (torch.optim.Adam, torch.optim.AdamW)  # classes whose fused step is this kernel
 
 
 class FusedAdam:
-    """What the kernel takes for the runs of one plan, except gradients and hyperparameters."""
+    """The kernel's arguments for the runs of one plan, except gradients and hyperparameters."""
 
     def __init__(self, runs: Sequence[Run], uses_amsgrad: bool) -> None:
         self._runs = runs
@@ -56,7 +65,7 @@ class FusedAdam:
 
     @staticmethod
     def of(plan: StepPlan, group: dict[str, Any]) -> FusedAdam | None:
-        """Return what steps the plan's runs in one call; None if they have to step by the class."""
+        """Return the kernel for a plan's runs; None if they must step by the class."""
         if not _suits(group) or plan.plain or not plan.runs:
             return None
         names = {"step", "exp_avg", "exp_avg_sq"}
@@ -78,7 +87,7 @@ class FusedAdam:
         return FusedAdam(plan.runs, bool(group["amsgrad"]))
 
     def takes(self, grads: Sequence[Tensor], group: dict[str, Any]) -> bool:
-        """True if this step is one for the kernel: what ``of`` asked still holds."""
+        """Return True if the kernel fits this step: the conditions checked in ``of`` still hold."""
         if not _suits(group) or bool(group["amsgrad"]) is not self._uses_amsgrad:
             return False
         dtype = self._params[0].dtype
@@ -111,13 +120,11 @@ class FusedAdam:
         )
 
     def settle(self) -> None:
-        """Give every run a counter of its own again."""
         for run in self._runs:
             run.state["step"].copy_(self._counter)
 
 
 def _suits(group: dict[str, Any]) -> bool:
-    """True if hyperparameters are what the kernel takes as they are."""
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     return group.get("fused") is True and all(isinstance(n, int | float) for n in numbers)
 
@@ -135,22 +142,21 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""What one element becomes depends on that element's parameter, gradient and state alone."""
+"""Classes that compute each element from its own parameter, gradient and state alone."""
 
 MIXING: tuple[type[Optimizer], ...] = (
     torch.optim.Adafactor,
     torch.optim.LBFGS,
     torch.optim.Muon,
 )
-"""What one element becomes depends on others, or on the loss: nobody can vouch for these."""
+"""Classes whose elements depend on other elements or on the loss."""
 
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of these classes that are 0-dim whatever the parameter is."""
+"""States of these classes that are 0-dim for a parameter of any shape."""
 
 CACHE_LINE_NBYTES = 64
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-Groups = list[dict[str, Any]]
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
@@ -163,43 +169,43 @@ def local(
 ) -> OptimizerT:
     """Make an optimizer of class ``cls`` whose steps run on local shards.
 
-    It is an instance of ``cls``, with its arguments, param groups, hooks and state, so learning
-    rate schedulers, ``GradScaler`` and checkpoints take it as they take the plain optimizer.
-    Parameters of one param group that are neighbours in their unit's flat buffer step as one tensor
-    (with a number of their own each, where their ``step`` differs); others step each on its local
-    tensor. Parameters, gradients and states stay DTensors to whoever looks: ``state`` and
-    ``state_dict()`` give views of what the steps write, placed as the parameters are, and copies of
-    0-dim states such as ``step``, which are up to date when ``state`` is read. A state changed
-    through ``state`` is taken over by the next step.
+    It is an instance of ``cls``, with its arguments, param groups, hooks and state, so
+    learning-rate schedulers, ``GradScaler`` and checkpoints work as with the plain optimizer.
+    Parameters of one param group that are adjacent in their unit's flat buffer step as one tensor
+    (or one tensor per distinct value of ``step``); others step individually on their local tensors.
+    Parameters, gradients and states remain DTensors to the user. ``state`` and ``state_dict()``
+    return views of the stepped memory, with the parameters' placements, and copies of 0-dim states
+    such as ``step``, current when ``state`` is read. The next step uses any changes made through
+    ``state``.
 
-    Results are bit for bit those of ``cls`` on the DTensors with the same arguments (of a class
-    of your own on a CPU, as far as its kernels round alike wherever an element lies). Where
-    ``foreach`` is None that means the loop, which torch chooses for DTensors. Where torch has
-    no ``DTensor`` kernels (fused SGD and Adagrad, Rprop), they are those on plain local tensors.
+    Results are bitwise those of ``cls`` on the DTensors with the same arguments (for a user-defined
+    class on a CPU, provided that its kernels round the same at any position). Where ``foreach`` is
+    None, that means the loop, which torch chooses for DTensors. Where torch has no ``DTensor``
+    kernels (fused SGD and Adagrad, Rprop), results are those on plain local tensors.
 
     Args:
         cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
             ``torch.optim``; any other class only with ``elementwise=True``.
-        params: as ``cls`` takes them; sharded, tensor-parallel and plain parameters of any dtype.
-        elementwise: vouch for a class of your own, or of another library. It must compute each
-            element from that element's parameter, gradient and states alone, and keep nothing
-            about parameters between steps but its states. Its first step runs parameter by
-            parameter; if it keeps states in the parameter's shape or 0-dim, and in plain tensors,
-            neighbours step as one from then on. Other states (codes and scales of the blocks of
-            an 8-bit optimizer) are those of the whole parameter if no shard divides a block, by
-            ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)``; to say what they are, the
-            class steps once on zeros of a shard's shape. Where a shard divides a block they belong
-            to this rank's shards: ``state_dict()`` refuses them, and ``local_state_dict()`` or
-            ``fsdp2.checkpoint.local_state`` is how to save them.
+        params: as for ``cls``; sharded, tensor-parallel and plain parameters of any dtype.
+        elementwise: declares that a user-defined or third-party class is element-wise. It must
+            compute each element from that element's parameter, gradient and states alone, and keep
+            no data about parameters between steps except its states. Its first step runs parameter
+            by parameter. If its states are plain tensors, in the parameter's shape or 0-dim,
+            adjacent parameters step as one from then on. Other states (codes and scales of an 8-bit
+            optimizer's blocks) are saved for the full parameter if no shard divides a block, which
+            ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures; to find their layout,
+            the class steps once on zeros of a shard's shape. If a shard divides a block, they
+            belong to this rank's shards: ``state_dict()`` refuses them; save them with
+            ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
         kwargs: the arguments of ``cls``.
 
     Raises:
-        ConfigError: a class that is not known to be element-wise, or known not to be; what a class
-            of ``torch.optim`` refuses.
+        ConfigError: a class that is not known to be element-wise, or known not to be; arguments
+            that a class of ``torch.optim`` refuses.
         UnsupportedError: ``capturable=True`` or ``differentiable=True``; a class whose ``step``
-            must be given a closure, because it computes the loss in the middle of a step.
+            requires a closure, because it computes the loss in the middle of a step.
 
-    Source: the optimizers of ``torch.optim``; only where their values lie is our choice.
+    Source: the optimizers of ``torch.optim``; only the location of their values differs.
     """
     who = "fsdp2.optim.local"
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
@@ -212,68 +218,57 @@ def local(
     except FSDPError:
         raise
     except Exception as error:
-        if cls not in ELEMENTWISE:  # a class of the user's says what it likes
+        if cls not in ELEMENTWISE:  # errors of user-defined classes pass unchanged
             raise
-        raise translated(f"{who}: {cls.__name__} refused its arguments", error) from error
+        raise translated(f"{who}: {cls.__name__} rejected its arguments", error) from error
     return optimizer
 
 
 def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
-    """Refuse a class that would compute something else on shards."""
     if cls in ELEMENTWISE:
         return
     if not is_vouched_for or cls in MIXING:
         known = ", ".join(c.__name__ for c in ELEMENTWISE)
         way = (
-            "no elementwise=True changes that."
+            "elementwise=True does not change that."
             if cls in MIXING
             else "or, for a class that is element-wise, pass elementwise=True."
         )
         raise ConfigError(
             "FS702",
-            f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, and on local "
-            f"shards only element-wise optimizers compute what they compute on whole parameters. "
-            f"Use one of {known}; fsdp2.optim.whole, if {cls.__name__} steps each parameter by "
-            f"itself; {cls.__name__} itself on the DTensors; {way}",
+            f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, but on local "
+            "shards only element-wise optimizers compute the same as on full parameters. Use one "
+            f"of {known}; fsdp2.optim.whole, if {cls.__name__} steps each parameter by itself; "
+            f"{cls.__name__} itself on the DTensors; {way}",
         )
     if needs_closure(cls):
         raise UnsupportedError(
             "FS703",
-            f"fsdp2.optim.local: {cls.__name__}.step must be given a closure, so it computes the "
-            "loss in the middle of a step, and a step on local shards takes gradients that are "
-            f"there before it. Use {cls.__name__} itself on the DTensors.",
+            f"fsdp2.optim.local: {cls.__name__}.step requires a closure, so it computes the loss "
+            "during a step, but a step on local shards needs gradients beforehand. Use "
+            f"{cls.__name__} itself on the DTensors.",
         )
 
 
 def needs_closure(cls: type[Optimizer]) -> bool:
-    """True if ``cls.step`` must be given a closure, and so computes the loss in its middle."""
+    """Return True if ``cls.step`` requires a closure, and so computes the loss within the step."""
     closure = [*inspect.signature(cls.step).parameters.values()][1:2]
     return bool(
         closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL
     )
 
 
-def plain_step(cls: type[Optimizer]) -> Any:
-    """Return the class's own ``step``, without the hooks that torch runs around it."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-class LocalOptimizer:
-    """What ``local`` puts in front of an optimizer class.
-
-    The state has two forms. Between the first step and the next look at ``state``, plans hold it;
-    after a look the table, by parameter, holds it, until the next step makes plans of it.
+class LocalOptimizer(Wrapped):
+    """The wrapper of ``local``. A step keeps the state in plans; reading ``state`` moves it to a
+    table, from which the next step makes plans.
     """
 
-    _plain_class: type[Optimizer]
     _table: Table
     _plans: list[StepPlan] | None
     _kernels: list[FusedAdam]
     _inside: Table | None
     _known: set[int]
     _joins: bool
-    param_groups: Groups
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LocalOptimizer:
         self = object.__new__(cls)
@@ -281,14 +276,13 @@ class LocalOptimizer:
         self._plans = self._inside = None
         self._kernels = []
         self._known = set()
-        # [Note: states of classes that were vouched for]
-        # Neighbours step as one once a step has shown that states can be told apart again.
+        # Adjacent parameters are joined once a step has shown that their states can be split again.
         self._joins = self._plain_class in ELEMENTWISE
         return self
 
     @property
     def state(self) -> Table:
-        """States by parameter. Inside a step: by local tensor."""
+        """States by parameter; during a step, by local tensor."""
         if self._inside is not None:
             return self._inside
         if self._plans is not None:
@@ -297,16 +291,13 @@ class LocalOptimizer:
 
     @state.setter
     def state(self, table: Table) -> None:
-        self._table, self._plans, self._kernels = table, None, []
-        if not isinstance(table, defaultdict):
-            self._table = defaultdict(dict, table)
+        self._table, self._plans, self._kernels = as_table(table), None, []
         self._place_scalars()
 
     def _place_scalars(self) -> None:
-        """Place states of 0-dim parameters as these are: torch's checkpoints bring them plain.
-
-        What has a counter's shape is no counter if it is a state of a known class that is none, or
-        has the shape of another parameter. Counters are plain, whatever brought them.
+        """Place states of 0-dim parameters like these, except counters: torch's checkpoints load
+        them plain. A 0-dim state is not a counter if a known class uses it otherwise, or if it has
+        another parameter's shape elsewhere.
         """
         entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
         if not entries:
@@ -332,7 +323,6 @@ class LocalOptimizer:
                     )
 
     def _publish(self) -> None:
-        """Let the table hold the state."""
         self._settle()
         plans, self._plans = self._plans, None
         known = len(self._table)
@@ -340,13 +330,10 @@ class LocalOptimizer:
             for plan in plans or ():
                 plan.publish(self._table)
                 self._known |= plan.storages()
-        if len(self._table) != known:  # in the order of parameters, not of runs
-            order = [p for group in self.param_groups for p in group["params"] if p in self._table]
-            ordered = {param: self._table[param] for param in order}
-            self._table = defaultdict(dict, {**ordered, **self._table})
+        if len(self._table) != known:  # plans are in the order of runs
+            self._table = in_order(self._table, self.param_groups)
 
     def _settle(self) -> None:
-        """Let the runs hold all of their state."""
         kernels, self._kernels = self._kernels, []
         with torch.no_grad():
             for kernel in kernels:
@@ -354,16 +341,12 @@ class LocalOptimizer:
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. ``closure`` computes the loss again, with gradients; its result is returned.
+        """Do one step. ``closure`` recomputes the loss and gradients; its result is returned.
 
         Raises:
-            UnsupportedError: a param group asks for ``capturable`` or ``differentiable``.
+            UnsupportedError: a param group has ``capturable`` or ``differentiable``.
         """
-        loss = None
-        check_function("step", "closure", closure)
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         check_groups(self._plain_class, groups)
         with torch.no_grad():
@@ -377,25 +360,24 @@ class LocalOptimizer:
                 increment_version(plan.written)
             if not self._joins and all(plan.has_parts() for plan in plans):
                 self._joins = True
-                self._publish()  # the next step plans anew
+                self._publish()  # the next step makes new plans
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plain optimizer's ``state_dict`` returns, with DTensors.
+        """Return the plain optimizer's ``state_dict``, with DTensors.
 
-        States in blocks are the plain tensors that they are made of, each of the whole parameter.
-        See [Note: states in blocks] in ``_blocks``.
+        States in blocks are saved as their plain tensors, each over the full parameter: see
+        [Note: states in blocks] in ``_blocks``.
 
         Raises:
-            UnsupportedError: a state belongs to this rank's shards and says nothing on others.
+            UnsupportedError: a state is only valid for this rank's shards.
         """
         state = self.local_state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in enumerate(params):
+        for number, param in enumerate(params_of(self.param_groups)):
             entry = self.state.get(param)
             if not entry or not isinstance(param, DTensor) or param.device_mesh.size() == 1:
                 continue
-            if is_apart(entry, param):  # it was loaded, and there was no step
+            if is_apart(entry, param):  # the state was loaded and not stepped yet
                 state["state"][number] = dict(entry)
                 continue
             odd = [
@@ -409,29 +391,29 @@ class LocalOptimizer:
             elif odd:
                 raise UnsupportedError(
                     "FS704",
-                    f"fsdp2.optim.local({self._plain_class.__name__}).state_dict: "
-                    f"{', '.join(odd)} are neither in the parameter's shape nor numbers. They "
-                    f"belong to this rank's shard, "
-                    f"{tuple(torch_dtensor.local_tensor(param).shape)}, and a whole or a sharded "
-                    "checkpoint would give them to other ranks. Save "
+                    f"fsdp2.optim.local({self._plain_class.__name__}).state_dict: {', '.join(odd)} "
+                    "have neither the parameter's shape nor one element. They belong to this "
+                    f"rank's shard, {tuple(torch_dtensor.local_tensor(param).shape)}, but a full "
+                    "or sharded checkpoint would load them on other ranks. Save "
                     "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",
                 )
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Do what the plain optimizer's ``load_state_dict`` does, also with states in blocks.
-
-        These keep their dtypes: classes cast what they load to that of the parameter.
-        """
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Load like the plain optimizer, and states in blocks, which keep their dtypes."""
         given = check_mapping("load_state_dict", "state_dict", state_dict)
         groups, values = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list | tuple) or not isinstance(values, Mapping):
             expected = "a dict with 'param_groups', a list, and 'state', a dict"
             raise wrong_value("load_state_dict", "state_dict", expected, given)
-        ids = itertools.chain(*(group["params"] for group in groups))
-        own = itertools.chain(*(group["params"] for group in self.param_groups))
         reduced, in_blocks = dict(values), dict[Tensor, State]()
-        for key, param in zip(ids, own, strict=False):  # the class says what does not fit
+        pairs = zip(params_of(groups), params_of(self.param_groups), strict=False)
+        for key, param in pairs:  # the class reports mismatches itself
             entry = reduced.get(key)
             if isinstance(entry, dict) and is_apart(entry, param):
                 in_blocks[param] = {k: v for k, v in entry.items() if is_tensor(v)}
@@ -441,8 +423,13 @@ class LocalOptimizer:
         for param, parts in in_blocks.items():
             self._table[param].update(parts)
 
-    def _block_state_room(self, param: Tensor, key: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Return room for a part of a state in blocks that is loaded; None: it is another one."""
+    def _block_state_room(
+        self,
+        param: Tensor,
+        key: str,
+        shape: tuple[int, ...],
+    ) -> Tensor | None:
+        """Allocate a part of a state in blocks to load into; None for other states."""
         if self._plain_class in ELEMENTWISE or not isinstance(param, DTensor):
             return None
         if param.device_mesh.size() == 1 or (shape == tuple(param.shape) and "." not in key):
@@ -454,17 +441,14 @@ class LocalOptimizer:
         if tuple(room.shape) != shape:
             raise UnsupportedError(
                 "FS704",
-                f"{_name_of(param)}: found {key} of shape {shape} where the shards of this model "
-                f"have {tuple(room.shape)} together. Save and load where no shard divides a block "
-                "of the optimizer's states, by shard_placement_fn: fsdp2.Aligned.",
+                f"{_name_of(param)}: found {key} of shape {shape}, expected the total of this "
+                f"model's shards, {tuple(room.shape)}. Save and load with fsdp2.Aligned in "
+                "shard_placement_fn, so that no shard splits a block of the optimizer's states.",
             )
         return room
 
     def _blocks_of(self, param: DTensor) -> StatesInBlocks | None:
-        """Return what the class keeps in blocks for a parameter; None: nothing, as far as it says.
-
-        It says nothing while it refuses to step, as schedulefree's classes do in evaluation.
-        """
+        """Return a parameter's states in blocks; None if the class has none, or refuses to step."""
         if self._plain_class in ELEMENTWISE:
             return None
         name = f"fsdp2.optim.local({self._plain_class.__name__}): {_name_of(param)}"
@@ -472,11 +456,11 @@ class LocalOptimizer:
             return StatesInBlocks.of(name, param, self._probe_for(param))
         except FSDPError:
             raise
-        except Exception:  # of the class's step, whatever it raises
+        except Exception:  # any type: schedulefree raises in evaluation mode
             return None
 
     def _probe_for(self, param: Tensor) -> Probe:
-        """Return what makes states of a shape as the class makes them for a parameter."""
+        """Return a probe that makes states as the class does for ``param``."""
         groups = self.param_groups
         index = next(i for i, g in enumerate(groups) if any(p is param for p in g["params"]))
 
@@ -486,39 +470,31 @@ class LocalOptimizer:
             own = [{**group, "params": []} for group in groups]
             own[index]["params"] = [leaf]
             inside: Table = defaultdict(dict)
-            step = plain_step(self._plain_class)
-            self._inside, self.param_groups = inside, own
-            try:
-                # what asks for states is no step: random numbers go on as they were
-                with (
-                    torch.random.fork_rng(_indices(device), device_type=_kind(device)),
-                    torch.compiler.set_stance("force_eager"),
-                    torch.no_grad(),
-                ):
-                    step(self)
-            finally:
-                self._inside, self.param_groups = None, groups
+            # restore the random number generators: a probe must not affect training
+            with (
+                torch.random.fork_rng(_indices(device), device_type=_kind(device)),
+                torch.compiler.set_stance("force_eager"),
+                torch.no_grad(),
+            ):
+                self._step_plain(inside, own)
             return inside[leaf]
 
         return probe
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict()`` with what is this rank's own, which loads on this rank only."""
+        """Return ``state_dict()`` including rank-local states, which load on this rank only."""
         return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients: set them to None, or to zero where they lie."""
-        if set_to_none is True:
-            cast(Any, super()).zero_grad(True)
-        else:
-            zero_gradients(self.param_groups, set_to_none)
-
-    def _step_with(self, plans: list[StepPlan], groups: Groups, grads: list[Tensor]) -> None:
-        """Run the class's own step on local tensors that have these gradients."""
+    def _step_with(
+        self,
+        plans: list[StepPlan],
+        groups: Groups,
+        grads: list[Tensor],
+    ) -> None:
         targets = [t for plan in plans for t in plan.targets[: len(plan.runs)]]
         try:
             for target, grad in zip(targets, grads, strict=True):
-                if target.grad_dtype is not grad.dtype:  # the user chose one for the parameter
+                if target.grad_dtype is not grad.dtype:  # the user set it on the parameter
                     target.grad_dtype = grad.dtype
                 target.grad = grad
             self._step_inside(plans, groups)
@@ -526,20 +502,23 @@ class LocalOptimizer:
             for target in targets:  # [Note: reused gradients]
                 target.grad = None
 
-    def _step_fused(self, plans: list[StepPlan], groups: Groups, grads: list[Tensor]) -> bool:
-        """Step by one kernel call a param group, if the class would do the same; or return False.
-
-        ``GradScaler`` hands a fused optimizer ``grad_scale`` and ``found_inf``, as attributes.
-        """
+    def _step_fused(
+        self,
+        plans: list[StepPlan],
+        groups: Groups,
+        grads: list[Tensor],
+    ) -> bool:
+        """Step with a kernel call per param group if equivalent; return whether it did."""
         if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
             return False
+        # attributes that GradScaler sets on a fused optimizer
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         if not scaled and not self._kernels:
             pairs = zip(plans, groups, strict=True)
             kernels = [FusedAdam.of(plan, group) for plan, group in pairs]
             self._kernels = [kernel for kernel in kernels if kernel is not None]
             if len(self._kernels) < len(kernels):
-                self._kernels = []  # they have not counted anything yet
+                self._kernels = []  # the other plans have no counts yet
         if not self._kernels:
             return False
         counts = itertools.accumulate((len(plan.runs) for plan in plans), initial=0)
@@ -553,15 +532,12 @@ class LocalOptimizer:
         return True
 
     def _plan(self, groups: Groups) -> tuple[list[StepPlan], list[Tensor]]:
-        """Return plans and the gradient of each run; plan again if they do not hold any more."""
+        """Return the plans, remade if they are no longer valid, and the gradient of each run."""
         if self._plans is not None and len(self._plans) == len(groups):
-            grads: list[Tensor] = []
-            for plan, group in zip(self._plans, groups, strict=True):
-                own = plan.gradients(group["params"])
-                if own is None:
-                    break
-                grads += own
-            else:
+            pairs = zip(self._plans, groups, strict=True)
+            found = [plan.gradients(group["params"]) for plan, group in pairs]
+            grads = [grad for own in found if own is not None for grad in own]
+            if None not in found:
                 return self._plans, grads
         if self._plans is not None:
             self._publish()
@@ -569,11 +545,11 @@ class LocalOptimizer:
         self._place_states(groups)
         for group in groups:
             granule: Granule = functools.partial(_granule, bool(group.get("fused")))
-            if not self._joins:  # [Note: states of classes that were vouched for]
+            if not self._joins:  # states may not be splittable
                 granule = _never
             plan = StepPlan(group["params"], self._table, granule, self._known)
             own = plan.gradients(group["params"])
-            if own is None:  # gradients that must be redistributed
+            if own is None:  # gradients need redistribution
                 plan = StepPlan(group["params"], self._table, _never, self._known)
                 own = plan.loose_gradients()
             plans.append(plan)
@@ -582,66 +558,53 @@ class LocalOptimizer:
         return plans, grads
 
     def _place_states(self, groups: Groups) -> None:
-        """Place states as their parameters are, in an order that all ranks have: plans differ."""
-        with named("step of an optimizer: a state placed otherwise"), carrying():
-            for group in groups:
-                for param in group["params"]:
-                    if not isinstance(param, DTensor) or param not in self._table:
-                        continue
-                    if is_apart(self._table[param], param):
-                        blocks = self._blocks_of(param)
-                        if blocks is not None:
-                            probe = self._probe_for(param)
-                            self._table[param] = blocks.together(self._table[param], probe)
-                            continue
-                    torch_dealt.place_like(param, self._table[param])
+        """Place states like their parameters, in the same order on all ranks: plans may differ."""
+        with named("step of an optimizer: a state placed differently"), carrying():
+            for param in params_of(groups):
+                entry = self._table.get(param)
+                if entry is None or not isinstance(param, DTensor):
+                    continue
+                blocks = self._blocks_of(param) if is_apart(entry, param) else None
+                if blocks is None:
+                    torch_dealt.place_like(param, entry)
+                else:
+                    self._table[param] = blocks.together(entry, self._probe_for(param))
 
     def _step_inside(self, plans: list[StepPlan], groups: Groups) -> None:
-        """Run the class's own step with local tensors in the place of parameters."""
         inside: Table = defaultdict(dict)
         own_groups = []
         for plan, group in zip(plans, groups, strict=True):
             own = {**group, "params": plan.targets}
             if plan.runs and own.get("foreach", ...) is None and not own.get("fused"):
-                own["foreach"] = False  # what torch chooses for DTensors
+                own["foreach"] = False  # torch's choice for DTensors
             own_groups.append(own)
             for run in plan.runs:
                 inside[run.tensor] = run.state
             for param in plan.plain:
                 inside[param] = self._table[param]
-        step = plain_step(self._plain_class)
-        self._inside, self.param_groups = inside, own_groups
         try:
-            step(self)
+            self._step_plain(inside, own_groups)
         finally:
-            self._inside, self.param_groups = None, groups
             for plan in plans:
                 for run in plan.runs:
                     run.state = inside[run.tensor]
         for own, group in zip(own_groups, groups, strict=True):
-            for key, value in own.items():
-                if key not in ("params", "foreach") and group.get(key) is not value:
-                    group[key] = value
+            write_back(group, own, "foreach")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if "state" in state:
-            self.state = state.pop("state")
-        cast(Any, super()).__setstate__(state)
+    def _step_plain(self, inside: Table, own_groups: Groups) -> None:
+        groups = self.param_groups
+        self._inside, self.param_groups = inside, own_groups
+        try:
+            plain_step(self._plain_class)(self)
+        finally:
+            self._inside, self.param_groups = None, groups
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild_optimizer, (self._plain_class,), cast(Any, self).__getstate__()
 
 
-_classes: dict[type[Optimizer], Any] = {}
-
-
 def _local_class(cls: type[Optimizer]) -> Any:
-    """Return the class that ``local`` makes instances of."""
-    if cls not in _classes:
-        names = {"_plain_class": cls, "__doc__": cls.__doc__, "__module__": __name__}
-        _classes[cls] = type(f"Local{cls.__name__}", (LocalOptimizer, cls), names)
-    return _classes[cls]
+    return wrapped_class("Local", LocalOptimizer, cls, {})
 
 
 def rebuild_optimizer(cls: type[Optimizer]) -> Any:
@@ -649,7 +612,7 @@ def rebuild_optimizer(cls: type[Optimizer]) -> Any:
     return made.__new__(made)
 
 
-rebuild_optimizer.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+rebuild_optimizer.__module__ = "fsdp2._pickles"  # independent of where this file moves
 
 
 def check_groups(cls: type[Optimizer], groups: Groups) -> None:
@@ -665,18 +628,14 @@ def check_groups(cls: type[Optimizer], groups: Groups) -> None:
 
 
 def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient with the strides of its parameter: fused kernels read memory in its order.
-
-    Autograd gives leaves such gradients; one that came through ``functional_call`` may lie as it
-    was computed.
-    """
-    if grad.stride() == tensor.stride():
+    """Return a gradient with its parameter's strides: fused kernels iterate over raw memory."""
+    if grad.stride() == tensor.stride():  # functional_call may change strides
         return grad
     return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
 
 
 def _kind(device: torch.device) -> str:
-    """Return the kind of device whose random numbers are kept; those of the host always are."""
+    """Return the device type whose random number state is restored; the host's always is."""
     return "cuda" if device.type in ("cpu", "meta") else device.type
 
 
@@ -687,7 +646,7 @@ def _indices(device: torch.device) -> list[int]:
 
 
 def _has_parts(value: Any) -> bool:
-    """True for a DTensor of plain numbers, which any rank can have a part of."""
+    """Return True for a DTensor over a plain tensor, which can be resharded."""
     return isinstance(value, DTensor) and type(torch_dtensor.local_tensor(value)) is Tensor
 
 
@@ -697,19 +656,15 @@ def _name_of(param: Tensor) -> str:
 
 
 def _never(tensor: Tensor) -> int:
-    """Say that every parameter steps alone. See ``Granule``."""
     return 0
 
 
 def _granule(is_fused: bool, tensor: Tensor) -> int:
-    """Say behind which tensors a run may go on, so that results stay exact. See ``Granule``.
-
-    Kernels on a device compute every element alike. Those on a CPU have a vector loop and a scalar
-    tail, which round differently in the fused kernels, and for half precision. What a fused kernel
-    gives to a thread starts on a cache line.
-    """
+    """Return the alignment after which a run may continue with exact results. See ``Granule``."""
+    # Device kernels compute every element in the same way. CPU kernels have a vector loop and a
+    # scalar tail, which round differently in fused kernels and for half precision.
     if tensor.device.type != "cpu":
         return 1 if tensor.is_floating_point() else 0
     if tensor.dtype not in (torch.float32, torch.float64):
         return 0
-    return CACHE_LINE_NBYTES if is_fused else 1
+    return CACHE_LINE_NBYTES if is_fused else 1  # a fused kernel's chunks start at cache lines

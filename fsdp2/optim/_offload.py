@@ -1,30 +1,27 @@
-"""Optimizer states on the host: they come to the device for their unit's step, and leave again.
+"""Optimizer states on the host: copied to the device for their unit's step, and back.
 
-Owns which parameters step together, and where their states are. It must not know optimizer classes,
-nor how copies are ordered among themselves (``_core/api/host_memory``).
+Independent of optimizer classes; ``_core/api/host_memory`` orders the copies.
 
 [Note: states that travel]
-A *batch* is the parameters of one unit, or of some small ones. Its states lie in one piece of
-pinned memory, and come and go in one copy. The class's own step runs once for each batch, with the
-param groups cut down to its parameters. While one batch steps, the next one's states are on their
-way in, and those of the one before on their way out; what left before that is let go. So three
-batches are on the device at a time, at most, and none between steps. With ``max_bytes`` as many
-batches are there as that allows: they begin to come when backward has their gradients, and the last
-ones leave beside the next forward.
+A *batch* is the parameters of one unit, or of several small ones. Its states are in one block of
+pinned memory, and move in one copy. The class's step runs once per batch, with the param groups
+reduced to its parameters. While one batch steps, the next one's states are being copied in and the
+previous one's out. So at most three batches are on the device at a time, and none between steps.
+With ``max_bytes``, as many are there as it allows: copies in start when backward has their
+gradients, and the last copies out overlap with the next forward.
 
-Between steps the states that a user sees are tensors of the host, placed as before: DTensors whose
-local parts are views of that memory. Who looks waits for the copies. Counters stay where they are.
+Between steps, the user sees host tensors with unchanged placements: DTensors whose local parts are
+views of the pinned memory. Reading them waits for the copies. Counters stay where they are.
 
 [Note: states of runs that travel]
-``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has plans of its own, and
-between steps the optimizer has all of them, as if one step had made them.
+``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has separate plans, and between
+steps the optimizer has all of them, as if a single step had made them.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,68 +33,80 @@ from torch.optim import Optimizer
 
 from fsdp2._core.api.host_memory import CopyLanes, HostBuffer, HostMemory
 from fsdp2._core.base import torch_compiler, torch_dtensor, torch_optim
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.capabilities import capabilities
+from fsdp2._core.base.errors import (
+    ConfigError,
+    UnsupportedError,
     check_count,
     check_flag,
-    check_function,
     check_optimizer,
     wrong_type,
 )
-from fsdp2._core.base.capabilities import capabilities
-from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.params.layout import dense_stride
 from fsdp2._core.params.param import OwnerMark
-from fsdp2.optim._local import ELEMENTWISE, LocalOptimizer, OptimizerT, needs_closure, plain_step
-from fsdp2.optim._owned_step import WholeOptimizer
+from fsdp2.optim._local import (
+    ELEMENTWISE,
+    LocalOptimizer,
+    OptimizerT,
+    needs_closure,
+    rebuild_optimizer,
+)
 from fsdp2.optim._several import Several
+from fsdp2.optim._whole import WholeOptimizer
+from fsdp2.optim._wrapped import (
+    Groups,
+    State,
+    loss_of,
+    params_of,
+    plain_step,
+    wrapped_class,
+    write_back,
+)
 
-LEAVING = 2
-"""So many batches may be on their way out while another one comes."""
+LEAVING = 2  # number of batches that may be copied out while another one is copied in
 LEAST_NBYTES = 1 << 25
-"""Units whose local parameters are smaller step with the next ones: a copy has to be worth it."""
+"""Units with smaller local parameters step with the next ones, to amortise a copy."""
 ALIGNMENT = 128
 BY_THEMSELVES = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon)
-"""Classes that step each parameter without looking at others."""
-
-State = dict[str, Any]
-Groups = list[dict[str, Any]]
+"""Classes that step each parameter independently of the others."""
 
 
 def offload_states(
     optimizer: OptimizerT, *, max_bytes: int | None = None, by_itself: bool = False
 ) -> OptimizerT:
-    """Keep an optimizer's states in pinned memory of the host, between its steps.
+    """Keep an optimizer's states in pinned host memory between its steps.
 
-    The step runs on the device, unit by unit: while one unit steps, the states of the next one come
-    from the host, and those of the one before go back. Parameters and gradients stay on the device,
-    and nothing else changes: results are those of the optimizer, bit for bit, and so are its
-    ``param_groups``, hooks and ``state_dict()``. States are DTensors as before, with local parts on
-    the host. Who reads ``state`` waits for copies that are under way. Loading a state needs room
-    for all of it on the device for a moment, because torch puts it there.
+    The step runs on the device, unit by unit: while one unit steps, the next one's states are
+    copied from the host, and the previous one's back. Parameters and gradients stay on the device,
+    and nothing else changes: results are bitwise the same, and so are ``param_groups``, hooks and
+    ``state_dict()``. States remain DTensors, with local parts on the host. Reading ``state`` waits
+    for copies in flight. Loading a state temporarily needs device memory for all of it, because
+    torch puts it there.
 
-    On a CPU, and for parameters that lie with the host (``CPUOffloadPolicy``), states stay where
-    they are. With ``max_bytes``, states that came in backward are on the device until the step is
-    done, also where it is left out, as for a gradient that is not finite.
+    On a CPU, and for parameters on the host (``CPUOffloadPolicy``), states stay where they are.
+    With ``max_bytes``, states copied in during backward stay on the device until the step is done,
+    even if it is skipped, as for a gradient that is not finite.
 
     Args:
         optimizer: of ``torch.optim`` or ``fsdp2.optim.local``, before or after its first step. It
-            is changed in place: its class becomes a subclass of what it was.
-        max_bytes: how many bytes of states may be on the device at a time. None: those of three
-            units, in the step alone. With a number, states begin to come in backward, when the
-            gradients of their unit are there, and the last ones leave beside the next forward. So
-            the link hides behind more than the step. Choose what backward has freed by its end, so
-            that the peak stays what it is: activations, less the gradients. Two units are there in
-            the step at least.
-        by_itself: vouch for a class of your own, or of another library: it steps each parameter
-            without looking at the others, and keeps nothing about them but its states.
+            is changed in place: its class becomes a subclass of its original class.
+        max_bytes: upper bound on the bytes of states on the device at a time. None means three
+            units, during the step only. With a number, copies in start in backward, once their unit
+            has its gradients, and the last copies out overlap with the next forward, so that
+            transfers overlap with more than the step. To keep the peak unchanged, choose the memory
+            that backward has freed by its end: activations minus gradients. At least two units are
+            on the device during the step.
+        by_itself: declares that a user-defined or third-party class steps each parameter
+            independently, and keeps no data about parameters except its states.
 
     Returns:
         The optimizer.
 
     Raises:
-        ConfigError: a class that is not known to step each parameter by itself; ``optimizer.step``
-            was replaced (but for what a scheduler of learning rates does).
-        UnsupportedError: an optimizer that must be given a closure; ``fsdp2.optim.whole``, whose
-            states lie with their owners.
+        ConfigError: a class that is not known to step each parameter independently;
+            ``optimizer.step`` was replaced (except by a learning-rate scheduler).
+        UnsupportedError: an optimizer that requires a closure; ``fsdp2.optim.whole``, whose states
+            are with their owners.
     """
     who = "fsdp2.optim.offload_states"
     if check_optimizer(who, optimizer) is None:
@@ -113,22 +122,22 @@ def offload_states(
     if isinstance(optimizer, WholeOptimizer | Several) or needs_closure(plain):
         raise UnsupportedError(
             "FS715",
-            f"{who}: {type(optimizer).__name__} does not step parameters one after the other: "
-            + ("it must be given a closure." if needs_closure(plain) else "they have owners.")
+            f"{who}: {type(optimizer).__name__} cannot step its parameters separately: "
+            + ("its step requires a closure." if needs_closure(plain) else "they have owners.")
             + " Use an optimizer of torch.optim, or fsdp2.optim.local.",
         )
     if plain not in BY_THEMSELVES and not by_itself:
         raise ConfigError(
             "FS716",
-            f"{who}: {plain.__name__} is not known to step each parameter by itself, and units "
-            "step one after the other here. Use a class of torch.optim, or pass by_itself=True if "
-            "it looks at one parameter at a time.",
+            f"{who}: {plain.__name__} is not known to step each parameter independently, but units "
+            "step sequentially here. Use a class of torch.optim, or pass by_itself=True if it uses "
+            "one parameter at a time.",
         )
     if not torch_optim.steps_as_its_class(optimizer):
         raise ConfigError(
             "FS717",
-            f"{who}: somebody replaced step of this {plain.__name__}, so the step of its class "
-            "would not run. Call offload_states before that.",
+            f"{who}: other code replaced the step method of this {plain.__name__}, so that method "
+            "would not run. Call offload_states before replacing it.",
         )
     state = optimizer.state
     optimizer.__class__ = offloaded_class(type(optimizer))
@@ -142,7 +151,7 @@ def offload_states(
 
 
 class Home(NamedTuple):
-    """Where a state lies in its batch's memory, in bytes, and how."""
+    """A state's offset in its batch's memory, in bytes, and its layout."""
 
     offset: int
     dtype: torch.dtype
@@ -150,18 +159,13 @@ class Home(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the state in memory of a batch, as a storage of its own there.
-
-        See ``packing.own_shard``: torch can copy and pickle a DTensor around it.
-        """
+        """Return the state in a batch's memory, in its own storage, as in ``packing.own_shard``."""
         end = self.offset + self.size.numel() * self.dtype.itemsize
         found = torch.empty(0, dtype=self.dtype, device=flat.device)
         return found.set_(flat.untyped_storage()[self.offset : end], 0, self.size, self.stride)
 
 
 class Slot(NamedTuple):
-    """A place that holds a state: ``entry[key]``."""
-
     entry: State
     key: str
 
@@ -175,7 +179,6 @@ class Slot(NamedTuple):
         return torch_dtensor.local_part(self.value)
 
     def put(self, part: Tensor) -> None:
-        """Let the state have its values in other memory."""
         self.entry[self.key] = torch_dtensor.placed_like(self.value, part)
 
 
@@ -185,18 +188,23 @@ class Batch:
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.keys: set[str] = set()  # names of the states that travel
-        self.plans: Any = None  # of fsdp2.optim.local
+        self.plans: Any = None  # the plans of ``fsdp2.optim.local``
         self.buffer: HostBuffer | None = None
         self.flat: Tensor | None = None  # all states, on the device
-        self.event: torch.Event | None = None  # when they have come, or gone
-        self._stream: Any = None  # whose memory ``flat`` is
+        self.event: torch.Event | None = None  # recorded after the last copy in or out
+        self._stream: Any = None  # the stream that ``flat`` was allocated on
 
     def __del__(self) -> None:
-        if self.event is not None:  # they came for a step that never was: the copy may still write
+        if self.event is not None:  # the step was skipped: the copy in may still be running
             self._stream.wait_event(self.event)
 
-    def bring(self, slots: Sequence[Slot], lanes: CopyLanes, device: torch.device) -> None:
-        """Begin to bring the states to the device; who reads them waits by ``wait``."""
+    def bring(
+        self,
+        slots: Sequence[Slot],
+        lanes: CopyLanes,
+        device: torch.device,
+    ) -> None:
+        """Start copying the states to the device; call ``wait`` before reading them."""
         found = [(slot, home) for slot in slots if (home := self._home_of(slot.part)) is not None]
         if not found:
             return
@@ -209,7 +217,7 @@ class Batch:
             slot.put(home.view(flat))
 
     def _home_of(self, part: Tensor) -> Home | None:
-        """Return where a state lies in the host's memory of this batch; None: it is elsewhere."""
+        """Return a state's home in the batch's host memory; None if it is elsewhere."""
         if self.buffer is None or part.device.type != "cpu" or not part.numel():
             return None
         offset = part.data_ptr() - self.buffer.data.data_ptr()
@@ -218,7 +226,6 @@ class Batch:
         return Home(offset, part.dtype, part.size(), part.stride())
 
     def wait(self) -> None:
-        """Let compute wait until what is under way has come, or gone."""
         if self.event is not None:
             assert self.flat is not None
             torch.accelerator.current_stream(self.flat.device).wait_event(self.event)
@@ -226,27 +233,29 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states that come and go; 0 before the first step."""
         return 0 if self.buffer is None else self.buffer.data.numel()
 
     def let_go(self) -> None:
-        """Hold no memory of the device."""
         self.wait()
         self.flat = None
 
     def leave(self, lanes: CopyLanes) -> None:
-        """Hold no memory of the device, without a wait: the allocator gets it when it is copied."""
+        """Release the device memory without waiting; it is reused only after the copy."""
         if self.flat is not None:
             lanes.free_behind(self.flat)
         self.flat = self.event = None
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are: their local parts, if they are sharded."""
         return _device_of(self.params[0]) if self.params else torch.device("cpu")
 
-    def send(self, slots: Sequence[Slot], memory: HostMemory, lanes: CopyLanes) -> None:
-        """Begin to copy the states to the host, where they are seen from now on."""
+    def send(
+        self,
+        slots: Sequence[Slot],
+        memory: HostMemory,
+        lanes: CopyLanes,
+    ) -> None:
+        """Start copying the states to the host, where they are visible from now on."""
         moving = [slot for slot in slots if _can_travel(slot.value)]
         parts = [slot.part for slot in moving]
         homes, nbytes = _laid_out(parts)
@@ -262,8 +271,13 @@ class Batch:
             slot.put(home.view(self.buffer.data))
             self.keys.add(slot.key)
 
-    def _joined(self, parts: Sequence[Tensor], homes: Sequence[Home], nbytes: int) -> Tensor:
-        """Return the memory that has all states in order: that in which they came, mostly."""
+    def _joined(
+        self,
+        parts: Sequence[Tensor],
+        homes: Sequence[Home],
+        nbytes: int,
+    ) -> Tensor:
+        """Return memory with all states in order: usually the memory that they were copied into."""
         flat = self.flat
         if flat is not None and flat.numel() >= nbytes:
             begin = flat.data_ptr()
@@ -276,14 +290,12 @@ class Batch:
         return flat
 
     def forget(self) -> None:
-        """Let other states come to these parameters."""
         self.let_go()
         self.plans = None
 
 
 class OffloadedStates:
-    """What ``offload_states`` puts in front of an optimizer's class."""
-
+    _plain_class: type[Optimizer]
     _stepped_class: type[Optimizer]
     param_groups: Groups
 
@@ -292,15 +304,15 @@ class OffloadedStates:
         self._batches: list[Batch] = []
         self._lanes: dict[torch.device, CopyLanes] = {}
         self._is_stepping = False
-        self._most: int | None = None  # bytes on the device at a time, by ``max_bytes``
-        self._ahead: list[Batch] = []  # what came in backward, the first one first
+        self._most: int | None = None  # bytes allowed on the device at a time (``max_bytes``)
+        self._ahead: list[Batch] = []  # batches copied in during backward, in order
         self._handles: list[Any] = []
-        # they end with this: a model whose gradients have hooks waits for each reduction earlier
+        # removed with the optimizer: hooks on gradients make the model wait for reductions earlier
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         self._states: Any = defaultdict(dict)
 
     def _set_most(self, most: int | None) -> None:
-        """Say how many bytes of states may be on the device, and whether they come in backward."""
+        """Set the bound on bytes on the device, and whether copies in start in backward."""
         batches = self._batches_now()
         _remove_all(self._handles)
         self._most = most
@@ -308,14 +320,13 @@ class OffloadedStates:
             self._follow(batch)
 
     def _follow(self, batch: Batch) -> None:
-        """Learn in backward when gradients of a batch are there, if states may come that early."""
+        """With ``max_bytes``, register a hook that runs when backward has a batch's gradients."""
         first = next((p for p in batch.params if p.requires_grad), None)
         if self._most is not None and first is not None:
             hook = functools.partial(_come_ahead, weakref.ref(self), weakref.ref(batch))
             self._handles.append(first.register_post_accumulate_grad_hook(hook))
 
     def _has_room(self, batch: Batch, leaving: Sequence[Batch]) -> bool:
-        """True if the states of one more batch may be on the device."""
         if self._most is None:
             return len(leaving) < LEAVING
         here = sum(other.nbytes for other in self._batches if other.flat is not None)
@@ -323,7 +334,6 @@ class OffloadedStates:
 
     @property
     def _local(self) -> Any:
-        """This, if it is an optimizer of ``fsdp2.optim.local``; or None."""
         return self if isinstance(self, LocalOptimizer) else None
 
     @property
@@ -346,35 +356,27 @@ class OffloadedStates:
                 self._take_states()
 
     def _take_states(self) -> None:
-        """Move states that somebody put there to the host."""
         batches = self._batches_now()
         for batch in batches:
             batch.forget()
         for batch in batches:
-            device = batch.device
-            for slot in self._slots(batch):
-                if slot.part.device.type != device.type:  # of a copy, or out of a file
-                    slot.put(slot.part.to(device))
+            self._bring_strangers(batch, None)
             self._send(batch)
             batch.let_go()
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step, unit by unit. ``closure`` computes the loss again, with gradients."""
-        check_function("step", "closure", closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Do one step, unit by unit. ``closure`` recomputes the loss and gradients."""
+        loss = loss_of(closure)
         groups, batches = self.param_groups, self._batches_now()
         places = {param: place for place, group in enumerate(groups) for param in group["params"]}
-        if self._local is not None and self._local._plans is None:  # somebody looked at the state
+        if self._local is not None and self._local._plans is None:  # the state was read
             for batch in batches:
                 batch.plans = None
         self._is_stepping = True
         stepped: dict[int, dict[str, Any]] = {}
         leaving: deque[Batch] = deque()
-        # what came first steps first: it leaves while the last ones are still on their way
+        # step in order of arrival: the first ones leave while the last ones are still in flight
         ahead, self._ahead = [batch for batch in self._ahead if batch.flat is not None], []
         order = ahead + [batch for batch in batches if batch not in ahead]
         try:
@@ -397,15 +399,13 @@ class OffloadedStates:
             if self._local is not None:
                 plans = [plan for batch in batches for plan in batch.plans or ()]
                 self._local._plans, self._local._kernels = plans or None, []
-        # what a class writes into a param group, as its own counters
+        # values that a class writes into a param group, such as counters
         for index, own in stepped.items():
-            for key, value in own.items():
-                if key != "params" and groups[index].get(key) is not value:
-                    groups[index][key] = value
+            write_back(groups[index], own)
         return loss
 
     def _bring_more(self, following: Sequence[Batch], leaving: deque[Batch]) -> None:
-        """Bring the next batch, whatever has to leave for it, and more if there is room."""
+        """Bring the next batch, evicting others if necessary, and more while there is room."""
         for place, batch in enumerate(following):
             if batch.flat is not None:
                 continue
@@ -418,16 +418,13 @@ class OffloadedStates:
     def _step_batch(
         self, batch: Batch, groups: Groups, places: dict[Tensor, int]
     ) -> dict[int, dict[str, Any]]:
-        """Run the class's own step on the parameters of a batch, and return its param groups.
-
-        ``places``: where each parameter is among ``groups``.
-        """
+        """Run the class's step on a batch; ``places`` has parameters' groups. Return its groups."""
         params: dict[int, list[Tensor]] = defaultdict(list)
         for param in batch.params:
-            if param in places:  # nobody took it out of its param group since
+            if param in places:  # the user may have removed it from its param group
                 params[places[param]].append(param)
         own = {index: {**groups[index], "params": params[index]} for index in sorted(params)}
-        self._move_strangers(batch)
+        self._bring_strangers(batch, batch.keys)
         self.param_groups = list(own.values())
         local = self._local
         if local is not None:
@@ -440,20 +437,20 @@ class OffloadedStates:
                 self._drop_published(batch)
         return own
 
-    def _move_strangers(self, batch: Batch) -> None:
-        """Bring states to the device that somebody put in the place of those on the host."""
+    def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
+        """Copy to the device states that are elsewhere: loaded or assigned by the user."""
         device = batch.device
         with torch.no_grad():
             for slot in self._slots(batch):
-                if slot.key in batch.keys and slot.part.device.type != device.type:
+                if slot.part.device.type != device.type and (keys is None or slot.key in keys):
                     slot.put(slot.part.to(device))
 
     def _step_fused(self, *_: Any) -> bool:
-        """Step by the class's own fused step: a kernel's lists would name what has left."""
+        """Use the class's own fused step: a kernel's tensor lists would keep evicted states."""
         return False
 
     def _drop_published(self, batch: Batch) -> None:
-        """Let the table of ``fsdp2.optim.local`` keep nothing that plans hold now."""
+        """Remove the states that plans have from the table of ``fsdp2.optim.local``."""
         for plan in batch.plans or ():
             for run in plan.runs:
                 for member in run.members:
@@ -462,10 +459,9 @@ class OffloadedStates:
     # Batches.
 
     def _batches_now(self) -> list[Batch]:
-        """Return all batches; parameters that are new make new ones."""
         known = {param for batch in self._batches for param in batch.params}
         waiting, nbytes, last = list[Tensor](), 0, None
-        for param in itertools.chain(*(group["params"] for group in self.param_groups)):
+        for param in params_of(self.param_groups):
             if param in known:
                 continue
             unit, device = _unit_of(param), _device_of(param)
@@ -527,8 +523,7 @@ class OffloadedStates:
                 self._take_states()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        plain = getattr(self, "_plain_class", self._stepped_class)
-        given = (plain, self._local is not None, self._most)
+        given = (self._plain_class, self._local is not None, self._most)
         return rebuild_offloaded, given, cast(Any, self).__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -538,29 +533,14 @@ class OffloadedStates:
         return made
 
 
-_classes: dict[type[Optimizer], Any] = {}
-
-
 def offloaded_class(cls: type[Optimizer]) -> Any:
-    """Return the class that instances of a class become."""
-    if cls not in _classes:
-        step: Any = Optimizer.profile_hook_step(OffloadedStates.step)
-        step.hooked = True  # torch would wrap it once more
-        names = {
-            "_stepped_class": cls,
-            "__doc__": cls.__doc__,
-            "__module__": __name__,
-            "step": step,
-        }
-        _classes[cls] = type(f"Offloaded{cls.__name__}", (OffloadedStates, cls), names)
-    return _classes[cls]
+    step: Any = Optimizer.profile_hook_step(OffloadedStates.step)
+    step.hooked = True  # prevents torch from wrapping the step again
+    return wrapped_class("Offloaded", OffloadedStates, cls, {"step": step})
 
 
 def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None = None) -> Any:
-    """Make an empty optimizer; its state follows (copy and pickle)."""
     if is_local:
-        from fsdp2.optim._local import rebuild_optimizer
-
         made = rebuild_optimizer(plain)
         made.__class__ = offloaded_class(type(made))
     else:
@@ -570,7 +550,7 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None =
     return made
 
 
-rebuild_offloaded.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+rebuild_offloaded.__module__ = "fsdp2._pickles"  # independent of where this file moves
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -581,7 +561,7 @@ def _remove_all(handles: list[Any]) -> None:
 def _come_ahead(
     optimizer: weakref.ref[OffloadedStates], batch: weakref.ref[Batch], _param: Tensor
 ) -> None:
-    """Bring the states of a batch whose gradients are there, if there is room for them."""
+    """Copy in the states of a batch whose gradients are ready, if there is room for them."""
     own, its = optimizer(), batch()
     if own is not None and its is not None and own._has_room(its, ()):
         own._bring(its)
@@ -590,14 +570,12 @@ def _come_ahead(
 
 
 def _unit_of(param: Tensor) -> object:
-    """Return what is the same for parameters that lie side by side in their unit's memory."""
     owner = OwnerMark.owner_of(param)
     span = None if owner is None else owner.span
     return None if span is None else id(span.flat)
 
 
 def _device_of(param: Tensor) -> torch.device:
-    """Return where a parameter is: its local part, if it is sharded."""
     return torch_dtensor.local_part(param).device
 
 
@@ -610,17 +588,12 @@ def _can_travel(value: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True if a tensor has as many elements of memory as it has of its own."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    dense = dense_stride(tensor.size(), tensor.stride())
+    dims = zip(tensor.size(), tensor.stride(), dense, strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in dims)
 
 
 def _laid_out(parts: Sequence[Tensor]) -> tuple[list[Home], int]:
-    """Say where each state lies behind the others, and how many bytes there are."""
     homes, offset = [], 0
     for part in parts:
         homes.append(Home(offset, part.dtype, part.size(), part.stride()))

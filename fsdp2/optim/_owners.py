@@ -1,14 +1,11 @@
-"""Owners for optimizers that users write: the plan, and whole tensors there and back.
-
-Owns ``plan_owners``, ``to_owners`` and ``from_owners``. ``whole`` uses the same pieces of
-``_core.transfer``, in rounds that it steps between.
-"""
+"""Owners for user-written optimizers: ``plan_owners``, ``to_owners`` and ``from_owners``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.base import torch_dtensor
-from fsdp2._core.base.arguments import check_count, check_function, wrong_type, wrong_value
+from fsdp2._core.base.errors import check_count, check_function, wrong_type, wrong_value
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.params.deals import newton_schulz_flops
 from fsdp2._core.transfer.chunk_plan import Blocks, CutOf
-from fsdp2._core.transfer.crew import Crew, part_of, stream
 from fsdp2._core.transfer.owners import Cargo, Cut, assign
+from fsdp2._core.transfer.peers import Freight, Peers
 
 MAX_BYTES = 256 << 20
-"""Default cap on the buffers of the rounds that are in memory at a time."""
+"""Default upper bound on the buffers of the rounds that are in memory at a time."""
 
 MOST_RANKS = 1 << 20
 
@@ -32,11 +29,7 @@ Cost = Callable[[tuple[int, ...]], float]
 
 
 def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
-    """Return what a matrix costs.
-
-    Raises:
-        ConfigError: the function returned no number, or a negative one.
-    """
+    """Return the cost of a matrix; ConfigError unless it is a number of at least 0."""
     found = cost(shape)
     if not isinstance(found, int | float) or not 0 <= found < math.inf:
         raise wrong_value(who, f"the cost of {shape}", "a number of at least 0", found)
@@ -45,13 +38,12 @@ def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Owners:
-    """Who owns which tensor: the same on every rank.
+    """The owner of each tensor, the same on every rank.
 
     Attributes:
-        owners: for each tensor, the rank that owns it: a global rank, or one of ``ranks`` that were
-            imagined.
-        costs: for each rank, the cost of what it owns (FLOPs, unless a cost was given).
-        nbytes: for each rank, the bytes of what it owns.
+        owners: for each tensor, the global rank that owns it, or one of the simulated ``ranks``.
+        costs: for each rank, the total cost of its tensors (FLOPs, unless a cost was given).
+        nbytes: for each rank, the total bytes of its tensors.
     """
 
     owners: tuple[int, ...]
@@ -60,9 +52,9 @@ class Owners:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the busiest rank over the mean of all: 1 is best.
+        """The busiest rank's cost over the mean cost: 1 is optimal.
 
-        It cannot be less than the costliest tensor over the mean.
+        The lower bound is the costliest tensor over the mean.
         """
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean if mean else 1.0
@@ -75,13 +67,13 @@ def plan_owners(
     cost: Cost | None = None,
     itemsize: int = 4,
 ) -> Owners:
-    """Choose an owner for each tensor, so that all ranks have as much to do.
+    """Choose an owner for each tensor, so that the load is balanced over ranks.
 
     Args:
         tensors: tensors on any meshes, or, with ``ranks``, shapes.
-        ranks: of an imagined mesh, over which each shape's first dim is sharded.
+        ranks: size of a simulated mesh, over which each shape's first dim is sharded.
         cost: of a tensor, by its shape; None: FLOPs of five Newton-Schulz steps.
-        itemsize: bytes of an element of a shape.
+        itemsize: bytes per element of a shape.
 
     Raises:
         ConfigError: not tensors, or shapes without ``ranks``.
@@ -99,18 +91,23 @@ def plan_owners(
         cuts = [Cut(Blocks(s, (ranks,), (CutOf(0, 0),) if s else ()), places) for s in shapes]
         return _plan(cuts, measure, [itemsize] * len(cuts), range(ranks))
     fleets = _fleets(tensors)
-    if len(fleets) == 1:
-        (crew, indices), *_ = fleets
-        cuts = [crew.cut(f"tensor {i}", _checked(tensors[i])) for i in indices]
-        sizes = [_checked(tensors[i]).dtype.itemsize for i in indices]
-        return _plan(cuts, measure, sizes, crew.ranks)
+    plans = [
+        _plan(
+            [peers.cut(f"tensor {i}", _checked(tensors[i])) for i in indices],
+            measure,
+            [_checked(tensors[i]).dtype.itemsize for i in indices],
+            peers.ranks,
+        )
+        for peers, indices in fleets
+    ]
+    if len(plans) == 1:
+        return plans[0]
     world = dist.get_world_size() if dist.is_initialized() else 1
     owners, costs, nbytes = [0] * len(tensors), [0.0] * world, [0] * world
-    for crew, indices in fleets:
-        part = plan_owners([tensors[i] for i in indices], cost=cost)
+    for (peers, indices), part in zip(fleets, plans, strict=True):
         for index, owner in zip(indices, part.owners, strict=True):
             owners[index] = owner
-        for rank, one, size in zip(crew.ranks, part.costs, part.nbytes, strict=True):
+        for rank, one, size in zip(peers.ranks, part.costs, part.nbytes, strict=True):
             costs[rank] += one
             nbytes[rank] += size
     return Owners(tuple(owners), tuple(costs), tuple(nbytes))
@@ -139,7 +136,7 @@ def _shape_of(given: object) -> tuple[int, ...]:
         return tuple(given.shape)
     sizes = tuple(given) if isinstance(given, list | tuple) else (None,)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        expected = "tensors, or shapes of sizes of at least 0"
+        expected = "tensors, or shapes with sizes of at least 0"
         raise wrong_type("plan_owners", "tensors", expected, given)
     return sizes
 
@@ -150,56 +147,66 @@ def _checked(tensor: object) -> Tensor:
     return tensor
 
 
-def _fleets(tensors: Sequence[object]) -> list[tuple[Crew, list[int]]]:
-    """Return the crews of some tensors, with the places of theirs. Collective, the first time."""
-    found: dict[tuple[int, ...], tuple[Crew, list[int]]] = {}
+def _fleets(tensors: Sequence[object]) -> list[tuple[Peers, list[int]]]:
+    """Group tensors by their peers, as indices. Collective on first use."""
+    found: dict[tuple[int, ...], tuple[Peers, list[int]]] = {}
     for index, one in enumerate(tensors):
         tensor = _checked(one)
-        crew = Crew.of(tensor.device_mesh) if isinstance(tensor, DTensor) else Crew.alone()
-        found.setdefault(crew.ranks, (crew, []))[1].append(index)
+        peers = Peers.of(tensor.device_mesh) if isinstance(tensor, DTensor) else Peers.alone()
+        found.setdefault(peers.ranks, (peers, []))[1].append(index)
     return list(found.values())
 
 
-def _cargos(
-    what: str, crew: Crew, tensors: Sequence[Tensor], indices: Sequence[int], owners: Owners
-) -> list[Cargo]:
+def _freight(
+    what: str,
+    peers: Peers,
+    tensors: Sequence[Tensor],
+    indices: Sequence[int],
+    owners: Owners,
+    max_bytes: int,
+) -> Freight:
     if not isinstance(owners, Owners):
-        raise wrong_type(what, "owners", "what plan_owners returned", owners)
+        raise wrong_type(what, "owners", "a result of plan_owners", owners)
     if len(owners.owners) != len(tensors):
         raise wrong_value(
             what, "owners", f"a plan of {len(tensors)} tensors", f"{len(owners.owners)} owners"
         )
-    foreign = [index for index in indices if owners.owners[index] not in crew.ranks]
+    foreign = [index for index in indices if owners.owners[index] not in peers.ranks]
     if foreign:
         raise wrong_value(
             what,
             "owners",
-            f"an owner of tensor {foreign[0]} among its ranks, {list(crew.ranks)}",
+            f"an owner of tensor {foreign[0]} among its ranks, {list(peers.ranks)}",
             owners.owners[foreign[0]],
-            "Pass what plan_owners returned for these tensors.",
+            "Pass the result of plan_owners for these tensors.",
         )
-    return [
+    cargos = [
         Cargo(
-            crew.cut(f"tensor {index}", tensors[index]),
-            crew.ranks.index(owners.owners[index]),
-            tensors[index].dtype.itemsize,
+            peers.cut(f"tensor {index}", tensors[index]),
+            peers.ranks.index(owners.owners[index]),
+            tensors[index].dtype,
         )
         for index in indices
     ]
+    return Freight(peers, [tensors[index] for index in indices], cargos, max_bytes)
+
+
+def _of_owners(wholes: Sequence[Tensor | None], indices: Sequence[int]) -> Callable[[int], Tensor]:
+    return lambda place: cast(Tensor, wholes[indices[place]])
 
 
 @torch.no_grad()
 def to_owners(
     tensors: Sequence[Tensor], owners: Owners, *, max_bytes: int = MAX_BYTES
 ) -> list[Tensor | None]:
-    """Return each tensor whole on its owner, and None on the other ranks.
+    """Return each tensor unsharded on its owner, and None on the other ranks.
 
-    Collective over the tensors' meshes. Parts travel in rounds, one all-to-all each, and no rank
-    has more than ``max_bytes`` of them beside what it owns; nothing is padded.
+    Collective over the tensors' meshes. Parts travel in rounds, one all-to-all each, without
+    padding. On each rank they take at most ``max_bytes`` in addition to the tensors that it owns.
 
     Args:
         tensors: DTensors that shard or replicate any dims; plain ones are owned by every rank.
-        owners: what ``plan_owners`` returned for tensors of these shapes.
+        owners: the result of ``plan_owners`` for tensors of these shapes.
 
     Raises:
         UnsupportedError: a partial sum, or a tensor that wraps others.
@@ -209,32 +216,16 @@ def to_owners(
     check_count("to_owners", "max_bytes", max_bytes)
     found: list[Tensor | None] = [None] * len(tensors)
     with operation("to_owners"):
-        for crew, indices in _fleets(tensors):
-            cargos = _cargos("to_owners", crew, tensors, indices, owners)
-            own = [tensors[index] for index in indices]
-            for place, (tensor, cargo) in enumerate(zip(own, cargos, strict=True)):
-                if cargo.owner == crew.me:
+        for peers, indices in _fleets(tensors):
+            freight = _freight("to_owners", peers, tensors, indices, owners, max_bytes)
+            for index, cargo in zip(indices, freight.cargos, strict=True):
+                tensor = tensors[index]
+                if cargo.owner == peers.me:
                     local = torch_dtensor.local_part(tensor)
-                    found[indices[place]] = torch.empty_strided(
+                    found[index] = torch.empty_strided(
                         tuple(tensor.shape), tensor.stride(), dtype=local.dtype, device=local.device
                     )
-
-            def part(
-                place: int,
-                crew: Crew = crew,
-                own: Sequence[Tensor] = own,
-                cargos: Sequence[Cargo] = cargos,
-            ) -> Tensor:
-                return part_of(cargos[place].cut, own[place], crew.me)
-
-            dtypes = [tensor.dtype for tensor in own]
-            device = torch_dtensor.local_part(own[0]).device
-            flights = stream(crew, cargos, dtypes, part, device, max_bytes, to_owners=True)
-            for _, parts in flights:
-                for place, piece, value in parts:
-                    room = found[indices[place]]
-                    assert room is not None
-                    room[piece.region.slices].copy_(value)
+            freight.to_owners(_of_owners(found, indices))
     return found
 
 
@@ -246,12 +237,12 @@ def from_owners(
     *,
     max_bytes: int = MAX_BYTES,
 ) -> None:
-    """Write what owners have to the shards of ``tensors``, in place.
+    """Write the owners' values to the shards of ``tensors``, in place.
 
-    Collective over the tensors' meshes, as ``to_owners``, replicas included.
+    Collective over the tensors' meshes, like ``to_owners``; replicas are written too.
 
     Args:
-        whole: for each tensor, its new value on its owner; on other ranks it is not looked at.
+        whole: for each tensor, its new value on its owner; ignored on other ranks.
         tensors: DTensors (or plain tensors) to write to.
 
     Raises:
@@ -261,34 +252,19 @@ def from_owners(
     _listed("from_owners", "whole", whole)
     check_count("from_owners", "max_bytes", max_bytes)
     with operation("from_owners"):
-        for crew, indices in _fleets(tensors):
-            cargos = _cargos("from_owners", crew, tensors, indices, owners)
-            own = [tensors[index] for index in indices]
-            with crew.grid.together("from_owners"):
+        for peers, indices in _fleets(tensors):
+            freight = _freight("from_owners", peers, tensors, indices, owners, max_bytes)
+            with peers.grid.together("from_owners"):
                 if len(whole) != len(tensors):
-                    expected = f"{len(tensors)} values, one a tensor"
+                    expected = f"{len(tensors)} values, one per tensor"
                     raise wrong_value("from_owners", "whole", expected, len(whole))
-                for index, cargo in zip(indices, cargos, strict=True):
-                    value = whole[index]
-                    if cargo.owner == crew.me and (
-                        value is None or tuple(value.shape) != tuple(tensors[index].shape)
-                    ):
+                for index, cargo in zip(indices, freight.cargos, strict=True):
+                    value, shape = whole[index], tuple(tensors[index].shape)
+                    if cargo.owner == peers.me and (value is None or tuple(value.shape) != shape):
                         raise wrong_value(
                             "from_owners",
                             f"whole[{index}]",
-                            f"a tensor of shape {tuple(tensors[index].shape)} on its owner",
+                            f"a tensor of shape {shape} on its owner",
                             None if value is None else tuple(value.shape),
                         )
-
-            def value_of(place: int, indices: Sequence[int] = indices) -> Tensor:
-                value = whole[indices[place]]
-                assert value is not None
-                return value
-
-            dtypes = [tensor.dtype for tensor in own]
-            device = torch_dtensor.local_part(own[0]).device
-            for _, parts in stream(
-                crew, cargos, dtypes, value_of, device, max_bytes, to_owners=False
-            ):
-                for place, _, value in parts:
-                    part_of(cargos[place].cut, own[place], crew.me).copy_(value)
+            freight.from_owners(_of_owners(whole, indices))

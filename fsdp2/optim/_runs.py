@@ -1,18 +1,16 @@
-"""Which parameters step as one tensor: ``Run`` and ``StepPlan``, for one param group.
+"""``Run`` and ``StepPlan``: which parameters of one param group step as one tensor.
 
-Owns the search for neighbours in flat buffers, and the two forms of optimizer state: per parameter
-(what users and checkpoints see) and per run (what steps). It must not know optimizer classes.
+Optimizer state has two forms: per parameter (for users and checkpoints) and per run (for steps).
 
 [Note: runs]
-The shards of a group lie side by side, padded, in its shard buffer, and its gradients in a gradient
-buffer in the same order. Neighbours whose gradients are neighbours too, and whose scalar states
-(``step``) agree, are a *run*: one tensor, padding included. Padding is never read as anything else,
-so whatever an element-wise step makes of it stays invisible. A parameter without neighbours is a
-run of its own, with its own shape.
+The shards of a group are adjacent, with padding, in its shard buffer; its gradients are in a
+gradient buffer in the same order. Adjacent parameters whose gradients are adjacent too, and whose
+scalar states (``step``) agree, are a *run*: one tensor, padding included, which is never read. A
+parameter without such neighbours is a run of its own, with its own shape.
 
 A plan keeps parameters, shards and state. It must never keep a gradient, its local tensor or its
-storage (see [Note: reused gradients]); weak references say which gradients it has checked before.
-It holds as long as every gradient lies where its run expects it.
+storage (see [Note: reused gradients]); weak references identify the gradients that it has already
+checked. It is valid as long as every gradient is where its run expects it.
 """
 
 from __future__ import annotations
@@ -30,25 +28,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.base import torch_dealt, torch_dtensor
-from fsdp2._core.comm.process_mesh import carrying, named
+from fsdp2._core.base.errors import carrying, named
 from fsdp2._core.params import packing
 from fsdp2._core.params.param import OwnerMark, Span
 from fsdp2._core.params.reduce import GradientBuffer
+from fsdp2.optim._wrapped import State, Table
 
-State = dict[str, Any]
-Table = dict[Tensor, State]
 Granule = Callable[[Tensor], int]
-"""From a local tensor: a run may go on behind it if its bytes are a multiple of this; 0: never."""
+"""Byte alignment at which a run may continue after a local tensor; 0: never."""
 
 get_grad = attrgetter("grad")
 referent = methodcaller("__call__")
 
 
 def placed_part(param: Tensor, value: Tensor, what: str) -> Tensor:
-    """Return the local part of a gradient or a state, placed as its parameter is.
-
-    ``what`` is said if the ranks that have to redistribute it are lost.
-    """
+    """Return the local part of a gradient or a state, placed as its parameter. Collective."""
     if (
         isinstance(value, DTensor)
         and isinstance(param, DTensor)
@@ -62,7 +56,7 @@ def placed_part(param: Tensor, value: Tensor, what: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A sharded parameter: its shard, where that lies, and what it has in the table of states."""
+    """A sharded parameter: its shard, the shard's span, and its entry in the table of states."""
 
     param: DTensor
     local: Tensor
@@ -83,21 +77,16 @@ class Member:
         return (0, 0) if self.span is None else (self.span.flat.data_ptr(), self.span.start)
 
     def local_gradient(self) -> Tensor:
-        """Return the local gradient, placed as the parameter is."""
         grad = self.param.grad
         assert grad is not None
-        return placed_part(self.param, grad, "step of an optimizer: a gradient placed otherwise")
+        return placed_part(self.param, grad, "step of an optimizer: a gradient placed differently")
 
     def part(self, value: DTensor) -> Tensor:
-        """Return the local part of a state, placed as the parameter is."""
-        return placed_part(self.param, value, "step of an optimizer: a state placed otherwise")
+        return placed_part(self.param, value, "step of an optimizer: a state placed differently")
 
 
 class Run:
-    """Members that step as one: the tensor, the state, and what is where in them.
-
-    ``starts`` are offsets of members in the run, in elements; of a member without rows, 0.
-    """
+    """Members that step as one; ``starts`` are their offsets in elements, 0 without rows."""
 
     def __init__(self, members: Sequence[Member], known: set[int]) -> None:
         self.members = members
@@ -106,7 +95,7 @@ class Run:
         if not self.is_flat:
             (member,) = members
             local = member.local.detach()
-            # of 0-dim tensors, states could not be told from counters
+            # states of 0-dim tensors could not be distinguished from counters
             self.tensor = local if local.dim() else local.view(1)
             self.starts = [0]
             self.state = {key: self._adopt(value) for key, value in member.entry.items()}
@@ -138,7 +127,7 @@ class Run:
         return self.members[0].part(value).view(self.tensor.shape)
 
     def _join(self, key: str, known: set[int]) -> Any:
-        """Return the run's state of members whose states agree; ``known``: storages of runs."""
+        """Join the members' states, which agree; ``known`` contains the storages of runs."""
         values = [member.entry[key] for member in self.members]
         if not isinstance(values[0], Tensor):
             return values[0]
@@ -155,12 +144,11 @@ class Run:
         for index, part in enumerate(parts):
             target = self.part(joined, index)
             target.copy_(part)
-            # the table must not keep the old memory
+            # drop the table's reference to the old memory
             self.members[index].entry[key] = self._wrap(target, index)
         return joined
 
     def lie_alike(self, tensors: Sequence[Tensor]) -> bool:
-        """True if tensors of the members lie in one storage as the members do in the run."""
         if not self.filled:
             return True
         first = tensors[self.filled[0]]
@@ -175,7 +163,6 @@ class Run:
         )
 
     def part(self, value: Tensor, index: int) -> Tensor:
-        """View a member's part of a tensor like the run's."""
         local = self.members[index].local
         if not self.is_flat:
             return value.view(local.shape)
@@ -194,7 +181,7 @@ class Run:
         )
 
     def has_parts(self) -> bool:
-        """True if every state is a counter or splits into its members' parts, as plain tensors."""
+        """Return True if every state is a counter, or plain and splits into members' parts."""
         return all(
             type(value) is Tensor and (not value.dim() or value.shape == self.tensor.shape)
             for value in self.state.values()
@@ -202,7 +189,6 @@ class Run:
         )
 
     def publish(self, table: Table) -> None:
-        """Write the run's state into the table, per parameter; counters are copied."""
         assert not self.is_flat or self.has_parts(), "a state that cannot be told apart was joined"
         for index, member in enumerate(self.members):
             entry = table[member.param]
@@ -233,16 +219,12 @@ def _is_same(part: Tensor, old: Any) -> bool:
 
 
 class _Seen:
-    """Gradients that lie as a plan expects them, so that it need not look again.
-
-    Of a buffer of ours they are told by their addresses: they live as long as it does. Others are
-    told by weak references.
-    """
+    """Gradients checked before, by address while our buffer lives, others by weak references."""
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
         self._addresses = list(map(id, grads))
         self._others: list[weakref.ref[Tensor]] = []
-        self._joined: list[weakref.ref[Tensor]] = []  # of buffers of ours, which own them
+        self._joined: list[weakref.ref[Tensor]] = []  # gradients owned by our buffers
         buffers: dict[int, weakref.ref[GradientBuffer]] = {}
         for grad in grads:
             buffer = GradientBuffer.holding(grad)
@@ -253,7 +235,6 @@ class _Seen:
         self._buffers = list(buffers.values())
 
     def are(self, grads: Sequence[Tensor]) -> bool:
-        """True if these are the gradients that were seen."""
         if list(map(id, grads)) != self._addresses:
             return False
         for known in (self._buffers, self._others):
@@ -262,7 +243,7 @@ class _Seen:
         return True
 
     def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
-        """View the gradient of each run, from that of its first member with rows on."""
+        """View the gradient of each run, starting at its first member with rows."""
         if self._joined:
             return list(map(referent, self._joined))
         joined = []
@@ -280,7 +261,7 @@ class _Seen:
 
 
 class StepPlan:
-    """The runs of one param group, for parameters of which the same ones have gradients."""
+    """The runs of one param group, valid while the same parameters have gradients."""
 
     def __init__(
         self, params: Sequence[Tensor], table: Table, granule: Granule, known: set[int]
@@ -307,12 +288,12 @@ class StepPlan:
         ]
         self._flat_tensors = [run.tensor for run in self.flat]
         self._seen = _Seen([])
-        # written through other tensors, which autograd and the sharded module must notice
+        # tensors written indirectly: autograd and the sharded module must notice
         self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the gradient of each run, in order; None if the plan does not hold any more."""
+        """Return the gradient of each run, in order; None if the plan is no longer valid."""
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
         if not all(map(is_, map(get_grad, self.idle), repeat(None))):
@@ -321,7 +302,7 @@ class StepPlan:
             return None
         with (
             torch_dtensor.DisableTorchFunctionSubclass()
-        ):  # asking DTensors costs four times as much
+        ):  # access through DTensor costs four times as much
             grads = list(map(get_grad, self._stepped))
         if not all(map(is_, map(torch_dtensor.local_tensor, self._stepped), self._locals)):
             return None
@@ -335,7 +316,6 @@ class StepPlan:
         return joined + [part if part.dim() else part.view(1) for part in parts]
 
     def _lie_as_shards(self, grads: Sequence[Any]) -> bool:
-        """True if gradients are placed as parameters are, and lie as the flat runs expect."""
         for grad, param in zip(grads, self._stepped, strict=True):
             if not isinstance(grad, DTensor) or grad.placements != param.placements:
                 return False
@@ -349,18 +329,15 @@ class StepPlan:
         return True
 
     def loose_gradients(self) -> list[Tensor]:
-        """Return the gradients for a plan without flat runs, redistributed where they must be."""
         assert not self.flat
         grads = [run.members[0].local_gradient() for run in self.single]
         return [grad if grad.dim() else grad.view(1) for grad in grads]
 
     def storages(self) -> set[int]:
-        """Return addresses of the storages that hold states of flat runs."""
         values = [value for run in self.flat for value in run.state.values()]
         return {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
 
     def has_parts(self) -> bool:
-        """True if the states of all runs can be joined and told apart again."""
         return all(run.has_parts() for run in self.runs)
 
     def publish(self, table: Table) -> None:
@@ -370,34 +347,27 @@ class StepPlan:
 
 
 def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
-    """Split sorted members into chains that can be runs."""
     chains: list[list[Member]] = []
-    signature: list[Any] | None = None
+    signature: list[Any] | None = None  # the last member's; None: no member may follow it
     grad_end: tuple[int, int] | None = None  # storage and address where the next one must begin
     for member in members:
-        mine = _signature(member)
-        grad = member.local_gradient()
-        span, local = member.span, member.local
+        grad, local, span = member.local_gradient(), member.local, member.span
         fits = (
             span is not None
-            and mine is not None
             and grad.is_contiguous()
             and grad.dtype is local.dtype
             and grad.shape == local.shape
         )
-        if not fits:
+        mine = _signature(member) if fits else None
+        if span is None or mine is None:
             chains.append([member])
             signature = None
             continue
-        assert span is not None
-        start = grad.data_ptr()
-        storage = grad.untyped_storage().data_ptr()
-        previous = chains[-1][-1] if chains and signature is not None else None
+        begin = grad.untyped_storage().data_ptr(), grad.data_ptr()
         if (
-            previous is not None
-            and _follows(previous, member, granule)
-            and mine == signature
-            and (grad_end is None or not local.numel() or grad_end == (storage, start))
+            mine == signature
+            and _follows(chains[-1][-1], member, granule)
+            and (grad_end is None or not local.numel() or grad_end == begin)
         ):
             chains[-1].append(member)
         else:
@@ -405,32 +375,30 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
             grad_end = None
         signature = mine
         if local.numel():
-            grad_end = (storage, start + span.nbytes)
-        elif grad_end is not None:
+            grad_end = begin
+        if grad_end is not None:
             grad_end = (grad_end[0], grad_end[1] + span.nbytes)
     return chains
 
 
 def _follows(previous: Member, member: Member, granule: Granule) -> bool:
-    """True if a member's span is right behind another's, and one kernel may cover both."""
+    """Return True if a member's span follows the other's directly, and one kernel may do both."""
     before, span = previous.span, member.span
     if before is None or span is None or before.flat is not span.flat:
         return False
     if before.start + before.nbytes != span.start or previous.local.dtype != member.local.dtype:
         return False
     step = granule(previous.local)
-    if step == 0:
-        return False
-    return before.nbytes % step == 0 and previous.local.nbytes % step == 0
+    return step != 0 and before.nbytes % step == 0 and previous.local.nbytes % step == 0
 
 
 def _signature(member: Member) -> list[Any] | None:
-    """Return what must be equal for two members to step as one; None if it cannot be told."""
+    """Return what must be equal for two members to step as one; None if it cannot be compared."""
     items: list[Any] = []
     for key, value in member.entry.items():
         if isinstance(value, DTensor):
             part = member.part(value)
-            if type(part) is not Tensor:  # a quantised state has parts of its own
+            if type(part) is not Tensor:  # a quantised state wraps other tensors
                 return None
             if part.shape != member.local.shape or not part.is_contiguous():
                 return None

@@ -1,42 +1,85 @@
-"""Optimizers that step on whole matrices, each once, on the rank that owns it.
+"""Optimizers that step on full matrices, each once, on the rank that owns it.
 
-Owns ``whole``: the classes that it refuses, and the optimizer that it makes of a class. What a step
-does is in ``_owned_step``.
+Ownership is in ``_core.transfer.owners``, communication in ``_core.transfer.peers``, and the two
+forms of the state in ``_owned_state``.
+
+[Note: a step of owners]
+1. Ranks agree that all of them are present, on which parameters have gradients, and on the options.
+   Owners keep a copy of each matrix between steps. Parameters that were written to since the last
+   step are sent to their owners again. Version counters do not detect such writes (torch's kernels
+   write to DTensors, and ``.data`` writes to any tensor, without incrementing them), so each rank
+   compares a hash of its shards' bits with that after the last step.
+2. Gradients go to owners round by round. The class's own ``step`` runs on the matrices of a round
+   while the next round is in flight. It writes to the owners' copies only.
+3. Ranks agree that none failed. Until here no parameter was changed. If a rank failed, all raise,
+   and the owners' copies are discarded.
+4. Rows of the copies go back to the shards.
+
+Each round has an optimizer of the class for the matrices that this rank owns in it, with one
+parameter per matrix and the options of the param groups. So the class sees the same as in a single
+process, but fewer parameters; state that it keeps per param group must not depend on these.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base import torch_compiler, torch_dtensor
+from fsdp2._core.base.errors import (
+    ConfigError,
+    FSDPError,
+    StateError,
+    UnsupportedError,
     check_count,
     check_dtype,
     check_flag,
+    described,
     translated,
     wrong_type,
     wrong_value,
 )
-from fsdp2._core.base.errors import ConfigError, FSDPError, UnsupportedError
+from fsdp2._core.comm.process_mesh import Grid, operation
 from fsdp2._core.params.deals import newton_schulz_flops
+from fsdp2._core.params.layout import contiguous_stride
+from fsdp2._core.params.param import OwnerMark
+from fsdp2._core.transfer.owners import Cargo, assign, rounds
+from fsdp2._core.transfer.peers import Freight, Peers
 from fsdp2.optim._local import ELEMENTWISE, OptimizerT, local, needs_closure
-from fsdp2.optim._owned_step import WHO, How, WholeOptimizer, options_of, step_together
-from fsdp2.optim._owners import MAX_BYTES, Cost
+from fsdp2.optim._owned_state import Owned, bring, give_back, room_for_state
+from fsdp2.optim._owners import MAX_BYTES, Cost, cost_of
 from fsdp2.optim._several import Several
+from fsdp2.optim._wrapped import (
+    Groups,
+    Table,
+    Wrapped,
+    as_table,
+    in_order,
+    loss_of,
+    params_of,
+    plain_step,
+    wrapped_class,
+)
+
+WHO = "fsdp2.optim.whole"
 
 _DADAPT = ("AdaGrad", "Adam", "SGD", "Adan", "AdanIP", "Lion")
 _SAM = ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM")
 NEEDS_ALL = frozenset(
     {"LBFGS", "Prodigy", "AdaGC", "Adai", *(f"DAdapt{name}" for name in _DADAPT), *_SAM}
 )
-"""Classes, of torch and of known libraries, that compute something of all parameters at once."""
+"""Classes of torch and of known libraries that compute something over all parameters."""
 
 
 def whole(
@@ -49,49 +92,49 @@ def whole(
     batches: bool | None = None,
     **kwargs: Any,
 ) -> OptimizerT:
-    """Make an optimizer of class ``cls`` that steps on whole matrices, each on one rank.
+    """Make an optimizer of class ``cls`` that steps on full matrices, each on one rank.
 
     For optimizers that need all of a matrix (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
-    Every parameter has an owner among the ranks that hold its parts, replicas and tensor-parallel
-    ranks included. Its gradient goes there in a batch with others, ``cls`` steps the whole
-    parameter once, and each rank gets its rows back. It computes what ``cls`` computes in one
-    process that has the same gradients.
+    Every parameter has an owner among the ranks that hold its parts, including replicas and
+    tensor-parallel ranks. Its gradient goes there in a batch with others, ``cls`` steps the full
+    parameter once, and each rank gets its rows back. Results are those of ``cls`` in a single
+    process with the same gradients.
 
-    It is an instance of ``cls``, with param groups and hooks, so learning rate schedulers and
-    ``GradScaler`` take it. Before a step, gradients are shards as ever: clip them. The owner keeps
-    a copy of its parameters and their states: as much as a shard of each. If a step fails on some
-    rank, all ranks raise, and parameters are as they were (states of matrices that had stepped are
-    ahead by that step: load them again, or go on).
+    It is an instance of ``cls``, with param groups and hooks, so learning-rate schedulers and
+    ``GradScaler`` accept it. Before a step, gradients are shards as usual and can be clipped. The
+    owner keeps a copy of its parameters and their states: as much as one shard of each. If a step
+    fails on any rank, all ranks raise, and parameters are unchanged (states of matrices that had
+    already stepped are one step ahead: reload them, or continue).
 
-    ``step``, ``state_dict`` and functions of ``fsdp2.checkpoint`` are collective. ``state`` has on
-    each rank what that rank owns, and names alone of what it does not. ``state_dict()`` moves
-    states into DTensors, where they lie as the parameters do (those of other shapes along their
-    first dim), and the next step moves them back.
+    ``step``, ``state_dict`` and functions of ``fsdp2.checkpoint`` are collective. On each rank,
+    ``state`` has the states that the rank owns, and only the field names of the others.
+    ``state_dict()`` moves states into DTensors with the parameters' placements (those of other
+    shapes are sharded on their first dim), and the next step moves them back.
 
     Args:
         cls: a subclass of ``torch.optim.Optimizer``, of torch or of a library.
-        params: as ``cls`` takes them; sharded, tensor-parallel and plain parameters of any dtype. A
-            param group may have a ``"cls"`` of its own (AdamW for embeddings and vectors): then the
-            result is one optimizer for all of them. Element-wise classes step on local shards.
-        owners: ``"balanced"``, by the FLOPs of Newton-Schulz steps, or a function of a matrix's
-            shape that returns its cost. Bytes decide between equals.
-        wire_dtype: floating-point gradients travel in it; None: in their own. Parameters come back
-            as they are.
-        max_bytes: bytes of the buffers that gradients and parameters travel in, and of the whole
-            gradients. One matrix travels in any case; so that each owner has one at a time, it
-            takes six times the largest. None: that, or 256 MiB if it is more.
-        batches: a parameter of three dims or more is a batch of matrices, which its first dim
-            counts: each has an owner, and is a parameter of ``cls`` by itself. None: True for
-            ``torch.optim.Muon``, which takes nothing else.
+        params: as for ``cls``; sharded, tensor-parallel and plain parameters of any dtype. A param
+            group may name another class as ``"cls"`` (AdamW for embeddings and vectors); the result
+            is then one optimizer for all of them. Element-wise classes step on local shards.
+        owners: ``"balanced"``, by the FLOPs of Newton-Schulz steps, or a function from a matrix's
+            shape to its cost. Ties are broken by bytes.
+        wire_dtype: floating-point gradients are sent in it; None: in their own dtype. Parameters
+            are sent back in theirs.
+        max_bytes: upper bound on the communication buffers of gradients and parameters plus the
+            full gradients. A single matrix may exceed it; for each owner to process one at a time,
+            it must be six times the largest matrix. None: that, or 256 MiB if that is more.
+        batches: treat a parameter of three or more dims as a batch of matrices along its first dim:
+            each has an owner, and is a separate parameter of ``cls``. None: True for
+            ``torch.optim.Muon``, which accepts only matrices.
         kwargs: the arguments of ``cls``, for the groups that name no other class.
 
     Raises:
-        ConfigError: a class or an option that needs all parameters at once, as far as it is known;
-            what ``cls`` refuses.
-        UnsupportedError: a class whose ``step`` must be given a closure; a parameter that wraps
-            other tensors, or is a partial sum.
+        ConfigError: a class or an option known to need all parameters at once; arguments that
+            ``cls`` refuses.
+        UnsupportedError: a class whose ``step`` requires a closure; a parameter that wraps other
+            tensors, or is a partial sum.
 
-    Source: ``cls``; the choice of one owner a matrix follows DistributedShampoo and the
+    Source: ``cls``; the choice of one owner per matrix follows DistributedShampoo and the
     distributed Muon of Moonlight (arXiv 2502.16982).
     """
     _check_class(cls)
@@ -120,7 +163,6 @@ def whole(
 
 
 def _several(cls: type[Optimizer], groups: list[Any], how: How, kwargs: Any) -> Any:
-    """Make one optimizer of several classes, each with the groups that name it."""
     by_class: dict[type[Optimizer], list[int]] = {}
     for place, group in enumerate(groups):
         own = group.get("cls", cls)
@@ -140,7 +182,7 @@ def _several(cls: type[Optimizer], groups: list[Any], how: How, kwargs: Any) -> 
 
 
 def _takes_batches(cls: type[Optimizer]) -> bool:
-    """True for a class of matrices alone: parameters of more dims are batches of them."""
+    """Return True for a class of matrices only: parameters of more dims are batches of them."""
     return issubclass(cls, torch.optim.Muon)
 
 
@@ -151,53 +193,52 @@ def _check_class(cls: object) -> None:
     if needs_all is not None:
         raise ConfigError(
             "FS711",
-            f"{WHO}: {needs_all} computes something of all parameters at once, and an owner has "
-            "its own ones only. Use a class that steps each parameter by itself.",
+            f"{WHO}: {needs_all} computes something from all parameters together, but each owner "
+            "has only its own. Use a class that steps each parameter independently.",
         )
     if needs_closure(cls):
         raise UnsupportedError(
             "FS703",
-            f"{WHO}: {cls.__name__}.step must be given a closure, so it computes the loss in the "
-            "middle of a step, and owners take gradients that are there before it. Use a class "
-            "whose step needs none.",
+            f"{WHO}: {cls.__name__}.step requires a closure, so it computes the loss during a "
+            "step, but owners need gradients beforehand. Use a class whose step needs none.",
         )
 
 
-def _make(cls: type[Optimizer], params: Any, how: How, kwargs: dict[str, Any]) -> Any:
-    """Make the optimizer; ``cls`` sees stand-ins on meta, which cost nothing."""
-    known: dict[int, nn.Parameter] = {}  # stand-ins by the id of what they stand for
-    real: dict[int, Tensor] = {}  # and the other way round
+def _make(
+    cls: type[Optimizer],
+    params: Any,
+    how: How,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Make the optimizer; ``cls`` sees placeholders on meta, which use no memory."""
+    known: dict[int, nn.Parameter] = {}  # placeholders by the id of their parameters
+    real: dict[int, Tensor] = {}  # parameters by the id of their placeholders
 
-    def stand_in(param: Any) -> Any:
-        if not isinstance(param, Tensor):
-            raise wrong_type(WHO, "params", "tensors, or dicts of them", param)
-        if not (param.is_leaf or param.retains_grad):
-            raise wrong_value(WHO, "params", "parameters", "the result of an operation")
-        if id(param) not in known:
-            shape = param.shape[1:] if how.batches and param.dim() > 2 else param.shape
-            empty = torch.empty(shape, dtype=param.dtype, device="meta")
-            known[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-            real[id(known[id(param)])] = param
-        return known[id(param)]
-
-    def replaced(given: Any) -> Any:
-        if isinstance(given, Tensor):
-            return stand_in(given)
+    def placeholder(given: Any) -> Any:
         if isinstance(given, Mapping):
             inner = given["params"]
             single = isinstance(inner, Tensor)
-            return {**given, "params": replaced(inner) if single else [replaced(p) for p in inner]}
+            return {**given, "params": placeholder(inner) if single else [*map(placeholder, inner)]}
         if isinstance(given, tuple) and len(given) == 2:
-            return (given[0], replaced(given[1]))
-        return stand_in(given)
+            return (given[0], placeholder(given[1]))
+        if not isinstance(given, Tensor):
+            raise wrong_type(WHO, "params", "tensors, or dicts of them", given)
+        if not (given.is_leaf or given.retains_grad):
+            raise wrong_value(WHO, "params", "parameters", "the result of an operation")
+        if id(given) not in known:
+            shape = given.shape[1:] if how.batches and given.dim() > 2 else given.shape
+            empty = torch.empty(shape, dtype=given.dtype, device="meta")
+            known[id(given)] = nn.Parameter(empty, requires_grad=given.requires_grad)
+            real[id(known[id(given)])] = given
+        return known[id(given)]
 
     try:
-        stands = params if isinstance(params, Tensor) else [replaced(one) for one in params]
-        optimizer = _whole_class(cls)(stands, **kwargs)
+        stands = params if isinstance(params, Tensor) else [*map(placeholder, params)]
+        optimizer = _class_in_front_of(cls)(stands, **kwargs)
     except FSDPError:
         raise
     except Exception as error:
-        raise translated(f"{WHO}: {cls.__name__} refused its arguments", error) from error
+        raise translated(f"{WHO}: {cls.__name__} rejected its arguments", error) from error
     for group in optimizer.param_groups:
         group["params"] = [real[id(stand)] for stand in group["params"]]
     is_grouped = isinstance(params, list) and any(isinstance(one, Mapping) for one in params)
@@ -207,12 +248,10 @@ def _make(cls: type[Optimizer], params: Any, how: How, kwargs: dict[str, Any]) -
 
 
 MODES = ("train", "eval")
-"""Methods by which a class (schedulefree's) exchanges parameters with others of its state."""
+"""Methods with which a class (schedulefree's) swaps parameters with values of its state."""
 
 
 def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of the class see parameters and states as shards, which the next step takes."""
-
     @functools.wraps(method)
     def switch(self: WholeOptimizer, *args: Any, **kwargs: Any) -> Any:
         self.gather_state()
@@ -221,16 +260,641 @@ def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
     return switch
 
 
-_classes: dict[type[Optimizer], Any] = {}
+def _class_in_front_of(cls: type[Optimizer]) -> Any:
+    found = {name: getattr(cls, name, None) for name in MODES}
+    switches = {name: _on_shards(method) for name, method in found.items() if callable(method)}
+    return wrapped_class("Whole", WholeOptimizer, cls, switches)
 
 
-def _whole_class(cls: type[Optimizer]) -> Any:
-    """Return the class that ``whole`` makes instances of."""
-    if cls not in _classes:
-        names: dict[str, Any] = {"_plain_class": cls, "__module__": __name__}
-        names["__doc__"] = cls.__doc__
-        for name in MODES:
-            if callable(getattr(cls, name, None)):
-                names[name] = _on_shards(getattr(cls, name))
-        _classes[cls] = type(f"Whole{cls.__name__}", (WholeOptimizer, cls), names)
-    return _classes[cls]
+# Options of param groups: their comparison between ranks, and changes made by a step.
+
+
+def beside_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def own_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy options for one round: a step may write to a tensor among them, once per round."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in options_of(group).items()
+    }
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def text_of(group: Mapping[str, Any]) -> list[str]:
+    """Return a param group's options as text to compare, with the class of non-plain values."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, PLAIN):
+            return repr(value)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(text, value))}]"
+        return type(value).__name__
+
+    return [f"{key}={text(value)}" for key, value in sorted(options_of(group).items())]
+
+
+def short(value: object) -> str:
+    """Return a text that is compared between ranks, and shown where it differs."""
+    text = repr(value)
+    return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Compare options: numbers and tensors by value, others by ``==``."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+    try:
+        return bool(one == other)
+    except Exception:  # values without a comparable truth value, such as arrays
+        return repr(one) == repr(other)
+
+
+def changes_of(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in options_of(own).items()
+        if key not in group or not equal(group[key], value)
+    }
+
+
+OF_THE_LARGEST = 6
+"""Two rounds of three matrices on a rank: one sent, one received, and one unpacked."""
+
+COUNTS_ELEMENTS = frozenset({"heavyball"})
+"""Libraries that record a param group's number of elements once, as ``param_count``."""
+
+
+@dataclass(frozen=True)
+class How:
+    cost: Cost
+    wire: torch.dtype | None
+    limit: int | None
+    batches: bool
+
+
+@dataclass(eq=False)
+class Round:
+    """Matrices that travel together; ``inner`` steps this rank's, and is None without any."""
+
+    indices: list[int]
+    inner: Optimizer | None = None
+    groups: list[int] = field(default_factory=list)  # the indices of ``inner``'s param groups
+
+
+@dataclass(eq=False)
+class Fleet:
+    """Parameters with the same ranks: their matrices, in the order of the param groups."""
+
+    peers: Peers
+    owned: list[Owned] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    limit: int = MAX_BYTES
+    # the current step's matrices with gradients, and flags of those that were written to
+    present: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+    fields: dict[int, list[str]] = field(default_factory=dict)  # field names of each matrix's state
+
+    @property
+    def inners(self) -> list[Optimizer]:
+        return [round_.inner for round_ in self.rounds if round_.inner is not None]
+
+    def whole(self, index: int) -> Tensor:
+        return self.owned[index].values
+
+    def rounds_of(self, which: Sequence[int]) -> list[tuple[Round, list[int]]]:
+        """Return the rounds in which some matrices travel, each with those of them in it."""
+        chosen = set(which)
+        found = [(one, [i for i in one.indices if i in chosen]) for one in self.rounds]
+        return [(round_, batch) for round_, batch in found if batch]
+
+    def freight(self, which: Sequence[int]) -> Freight:
+        return Freight(
+            self.peers,
+            [one.param for one in self.owned],
+            [one.cargo for one in self.owned],
+            self.limit,
+            [batch for _, batch in self.rounds_of(which)],
+        )
+
+
+class _Seen(defaultdict[Any, Any]):
+    """States as visible between steps; clearing them clears the owners' states."""
+
+    def __init__(self, optimizer: WholeOptimizer) -> None:
+        super().__init__(dict)
+        self._optimizer = optimizer
+
+    def clear(self) -> None:
+        super().clear()
+        self._optimizer.state = defaultdict(dict)
+
+
+class WholeOptimizer(Wrapped):
+    """The wrapper of ``whole``. The state is on the owners, in the rounds' optimizers
+    (``_is_out``), or in the table, as in ``state_dict``. See ``_owned_state``.
+    """
+
+    _how: How
+    _kwargs: dict[str, Any]
+    _given: list[dict[str, Any]] | None  # the user's options of param groups
+    _counters: dict[str, Any]  # numbers that the class keeps on the optimizer itself
+    _table: Table
+    _is_out: bool
+    beside: dict[str, Any]  # other entries of a state dict than the state and the param groups
+    _fleets: list[Fleet]
+    _planned_for: list[tuple[Tensor, object]]
+    _peers_of: Callable[[Any], Peers]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> WholeOptimizer:
+        self = object.__new__(cls)
+        self._table = defaultdict(dict)
+        self._is_out = False
+        self.beside, self._counters, self._given = {}, {}, None
+        self._fleets, self._planned_for = [], []
+        self._peers_of = Peers.of  # replaced where ranks are simulated
+        return self
+
+    def _begin(
+        self,
+        how: How,
+        kwargs: dict[str, Any],
+        given: list[dict[str, Any]] | None,
+    ) -> None:
+        self._how, self._kwargs, self._given = how, kwargs, given
+        self._table = defaultdict(dict)  # drops states made for placeholders
+        if getattr(self, "_step_supports_amp_scaling", False):
+            self._step_supports_amp_scaling = False  # GradScaler unscales shards itself
+        wanted = _norm_of_all(self)
+        if wanted is not None:
+            raise ConfigError(
+                "FS711",
+                f"{WHO}: {wanted} computes a norm of all gradients, but each owner has only its "
+                "own. Omit it, and call fsdp2.clip_grad_norm_ before the step.",
+            )
+        for _, name, param in _named(self.param_groups):
+            if isinstance(param, DTensor) and any(p.is_partial() for p in param.placements):
+                raise UnsupportedError(
+                    "FS624",
+                    f"{WHO}: {name} is a partial sum. Redistribute it to Shard or Replicate.",
+                )
+
+    # --- The state.
+
+    @property
+    def state(self) -> Table:
+        """States by parameter: those of the last ``state_dict``, or those owned by this rank now.
+
+        States of other owners have their field names, with None. Only ``clear()`` has an effect.
+        """
+        if not self._is_out:
+            return self._table
+        table: Table = _Seen(self)
+        for fleet in self._fleets:
+            for index, one in enumerate(fleet.owned):
+                is_here = one.inner is not None and one.lead is None
+                names = fleet.fields.get(index, ())
+                table[one.param] = one.state if is_here else dict.fromkeys(names)
+        return table
+
+    @state.setter
+    def state(self, table: Table) -> None:
+        self._table = as_table(table)
+        self._forget_states()
+
+    def kept_tensors(self) -> list[object]:
+        """Return the tensors that this rank keeps between steps: parameter copies and states."""
+        copies = [one.whole for fleet in self._fleets for one in fleet.owned]
+        states = [s.values() for inner in self._inners for s in inner.state.values()]
+        return [copies, [list(values) for values in states]]
+
+    @property
+    def _inners(self) -> list[Optimizer]:
+        return [inner for fleet in self._fleets for inner in fleet.inners]
+
+    def _forget_states(self) -> None:
+        self._is_out = False
+        for inner in self._inners:
+            inner.state.clear()
+
+    def gather_state(self) -> None:
+        """Move states from their owners to DTensors. Collective; ``state_dict`` calls it."""
+        if not self._is_out:
+            return
+        with operation(f"{WHO}({self._plain_class.__name__}).state_dict"):
+            for fleet in self._fleets:
+                give_back(fleet.peers, fleet.owned, self._table, fleet.limit)
+            self._note_beside()
+        self._table = in_order(self._table, self.param_groups)
+        self._forget_states()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain optimizer's ``state_dict``, with DTensors. Collective."""
+        self.gather_state()
+        found: dict[str, Any] = cast(Any, super()).state_dict()
+        return {**found, **self.beside}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of this or of the plain optimizer. The next step distributes it."""
+        cast(Any, super()).load_state_dict(state_dict)
+        self.beside = beside_of(state_dict)
+
+    def _note_beside(self) -> None:
+        """Keep a class's data outside of states, from its hooks and counters. Collective."""
+        own: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for inner in self._inners[:1]:
+            counters = {k: v for k, v in vars(inner).items() if type(v) in (int, float)}
+            own = beside_of(inner.state_dict()), counters
+        grid = max((fleet.peers.grid for fleet in self._fleets), key=lambda grid: grid.size)
+        if grid.any_is(any(own)):
+            found = [one for one in grid.collect(own) if any(one)]
+            self.beside, self._counters = found[0]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, of this optimizer's class; the next step chooses owners again."""
+        group = dict(param_group)
+        if group.pop("cls", self._plain_class) is not self._plain_class:
+            raise ConfigError(
+                "FS711",
+                f"add_param_group: expected {self._plain_class.__name__}, the optimizer's class, "
+                f"as 'cls', found {described(param_group['cls'])}. Create the optimizer with a "
+                "group of that class.",
+            )
+        if self._given is None and self.param_groups and hasattr(self, "_how"):
+            self._given = [{} for _ in self.param_groups]
+        if self._given is not None:
+            self._given.append(options_of(group))
+        cast(Any, super()).add_param_group(group)
+
+    @staticmethod
+    def state_room(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a state of a given shape, placed as ``state_dict`` places it."""
+        return room_for_state(param, shape, contiguous_stride(shape), dtype)
+
+    # --- A step.
+
+    @torch_compiler.always_eager
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step. ``closure`` recomputes the loss and gradients; its result is returned.
+
+        Collective over the ranks of the parameters' meshes. See [Note: a step of owners].
+
+        Raises:
+            StateError: a rank failed, or ranks differ in an option or in which parameters have
+                gradients. Parameters are unchanged.
+        """
+        loss = loss_of(closure)
+        step_together([self])
+        return loss
+
+    @property
+    def _who(self) -> str:
+        return f"{WHO}({self._plain_class.__name__}).step"
+
+    def _plan(self) -> None:
+        now = [(param, _lies(param)) for param in params_of(self.param_groups)]
+        if len(now) == len(self._planned_for) and all(
+            one is other and (lies is lay or lies == lay)
+            for (one, lies), (other, lay) in zip(now, self._planned_for, strict=True)
+        ):
+            return
+        self.gather_state()
+        self._note_facts()
+        by_ranks: dict[tuple[int, ...], Fleet] = {}
+        for number, name, param in _named(self.param_groups):
+            mesh = param.device_mesh if isinstance(param, DTensor) else None
+            peers = Peers.alone() if mesh is None else self._peers_of(mesh)
+            fleet = by_ranks.setdefault(peers.ranks, Fleet(peers))
+            is_batch = self._how.batches and param.dim() > 2
+            for lead in range(param.shape[0]) if is_batch else (None,):
+                cargo = Cargo(fleet.peers.cut(name, param, lead), 0, param.dtype)
+                fleet.owned.append(Owned(name, param, number, lead, cargo))
+        self._fleets, self._planned_for = list(by_ranks.values()), []
+        for fleet in self._fleets:
+            self._share_out(fleet)
+        self._planned_for = now
+
+    def _note_facts(self) -> None:
+        """Set the parameter counts that a library keeps in a param group, if they are not set."""
+        if self._plain_class.__module__.split(".")[0] not in COUNTS_ELEMENTS:
+            return
+        for group in self.param_groups:
+            group.setdefault("param_count", sum(param.numel() for param in group["params"]))
+
+    def _share_out(self, fleet: Fleet) -> None:
+        cuts = [one.cargo.cut for one in fleet.owned]
+        costs = [cost_of(WHO, self._how.cost, cut.shape) for cut in cuts]
+        sizes = [one.cargo.nbytes for one in fleet.owned]
+        for one, owner in zip(fleet.owned, assign(cuts, costs, sizes), strict=True):
+            one.cargo = replace(one.cargo, owner=owner)
+        fleet.limit = self._how.limit or max(MAX_BYTES, OF_THE_LARGEST * max(sizes, default=0))
+        limit = fleet.limit // 2  # the next round is in flight meanwhile
+        cargos = [one.cargo for one in fleet.owned]
+        fleet.rounds = [Round(batch) for batch in rounds(cargos, fleet.peers.size, limit)]
+        for round_ in fleet.rounds:
+            owned = [fleet.owned[index] for index in round_.indices]
+            self._make_inner(round_, [one for one in owned if one.cargo.owner == fleet.peers.me])
+
+    def _make_inner(self, round_: Round, mine: Sequence[Owned]) -> None:
+        """Make a round's optimizer as the user made this one: from a list, or from dicts."""
+        if not mine:
+            return
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for one in mine:
+            by_group.setdefault(one.group, []).append(one.make_whole())
+        round_.groups = sorted(by_group)
+        if self._given is None:
+            (given,) = by_group.values()
+            inner = self._plain_class(given, **self._kwargs)
+        else:
+            dicts = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
+            inner = self._plain_class(dicts, **self._kwargs)
+        made = [group["params"] for group in inner.param_groups]
+        if [[*map(id, params)] for params in made] != [
+            [*map(id, by_group[number])] for number in round_.groups
+        ]:
+            raise UnsupportedError(
+                "FS712",
+                f"{self._who}: {self._plain_class.__name__} creates its own param groups. Pass "
+                "the groups that it creates, as dicts.",
+            )
+        for name, value in self._counters.items():
+            if hasattr(inner, name):
+                setattr(inner, name, value)
+        round_.inner = inner
+        for one in mine:
+            one.inner = inner
+
+    def _look(self, fleet: Fleet) -> dict[str, object]:
+        """Find the matrices to step, and return the values that must be equal on all ranks."""
+        same: dict[str, object] = {}
+        present: list[int] = []
+        dtypes = []
+        for index, one in enumerate(fleet.owned):
+            grad = one.param.grad
+            if grad is None:
+                continue
+            if torch_dtensor.local_part(grad).layout is not torch.strided:
+                raise UnsupportedError(
+                    "FS703",
+                    f"{self._who}: the gradient of {one.name} is sparse. Create the embedding with "
+                    "sparse=False.",
+                )
+            present.append(index)
+            dtypes.append((one.name, str(grad.dtype)))
+        fleet.present = present
+        same["parameters with gradients"] = short(dtypes)
+        for number, group in enumerate(self.param_groups):
+            same[f"options of param group {number}"] = short(text_of(group))
+        same["owners"] = short([one.cargo.owner for one in fleet.owned])
+        if not self._is_out:
+            entries = (self._table.get(one.param, {}) for one in fleet.owned)
+            same["states that were loaded"] = short(
+                [sorted((str(k), isinstance(v, DTensor)) for k, v in e.items()) for e in entries]
+            )
+        prints = [fleet.owned[index].shard_print(fleet.peers.me) for index in present]
+        fleet.changed = [0] * len(fleet.owned)
+        for index, is_same in zip(present, _same(fleet.owned, present, prints), strict=True):
+            fleet.changed[index] = int(not is_same)
+        return same
+
+    def _compute(self) -> BaseException | None:
+        """Step every owned matrix; return this rank's failure. Collective."""
+        failed: BaseException | None = None
+        if not self._is_out:
+            for fleet in self._fleets:
+                try:
+                    self._give_beside(fleet)
+                except Exception as error:  # reported with failures of the rounds
+                    failed = failed or error
+                bring(fleet.peers, fleet.owned, self._table, fleet.limit)
+            self._table = defaultdict(dict)
+            self._is_out = True
+        for fleet in self._fleets:
+            if not fleet.present:
+                continue
+            if fleet.peers.size > 1:
+                fleet.changed = fleet.peers.grid.highest(*fleet.changed)
+            wanted = [index for index in fleet.present if fleet.changed[index]]
+            if wanted:  # owners' copies are out of date
+                fleet.freight(wanted).to_owners(fleet.whole)
+            failed_here = self._step_rounds(fleet)
+            failed = failed or failed_here
+        return failed
+
+    def _give_beside(self, fleet: Fleet) -> None:
+        """Give the rounds' optimizers the extra entries of a loaded state dict."""
+        if not self.beside:
+            return
+        for inner in fleet.inners:
+            empty = {**inner.state_dict(), "state": {}}
+            inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
+
+    def _step_rounds(self, fleet: Fleet) -> BaseException | None:
+        owned, present = fleet.owned, fleet.present
+        grads = {index: owned[index].gradient(self._who) for index in present}
+        freight = replace(
+            fleet.freight(present),
+            tensors=[grads.get(index, one.param) for index, one in enumerate(owned)],
+            cargos=[one.gradient_cargo(self._how.wire) for one in owned],
+        )
+        flights = freight.flights(freight.part, to_owners=True)
+        failed: BaseException | None = None
+        for (round_, _), flight in zip(fleet.rounds_of(present), flights, strict=True):
+            try:
+                for index in flight.indices:
+                    if owned[index].whole is not None:
+                        owned[index].whole_gradient()
+                flight.land(lambda index: owned[index].whole_gradient())
+                if round_.inner is not None and failed is None:
+                    self._step_inner(fleet, round_, round_.inner)
+            except BaseException as error:  # reported and raised after all rounds
+                failed = failed or error
+            finally:
+                for one in map(owned.__getitem__, round_.indices):
+                    if one.whole is not None:
+                        one.whole.grad = None
+        return failed
+
+    def _step_inner(self, fleet: Fleet, round_: Round, inner: Optimizer) -> None:
+        for own, number in zip(inner.param_groups, round_.groups, strict=True):
+            own.update(own_options_of(self.param_groups[number]))
+        held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
+        before = [one.identity() for one in held]
+        plain_step(self._plain_class)(inner)  # hooks run around our own step
+        for one, was in zip(held, before, strict=True):
+            if one.identity() != was:
+                raise UnsupportedError(
+                    "FS712",
+                    f"{self._who}: {self._plain_class.__name__} replaced or resized {one.name}, "
+                    f"which had shape {one.cargo.cut.shape}, so its shards cannot be updated. Use "
+                    "a class that writes to parameters in place.",
+                )
+
+    def _options_after(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{} for _ in self.param_groups]
+        for fleet in self._fleets:
+            for round_, _ in fleet.rounds_of(fleet.present):
+                groups = [] if round_.inner is None else round_.inner.param_groups
+                for place, own in zip(round_.groups, groups, strict=True):
+                    found[place].update(changes_of(self.param_groups[place], own))
+        return found
+
+    def _take_options(self, grids: Sequence[Grid]) -> None:
+        """Adopt the class's changes to options from all ranks; StateError if they differ."""
+        found = self._options_after()
+        error: StateError | None = None
+        for grid in grids:
+            if not grid.any_is(any(found)):
+                continue
+            for other in grid.collect(found):
+                for place, options in enumerate(other):
+                    for key, value in options.items():
+                        known = found[place].setdefault(key, value)
+                        if not equal(known, value):
+                            error = StateError(
+                                "FS714",
+                                f"{self._who}: {self._plain_class.__name__} computed {key} of "
+                                f"param group {place} over all parameters of the group: {known!r} "
+                                f"on one rank, {value!r} on another, each from the matrices that "
+                                "it owns. Use a class that steps each parameter independently. "
+                                "Parameters are unchanged.",
+                            )
+        if len(grids) > 1 or error is not None:
+            _tell(error, self._who, [(grid, {}) for grid in grids])
+        for group, options in zip(self.param_groups, found, strict=True):
+            group.update(options)
+
+    def _write(self) -> None:
+        for fleet in self._fleets:
+            if not fleet.present:
+                continue
+            self._note_fields(fleet)
+            fleet.freight(fleet.present).from_owners(fleet.whole)
+            for index in fleet.present:
+                fleet.owned[index].printed = fleet.owned[index].shard_print(fleet.peers.me)
+
+    def _note_fields(self, fleet: Fleet) -> None:
+        """Exchange the state field names of matrices stepped for the first time. Collective."""
+        if all(index in fleet.fields for index in fleet.present):
+            return
+        owned = enumerate(fleet.owned)
+        own = {index: [*one.state] for index, one in owned if one.inner is not None}
+        for told in fleet.peers.grid.collect(own):
+            fleet.fields.update(told)
+
+    def _forget_copies(self) -> None:
+        """Make owners receive all parameters again: a step failed, and nothing was written."""
+        for fleet in self._fleets:
+            for one in fleet.owned:
+                one.printed = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UnsupportedError(
+            "FS713",
+            f"{WHO}({self._plain_class.__name__}): cannot be pickled or copied, because each rank "
+            "has only the states of its own matrices. Use state_dict() and load_state_dict().",
+        )
+
+
+def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
+    """Step some optimizers, all of them or none. See [Note: a step of owners]."""
+    if not optimizers:
+        return
+    who = optimizers[0]._who
+    with torch.no_grad(), operation(who):
+        failed: BaseException | None = None
+        sames: dict[tuple[int, ...], dict[str, object]] = {}
+        try:
+            for number, one in enumerate(optimizers):
+                try:
+                    one._plan()
+                    for fleet in one._fleets:
+                        same = sames.setdefault(fleet.peers.ranks, {})
+                        for key, value in one._look(fleet).items():
+                            same[f"{key}, {number}" if number else key] = value
+                except Exception as error:
+                    failed = failed or error
+            fleets = [fleet for one in optimizers for fleet in one._fleets]
+            grids = {fleet.peers.ranks: fleet.peers.grid for fleet in fleets}
+            in_order = sorted(grids, key=len)  # the largest last: it includes the others' failures
+            _tell(failed, who, [(grids[ranks], sames.get(ranks, {})) for ranks in in_order])
+            for one in optimizers:
+                failed = one._compute() or failed
+            _tell(failed, who, [(grids[ranks], {}) for ranks in in_order])
+            for one in optimizers:
+                one._take_options([grids[ranks] for ranks in in_order])
+        except BaseException:
+            for one in optimizers:
+                one._forget_copies()
+            raise
+        for one in optimizers:
+            one._write()
+
+
+def _tell(
+    failed: BaseException | None, who: str, grids: list[tuple[Grid, dict[str, object]]]
+) -> None:
+    """Raise on the ranks of all grids if one rank has an error, or if ranks differ in a value. A
+    rank in several grids reports its error to later ones; a second pass, in reverse, to earlier
+    ones.
+    """
+    back: list[tuple[Grid, dict[str, object]]] = [(grid, {}) for grid, _ in reversed(grids)]
+    for grid, same in [*grids, *back] if len(grids) > 1 else grids:
+        try:
+            grid.raise_together(failed, who, same)
+        except BaseException as error:  # raised below
+            failed = error if failed is None or isinstance(error, FSDPError) else failed
+    if failed is not None:
+        raise failed
+
+
+def _norm_of_all(optimizer: Any) -> str | None:
+    """Return the option with which a known library's class uses a norm of all gradients."""
+    switch = getattr(optimizer, "pre_norm", None)  # LAMB ignores max_grad_norm if this is off
+    if switch:
+        return "pre_norm=True"
+    limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+    limit = next((one for one in limits if one), None)
+    return f"max_grad_norm={limit!r}" if limit and switch is None else None
+
+
+def _named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the group number, a name for messages, and each parameter."""
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for place, param in enumerate(group["params"]):
+            owner = OwnerMark.owner_of(param)
+            name = f"parameter {place} of param group {number}"
+            if names is not None:
+                name = names[place]
+            elif owner is not None:
+                name = owner.fqn
+            yield number, name, param
+
+
+def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tensor]) -> list[bool]:
+    """Return which parts are unchanged since the last step, with one synchronization in total."""
+    known = [owned[index].printed for index in present]
+    if not prints or any(one is None for one in known):
+        return [False] * len(prints)
+    if not torch_dtensor.has_real_memory():  # a plan's fake tensors are never written to
+        return [True] * len(prints)
+    before = torch.stack([one for one in known if one is not None])
+    flags: list[bool] = (before == torch.stack(list(prints))).all(1).tolist()
+    return flags
+
+
+def _lies(param: Tensor) -> object:
+    if isinstance(param, DTensor):
+        return torch_dtensor.spec_of(param)
+    return tuple(param.shape), param.dtype, param.device

@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._core.params.reduce import Reduction
+from tests.kit.in_turn import shard_each
 from tests.kit.models import CASES, WIDTH, Case, floats, loss_of, seeded
 from tests.kit.parity import (
     Pair,
@@ -29,12 +30,12 @@ from tests.kit.parity import (
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
 
+REDUCTIONS = ("reduce_scatter", "all_reduce", "alltoall")
+
 
 def count_reductions(comm: CommDebugMode) -> int:
-    names = ("reduce_scatter", "all_reduce", "alltoall")
-    return sum(
-        n for op, n in comm.get_comm_counts().items() if any(name in str(op) for name in names)
-    )
+    counts = comm.get_comm_counts().items()
+    return sum(n for op, n in counts if any(name in str(op) for name in REDUCTIONS))
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,19 @@ def test_accumulation_with_every_reduction(name: str) -> None:
 @ranks(2)
 def test_accumulation_with_one_reduction(name: str, reshard_after_forward: bool | None) -> None:
     pair = Pair(name, reshard_after_forward=reshard_after_forward)
+    accumulate_and_look(pair, "set_requires_gradient_sync", REDUCTIONS)
+
+
+def accumulate_and_look(pair: Pair, setting: str, names: tuple[str, ...]) -> None:
+    """Expect operations with such names in the last of three backwards, and in no other one."""
     for _ in range(2):
         for micro in range(3):
-            pair.model.set_requires_gradient_sync(micro == 2)
+            getattr(pair.model, setting)(micro == 2)
             loss, expected = pair.losses(pair.batch())
             with CommDebugMode() as comm:
                 loss.backward()
-            assert (count_reductions(comm) > 0) is (micro == 2)
+            ops = [str(op) for op, count in comm.get_comm_counts().items() if count]
+            assert any(name in op for op in ops for name in names) is (micro == 2)
             expected.backward()
         pair.step()
     pair.check()
@@ -120,17 +127,7 @@ def test_parameters_may_stay_unsharded_while_accumulating() -> None:
 @ranks(4)
 def test_the_replicate_axis_may_be_reduced_last(name: str) -> None:
     pair = Pair(name, mesh=make_mesh(2, 2))
-    for _ in range(2):
-        for micro in range(3):
-            pair.model.set_requires_all_reduce(micro == 2)
-            loss, expected = pair.losses(pair.batch())
-            with CommDebugMode() as comm:
-                loss.backward()
-            ops = [str(op) for op in comm.get_comm_counts()]
-            assert any("allreduce" in op or "all_reduce" in op for op in ops) is (micro == 2)
-            expected.backward()
-        pair.step()
-    pair.check()
+    accumulate_and_look(pair, "set_requires_all_reduce", ("allreduce", "all_reduce"))
 
 
 @ranks(4)
@@ -145,9 +142,7 @@ def test_partial_sums_that_the_host_looks_at_late() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reduction, "__init__", look_late)
-        for last in (False, True):
-            pair.model.set_requires_all_reduce(last)
-            pair.backward()
+        pair.accumulate(2, "set_requires_all_reduce")
         pair.step()
     pair.check()
 
@@ -155,9 +150,7 @@ def test_partial_sums_that_the_host_looks_at_late() -> None:
 @ranks(4)
 def test_a_replicate_axis_accumulates_without_any_reduction() -> None:
     pair = Pair("stack", mesh=make_mesh(2, 2))
-    for micro in range(3):
-        pair.model.set_requires_gradient_sync(micro == 2)
-        pair.backward()
+    pair.accumulate(3)
     pair.step()
     pair.check()
 
@@ -277,8 +270,7 @@ def test_two_losses_of_one_forward() -> None:
         main.square().mean().backward()
         main_expected.square().mean().backward()
         assert_same_gradients(pair.model, pair.reference, 3e-6)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
 
 
 @ranks(2)
@@ -350,8 +342,7 @@ class MaySkip(nn.Module):
 def test_a_unit_may_be_frozen_before_an_accumulation_that_leaves_it_out(rank: int) -> None:
     """A forward that nobody differentiates makes it owe gradients; it was frozen before."""
     model, reference = seeded(MaySkip), seeded(MaySkip)
-    for unit in (model.first, model.last, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
+    shard_each(model.first, model.last, model, mesh=make_mesh())
     x = torch.randn(4, 13)
     for one in (model, reference):
         one(x)
@@ -374,9 +365,7 @@ def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
 def test_accumulation_under_an_optimizer_with_state() -> None:
     pair = Pair("stack", optimizer=momentum)
     for _ in range(3):
-        for micro in range(2):
-            pair.model.set_requires_gradient_sync(micro == 1)
-            pair.backward(scale=0.5)
+        pair.accumulate(2, scale=0.5)
         pair.step()
     pair.check()
 
@@ -435,34 +424,31 @@ def test_leaving_no_sync_puts_back_what_was_set() -> None:
     pair.check()
 
 
+def clear_what_waits(pair: Pair, setting: str) -> None:
+    """Clear gradients after a backward without a reduction; the next one has its own alone."""
+    getattr(pair.model, setting)(False)
+    pair.backward()
+    for model in (pair.model, pair.reference):
+        model.zero_grad()
+    pair.model.set_reshard_after_backward(True)
+    getattr(pair.model, setting)(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
 @pytest.mark.parametrize("reshards", [True, False])
 @ranks(2)
 def test_zero_grad_of_the_model_clears_what_waits_for_sync(reshards: bool) -> None:
     """Torch's own keeps it while units are sharded, and adds it to the next gradients."""
     pair = Pair("stack")
-    pair.model.set_requires_gradient_sync(False)
     pair.model.set_reshard_after_backward(reshards)
-    pair.backward()
-    for model in (pair.model, pair.reference):
-        model.zero_grad()
-    pair.model.set_requires_gradient_sync(True)
-    pair.model.set_reshard_after_backward(True)
-    pair.backward()
-    pair.step()
-    pair.check()
+    clear_what_waits(pair, "set_requires_gradient_sync")
 
 
 @ranks(4)
 def test_clearing_gradients_clears_those_that_wait_for_the_replicate_axis() -> None:
-    pair = Pair("stack", mesh=make_mesh(2, 2))
-    pair.model.set_requires_all_reduce(False)
-    pair.backward()
-    for model in (pair.model, pair.reference):
-        model.zero_grad()
-    pair.model.set_requires_all_reduce(True)
-    pair.backward()
-    pair.step()
-    pair.check()
+    clear_what_waits(Pair("stack", mesh=make_mesh(2, 2)), "set_requires_all_reduce")
 
 
 class EitherOrBoth(nn.Module):

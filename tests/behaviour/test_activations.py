@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._core.api.activations import ATTRIBUTE
+from tests.kit.in_turn import shard_each
 from tests.kit.models import WIDTH, Block, Stack, each_block, seeded, stack
 from tests.kit.pool import ranks
 
@@ -25,8 +26,7 @@ from tests.kit.pool import ranks
 def test_training_on_a_cpu_is_the_same(rank: int, world_size: int) -> None:
     models: list[Any] = [seeded(stack(), 1) for _ in range(2)]
     for offloads, model in enumerate(models):
-        for block in each_block(model):
-            fsdp2.fully_shard(block)
+        shard_each(*each_block(model))
         fsdp2.fully_shard(model)
         if offloads:
             found = fsdp2.offload_activations(model, {Block}, min_bytes=1)

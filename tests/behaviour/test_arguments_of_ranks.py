@@ -177,7 +177,7 @@ def test_a_tensor_on_a_mesh_that_one_rank_lacks(rank: int) -> None:
     model = fsdp2.fully_shard(nn.Linear(WIDTH, WIDTH))
     alone = distribute_tensor(torch.ones(WIDTH), DeviceMesh("cpu", [0]), [Replicate()])
     model.register_buffer("kept", alone)
-    with pytest.raises(fsdp2.ConfigError, match="rank 1 holds a DTensor") as caught:
+    with pytest.raises(fsdp2.ConfigError, match="rank 1 has a DTensor") as caught:
         checkpoint.full_state(model)
     assert caught.value.code == "FS625"
     model(torch.ones(2, WIDTH)).sum().backward()

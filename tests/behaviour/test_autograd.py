@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.kit.models import CASES, WIDTH, Block, Case, Stack, each_block, floats, seeded, stack
+from tests.kit.models import WIDTH, Block, Case, Stack, each_block, floats, seeded, stack
 from tests.kit.parity import (
     Pair,
     assert_same,
@@ -134,8 +134,7 @@ def test_unused_outputs(used: int) -> None:
         assert pair.model.get_submodule(missing).up.weight.grad is None
         assert_sharded(pair.model)
         assert_same_gradients(pair.model, pair.reference, 2e-6)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
     pair.model(*pair.local(pair.batch()).args)
 
 
@@ -408,25 +407,6 @@ def test_post_accumulate_hooks_on_sharded_parameters_fire_once_a_backward() -> N
 
 
 @ranks(2)
-def test_an_optimizer_may_step_in_post_accumulate_hooks() -> None:
-    pair = Pair("stack")
-    for parameter in pair.model.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(3):
-        pair.backward()
-        pair.reference_optimizer.step()
-        pair.reference_optimizer.zero_grad()
-        assert all(p.grad is None for p in pair.model.parameters())
-    pair.check()
-
-
-@ranks(2)
 def test_post_accumulate_hooks_wait_for_the_reduction() -> None:
     pair = Pair("stack")
     fired: list[int] = []
@@ -450,8 +430,7 @@ def test_functional_call_with_the_models_own_parameters() -> None:
         output.square().mean().backward()
         pair.reference(*batch.args).square().mean().backward()
         assert_same_gradients(pair.model, pair.reference, 2e-6)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
     pair.train(steps=1)
 
 
@@ -500,8 +479,7 @@ def test_double_backward_is_right_or_refused() -> None:
         parts = [penalty(pair.reference, batch.chunk(i, 2).args[0]) for i in range(2)]
         (sum(parts) / 2).backward()
         assert_same_gradients(pair.model, pair.reference, 5e-6)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
     pair.train(steps=2)
 
 
@@ -530,8 +508,7 @@ def test_a_backward_that_does_not_reach_the_root() -> None:
         assert pair.model.blocks[2].up.weight.grad is None
         assert_same_gradients(pair.model, pair.reference, 2e-6)
         assert_sharded(pair.model)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
         for handle in handles:
             handle.remove()
     pair.train(steps=1)
@@ -552,13 +529,3 @@ def test_a_unit_without_parameters_of_its_own() -> None:
         return [m for b in model.blocks for m in (b.inner, b.dropout, b)]
 
     Pair(Case(stack(Wrapper, 2), units, floats)).train(steps=2)
-
-
-@ranks(2)
-def test_cases_named_in_the_issue_in_one_model() -> None:
-    """A step of everything at once keeps the same names as the plain model."""
-    for name in ("aux_output", "kwargs", "containers"):
-        case = CASES[name]
-        pair = Pair(case)
-        pair.train(steps=2)
-        assert list(names_of(pair.model)) == list(names_of(seeded(case.build)))

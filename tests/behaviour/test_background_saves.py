@@ -33,9 +33,10 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2._core.base.torch_dtensor import imagined_mesh
 from fsdp2._core.transfer.redistribute import Grids
-from fsdp2.checkpoint import _background, _place, _publish
+from fsdp2.checkpoint import _place, _save
 from fsdp2.checkpoint._contents import Contents, flat
-from fsdp2.checkpoint._writing import HEAD, REPORT, ROW, SUM
+from fsdp2.checkpoint._files import HEAD, REPORT, ROW, SUM
+from tests.kit.in_turn import advance
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh
 from tests.kit.pool import ranks
@@ -58,8 +59,7 @@ def make(mesh: Any = None) -> nn.Module:
 def step(model: nn.Module, optimizer: Any, seed: int = 0) -> None:
     torch.manual_seed(seed + dist.get_rank())
     model(torch.randn(5, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[Any, Any]:
@@ -80,13 +80,13 @@ def require_equal(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
 @contextlib.contextmanager
 def held_back(name: str = "write_part") -> Iterator[threading.Event]:
     """Let a writing thread wait until the event is set."""
-    go_on, call = threading.Event(), getattr(_background, name)
+    go_on, call = threading.Event(), getattr(_save, name)
 
     def later(*args: Any) -> Any:
         go_on.wait()
         return call(*args)
 
-    with mock.patch.object(_background, name, later):
+    with mock.patch.object(_save, name, later):
         yield go_on
         go_on.set()
 
@@ -180,7 +180,7 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
     optim = OPTIMIZERS["adamw"](model)
     place = tmp_path / "saved"
     checkpoint.save(place, model, optim, extra=1)
-    write = _background.write_part
+    write = _save.write_part
 
     def harmed(folder: Path, *rest: Any) -> None:
         if rank == 1 and harm == "disk full":
@@ -193,7 +193,7 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
         if rank == 1:
             HARM[harm](folder)
 
-    with mock.patch.object(_background, "write_part", harmed):
+    with mock.patch.object(_save, "write_part", harmed):
         handle = checkpoint.save(place, model, optim, extra=2, background=True)
         step(model, optim)
         handle._done.wait()  # whoever asks for the error is not warned of it
@@ -228,11 +228,11 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     if rank == 0:  # a save was killed, whose place nobody saves to any more
         (tmp_path / ".step-9.tmp-0a").mkdir()
-        os.close(_publish.own(tmp_path / ".step-9.tmp-0a" / _publish.OWNER))
+        os.close(_place.own(tmp_path / ".step-9.tmp-0a" / _place.OWNER))
     for number in range(4):
         name = f"step-{number}"
         slow = (
-            mock.patch.object(_background, "keep_newest", slowly)
+            mock.patch.object(_save, "keep_newest", slowly)
             if rank == 0
             else contextlib.nullcontext()
         )
@@ -249,7 +249,7 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
     with (tmp_path / "step-3" / "__1_0.distcp").open("r+b") as file:
         file.seek(300)
         file.write(b"damage")
-    with pytest.warns(UserWarning, match="passes over step-3"):
+    with pytest.warns(UserWarning, match="skipping step-3"):
         assert checkpoint.load_latest(tmp_path, model) == 2
     checkpoint.save(tmp_path / "step-4", model, extra=4, background=True)
     assert checkpoint.load_latest(tmp_path, model, default=9) == 4
@@ -259,7 +259,7 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
         (tmp_path / "latest").unlink()
         (tmp_path / "latest").mkdir()
     dist.barrier()
-    with pytest.raises(fsdp2.ConfigError, match="latest is a link"):
+    with pytest.raises(fsdp2.ConfigError, match="latest is reserved for the link"):
         checkpoint.save(tmp_path / "step-5", model, keep_last=1)
 
 
@@ -278,8 +278,7 @@ def test_one_folder_that_each_save_replaces(tmp_path: Path) -> None:
     assert checkpoint.load_latest(tmp_path, model) == 1
 
 
-@pytest.mark.slow
-@ranks(2)
+@ranks(slow(2))
 def test_states_that_one_rank_lacks(tmp_path: Path, rank: int) -> None:
     """What only some ranks have is described in their reports, and loads."""
     model = make()
@@ -330,7 +329,7 @@ def test_what_the_first_rank_gets_from_each_rank(tmp_path: Path, count: int) -> 
         pieces = [*contents.pieces()]
         shares = [(c.path, region) for c, region, who in contents.writers() if who == number]
         assert [(p.content.path, p.region) for p in pieces] == shares
-        _background.write_part(tmp_path, contents, pieces, _background.Progress())
+        _save.write_part(tmp_path, contents, pieces, _save.Progress())
         nbytes = (tmp_path / f"{REPORT}{number}").stat().st_size
         assert (len(pieces) == 0) == (number >= 36)  # blocks are dealt to replicas in turn
         assert nbytes == HEAD.size + ROW.size * len(pieces) + len(b"[]") + SUM.size
@@ -340,13 +339,12 @@ PROGRAM = """
 import os, signal, sys
 import torch, torch.distributed as dist, torch.nn as nn
 import fsdp2
-from fsdp2.checkpoint import _background
-from fsdp2.checkpoint import _background
+from fsdp2.checkpoint import _save
 
 rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 model = fsdp2.fully_shard(nn.Linear(13, 29))
-write = _saving.write_part
+write = _save.write_part
 
 def ends(*args):
     if rank == 1:
@@ -354,8 +352,8 @@ def ends(*args):
     write(*args)
 
 if what != "ends":
-    _saving.write_part = ends
-_background.LEFT_AFTER_S = 0.5
+    _save.write_part = ends
+_save.LEFT_AFTER_S = 0.5
 handle = fsdp2.checkpoint.save(f"{folder}/saved", model, extra=5, background=True)
 if what == "killed" and rank == 0:
     try:
@@ -385,7 +383,7 @@ def test_a_failed_process_does_not_wait_for_one_that_is_stopped(tmp_path: Path) 
         second.communicate()
     assert first.returncode == 1
     assert "SystemError: an error of the user's" in said
-    assert "rank 1: nothing was written for 0 s before its part was there" in said
+    assert "rank 1: nothing was written for 0 s before it had written its part" in said
     assert not [name for name in os.listdir(tmp_path) if "saved" in name]
 
 
@@ -403,7 +401,7 @@ def test_processes_that_end(tmp_path: Path, what: str) -> None:
     said = [process.communicate(timeout=120)[0] for process in started]
     if what == "killed":
         assert started[1].returncode == -signal.SIGKILL
-        assert "rank 1: it has ended before its part was there" in said[0]
+        assert "rank 1: it has ended before it had written its part" in said[0]
         assert not (tmp_path / "saved").exists()
     else:
         assert [process.returncode for process in started] == [0, 0]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.behaviour.test_recovery import PHASES, ProvokedError, failing
+from tests.kit.in_turn import advance
 from tests.kit.local_sgd import LocalSGD
 from tests.kit.models import Block, Case, Stack, each_block, floats
 from tests.kit.parity import Pair, assert_same_gradients, assert_sharded, make_mesh
@@ -286,9 +287,7 @@ def test_a_forward_uses_what_the_optimizer_wrote(way: Callable[[Pair], None], ki
         pair.model.reshard()
         assert_same_gradients(pair.model, pair.reference, pair.rtol)
         way(pair)
-        for optimizer in (pair.optimizer, pair.reference_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(pair.optimizer, pair.reference_optimizer)
         pair.steps += 1
     pair.model.reshard()
     pair.check()
@@ -447,8 +446,7 @@ def test_another_thread_disturbs_no_step(what: str, tmp_path: Path, rank: int) -
         for number in range(12):
             loss = step(pair).sum()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
             found.append(loss.item())
             if number == 1:
                 thread.start()

@@ -21,7 +21,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import _saved
+from fsdp2.checkpoint import _files
 from tests.kit.models import seeded
 from tests.kit.slow import slow
 
@@ -122,7 +122,7 @@ def damaged_content(
 ) -> bytes:
     if not kind.entry or harm is cut:
         return harm(content, draw)
-    entries = _saved.read(folder, verify=True, trust=False).entries
+    entries = _files.read(folder, verify=True, trust=False).entries
     (part,) = next(entry.parts for entry in entries if entry.key == kind.entry)
     end = part.offset + part.length
     return content[: part.offset] + harm(content[part.offset : end], draw) + content[end:]

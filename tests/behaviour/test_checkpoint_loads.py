@@ -22,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import fsdp2
 from fsdp2 import checkpoint
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh, whole
 from tests.kit.pool import ranks
@@ -62,13 +63,11 @@ def made(seed: int, steps: int = 1, cls: Class = torch.optim.AdamW, **options: A
     model = seeded(Net, seed)
     model.note = seed
     if dist.is_initialized():
-        for unit in (model.up, model):
-            fsdp2.fully_shard(unit, mesh=make_mesh())
+        shard_each(model.up, model, mesh=make_mesh())
     optimizer = cls(model.parameters(), lr=0.1, **options)  # type: ignore[call-arg]  # of all classes here
     for _ in range(steps):
         model(torch.ones(4, WIDTH)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return model, optimizer
 
 
@@ -226,7 +225,7 @@ def test_the_state_of_another_optimizer(
             source[1].param_groups[0]["amsgrad"] = False  # moments that its options do not want
         before = snapshot(*target)
         for strict in (True, False):
-            with pytest.raises(fsdp2.ConfigError, match=r"is not of AdamW"):
+            with pytest.raises(fsdp2.ConfigError, match=r"was not saved from AdamW"):
                 load(tmp_path / f"{cls.__name__}", source, target, strict)
             assert snapshot(*target) == before, (cls, strict)
 
@@ -271,7 +270,7 @@ def test_a_custom_optimizer_is_not_run(tmp_path: Path) -> None:
     load_full(tmp_path, source, target, True)
     assert Counting.calls == 3
     assert snapshot(*target)["state"] == snapshot(*source)["state"]
-    with pytest.raises(fsdp2.ConfigError, match=r"is not of Counting"):
+    with pytest.raises(fsdp2.ConfigError, match=r"was not saved from Counting"):
         load_full(tmp_path, made(1, 1, torch.optim.Adagrad), target, False)
 
 
@@ -297,9 +296,9 @@ def test_moments_of_another_name_or_shape() -> None:
         state["up.wait"] = state.pop("up.weight")
 
     cases: list[tuple[Callable[[Any], None], str]] = [
-        (rename, r"up\.weight is not of AdamW: it lacks exp_avg and has exp_average"),
-        (reshape, r"exp_avg of up\.weight .* expected a tensor of shape \(29, 13\)"),
-        (shrink, r"exp_avg_sq of down\.bias .* expected a tensor of shape \(13,\)"),
+        (rename, r"up\.weight was not saved from AdamW: it lacks exp_avg and has exp_average"),
+        (reshape, r"exp_avg of up\.weight .* expected a tensor of .* shape, \(29, 13\)"),
+        (shrink, r"exp_avg_sq of down\.bias .* expected a tensor of .* shape, \(13,\)"),
         (lengthen, r"step of up\.weight .* expected a number"),
         (of_another, r"1 names that the model lacks: up\.wait"),
     ]
@@ -350,7 +349,7 @@ def test_values_that_integers_cannot_hold(tmp_path: Path, value: float) -> None:
         lambda: checkpoint.load(tmp_path / "saved", *target),
     ]
     for call in calls:
-        with pytest.raises(fsdp2.ConfigError, match=r"count is torch.int64 .* cannot hold"):
+        with pytest.raises(fsdp2.ConfigError, match=r"count is torch.int64 .* cannot represent"):
             call()
         assert snapshot(*target) == before
     full["model"]["count"] = torch.tensor([1.0, 2.0])
@@ -372,7 +371,7 @@ def test_a_local_state_is_complete_and_of_the_same_shapes(rank: int) -> None:
         (lambda s: s["model"].update(more=torch.ones(1)), "1 names that the model lacks: more"),
         (lambda s: s["model"].update(count=torch.ones(1)), r"count is \(2,\) on this rank"),
         (lambda s: s["model"].update({"up.bias": torch.ones(1)}), r"up\.bias is \(1[45],\)"),
-        (lambda s: s.pop("layout"), r"loads on the same ranks and meshes only"),
+        (lambda s: s.pop("layout"), r"loads only on the same ranks and meshes"),
         (lambda s: s.pop("model"), "expected {'model'"),
         (lambda s: s.pop("optimizer"), "has no 'optimizer'"),
         (
@@ -411,8 +410,7 @@ class TensorState(nn.Linear):
 def test_extra_state_that_is_a_tensor(tmp_path: Path) -> None:
     source, target = TensorState(), TensorState()
     source.scales = torch.arange(3.0)
-    for model in (source, target):
-        fsdp2.fully_shard(model, mesh=make_mesh())
+    shard_each(source, target, mesh=make_mesh())
     checkpoint.save(tmp_path / "saved", source)
     calls: list[Callable[[], Any]] = [
         lambda: checkpoint.load(tmp_path / "saved", target),
@@ -435,8 +433,7 @@ def checkpointed(seed: int, wrapped: bool) -> Any:
     if wrapped:
         apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Linear))
     if dist.is_initialized():
-        for unit in (*model, model):
-            fsdp2.fully_shard(unit, mesh=make_mesh())
+        shard_each(*model, model, mesh=make_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()

@@ -23,7 +23,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import _background, _place, _publish
+from fsdp2.checkpoint import _place, _save
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh
 from tests.kit.pool import ranks
@@ -89,7 +89,7 @@ def last_of(rounds: int) -> list[set[float]]:
 @contextlib.contextmanager
 def without_locks() -> Iterator[None]:
     """As on a file system that has none."""
-    with mock.patch.object(_publish, "fcntl", None):
+    with mock.patch.object(_place, "fcntl", None):
         yield
 
 
@@ -172,13 +172,13 @@ def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> 
 
     def begin() -> None:
         nonlocal begun
-        other = _publish.Workspace(beside, f"other-{begun}")
+        other = _place.Workspace(beside, f"other-{begun}")
         other.make()
         other.remove()
         begun += 1
 
     with at_every_line(
-        {"fsdp2.checkpoint._publish", "fsdp2.checkpoint._place", "fsdp2.checkpoint._safetensors"},
+        {"fsdp2.checkpoint._place", "fsdp2.checkpoint._safetensors"},
         begin,
     ):
         save(place, model_of(1))
@@ -188,16 +188,16 @@ def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> 
 
 def test_a_save_that_ends_while_another_one_looks(tmp_path: Path) -> None:
     """Its owner's file was opened by the other one before, and is free after: it is not dead."""
-    live = _publish.Workspace(tmp_path / "saved", "live")
+    live = _place.Workspace(tmp_path / "saved", "live")
     live.make()
-    lock = _publish._lock
+    lock = _place._lock
 
     def late(descriptor: int) -> None:
         live.release()
         lock(descriptor)
 
-    with mock.patch.object(_publish, "_lock", late):
-        _publish.Workspace(tmp_path / "saved", "other").make()
+    with mock.patch.object(_place, "_lock", late):
+        _place.Workspace(tmp_path / "saved", "other").make()
     assert live.path.is_dir()
 
 
@@ -225,7 +225,7 @@ def test_what_stands_there_is_renamed_while_a_save_looks(tmp_path: Path) -> None
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     (place / "thesis.tex").write_text("all of it")
-    with pytest.raises(fsdp2.ConfigError, match="a folder with other files, and no checkpoint"):
+    with pytest.raises(fsdp2.ConfigError, match="a folder with other files, not a checkpoint"):
         _place.require_room(place)
 
 
@@ -243,15 +243,15 @@ def test_files_of_others_stay_if_their_heir_is_renamed(tmp_path: Path) -> None:
 def test_what_another_save_is_writing_is_not_removed(tmp_path: Path) -> None:
     """Remains of a dead one go: at once if that can be told, after an hour otherwise."""
     place = tmp_path / "saved"
-    live, dead = _publish.Workspace(place, "live"), _publish.Workspace(place, "dead")
+    live, dead = _place.Workspace(place, "live"), _place.Workspace(place, "dead")
     for workspace in (live, dead):
         workspace.make()
         (workspace.path / "__0_0.distcp").write_bytes(b"half")
-    elsewhere, old = _publish.Workspace(place, "elsewhere"), _publish.Workspace(place, "old")
+    elsewhere, old = _place.Workspace(place, "elsewhere"), _place.Workspace(place, "old")
     for workspace in (elsewhere, old):
         workspace.make()
         (workspace.path / ".owner").write_text("another host")
-    hour = time.time() - 2 * _publish.ABANDONED_AFTER_S
+    hour = time.time() - 2 * _place.ABANDONED_AFTER_S
     for path in (old.path / ".owner", old.path):
         os.utime(path, (hour, hour))
     for workspace in (dead, elsewhere, old):
@@ -292,7 +292,7 @@ def test_a_save_replaces_no_folder_of_others(
     work = tmp_path / "work"
     (work / "deep").mkdir(parents=True)
     (work / "thesis.tex").write_text("all of it")
-    with pytest.raises(fsdp2.ConfigError, match="a folder with other files, and no checkpoint"):
+    with pytest.raises(fsdp2.ConfigError, match="a folder with other files, not a checkpoint"):
         checkpoint.save(work, model)
     with pytest.raises(fsdp2.ConfigError, match=r"is a mount point|is the working directory"):
         checkpoint.save("/proc", model)
@@ -316,7 +316,9 @@ def test_ranks_without_a_common_file_system(tmp_path: Path, rank: int) -> None:
     model = seeded(lambda: nn.Linear(13, 29), 1)
     fsdp2.fully_shard(model, mesh=make_mesh())
     checkpoint.save(common, model)
-    with pytest.raises(fsdp2.StateError, match=r"does not see .*on a file system that all of them"):
+    with pytest.raises(
+        fsdp2.StateError, match=r"does not see .*on a file system that all ranks share"
+    ):
         checkpoint.save(own / "saved", model)
     dist.barrier()
     assert os.listdir(own) == []
@@ -332,7 +334,7 @@ def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: 
     place = tmp_path / "saved"
     checkpoint.save(place, model)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
-    write = _background.write_part
+    write = _save.write_part
 
     def lose(folder: Path, *rest: Any) -> None:
         write(folder, *rest)
@@ -341,7 +343,7 @@ def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: 
             path.unlink() if how == "missing" else os.truncate(path, 10)
 
     with (
-        mock.patch.object(_background, "write_part", lose),
+        mock.patch.object(_save, "write_part", lose),
         pytest.raises(fsdp2.StateError, match=r"__1_0\.distcp, which a rank wrote with \d+ bytes"),
     ):
         checkpoint.save(place, model)

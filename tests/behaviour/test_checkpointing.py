@@ -199,9 +199,7 @@ def test_checkpointed_frozen_parts(kind: str) -> None:
 def test_accumulation_under_checkpointing(kind: str) -> None:
     outer = ReentrantOutside if KINDS[kind] else CheckpointedOutside
     pair = Pair(Case(outer, each_block, floats))
-    for micro in range(3):
-        pair.model.set_requires_gradient_sync(micro == 2)
-        pair.backward()
+    pair.accumulate(3)
     pair.step()
     pair.check()
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._core.comm.coded_sum import CodedSum
+from tests.kit.in_turn import advance
 from tests.kit.meshes import random_numbers
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.parity import Pair, bits, make_mesh, names_of, shard, whole
@@ -121,8 +122,7 @@ def test_replicas_stay_equal_to_the_bit(shape: tuple[int, ...]) -> None:
     for _ in range(5):
         x = torch.randn(3, 13, generator=random_numbers(dist.get_rank()))
         (model(x) * model.scalar).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     replicas = 4 if len(shape) == 1 else 2
     for name, param in model.named_parameters():
         local = param.to_local() if not any(p.is_shard() for p in param.placements) else None  # type: ignore[attr-defined]
@@ -155,8 +155,7 @@ def test_a_model_trains(case: str, dtype: torch.dtype) -> None:
         for _ in range(12):
             loss = pair.run(pair.model, pair.local(batch))
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
         total = loss.detach().float()
         dist.all_reduce(total)
         losses[hook is not None] = float(total)
@@ -188,7 +187,6 @@ def test_overflow_is_seen_and_errors_of_it_are_not_kept() -> None:
     fsdp2.register_comm_hook(model, fsdp2.Compress(INT8, block=8, error_feedback=True))
     x = torch.ones(2, 16)
     (model(x).sum() * (float("inf") if dist.get_rank() else 1.0)).backward()
-    assert model.weight.grad is not None
     assert not whole(model.weight.grad).isfinite().any()
     model.zero_grad()
     model(x).sum().backward()

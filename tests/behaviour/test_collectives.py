@@ -18,6 +18,7 @@ from fsdp2._compiled.compile import check_group
 from fsdp2._core.base import torch_comm
 from fsdp2._core.base.policy import Residence
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import advance
 from tests.kit.meshes import BACKEND
 from tests.kit.models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests.kit.parity import Pair, make_mesh, shard
@@ -46,8 +47,7 @@ def watch(pair: Pair) -> tuple[Counter[str], Counter[str]]:
         loss = pair.run(pair.model, batch)
     with CommDebugMode() as backward:
         loss.backward()
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
+    advance(pair.optimizer)
     return kinds(forward), kinds(backward)
 
 

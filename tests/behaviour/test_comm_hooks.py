@@ -83,7 +83,7 @@ def test_a_hook_on_replicas_and_with_other_scales() -> None:
 
 @pytest.mark.parametrize("shape", [slow((4,)), (2, 2)])
 @ranks(4)
-def test_a_hook_carries_the_gradients_of_stand_ins(shape: tuple[int, ...]) -> None:
+def test_a_hook_carries_the_gradients_of_placeholders(shape: tuple[int, ...]) -> None:
     """What stands in for a shard in `functional_call` is reduced by the hook, and divided once."""
     pair = Pair("stack", mesh=make_mesh(*shape))
     state: dict[str, int] = {}
@@ -173,11 +173,11 @@ def test_what_the_wire_carries() -> None:
 @ranks(2)
 def test_hooks_that_are_refused() -> None:
     model = shard(seeded(Stack), CASES["stack"])
-    with pytest.raises(fsdp2.ConfigError, match="applied to nothing"):
+    with pytest.raises(fsdp2.ConfigError, match="applied to no module"):
         fsdp2.register_comm_hook(nn.Linear(1, 1), summing)
     with pytest.raises(fsdp2.ConfigError, match="hook to be a function"):
         fsdp2.register_comm_hook(model, 3)  # type: ignore[arg-type]
-    with pytest.raises(fsdp2.ConfigError, match="Leave it out"):
+    with pytest.raises(fsdp2.ConfigError, match="Omit it"):
         fsdp2.register_comm_hook(model, fsdp2.Compress(BF16), {})
     with pytest.raises(fsdp2.ConfigError, match=r"found torch\.float32"):
         fsdp2.Compress(FP32)
@@ -258,7 +258,7 @@ def test_an_order_that_changes_later_is_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(2, 13)).sum().backward()
-    with pytest.raises(fsdp2.ConfigError, match="applied to nothing"):
+    with pytest.raises(fsdp2.ConfigError, match="applied to no module"):
         fsdp2.debug.check_order(nn.Linear(1, 1))
 
 
@@ -310,6 +310,6 @@ def test_steps_without_one_sort_of_communication(shape: tuple[int, ...]) -> None
     assert reductions > 0
     assert counts(gathers=False) == (gathers, 0)
     assert counts(reductions=False) == (0, reductions)
-    with pytest.raises(fsdp2.ConfigError, match="leave nothing out"):
+    with pytest.raises(fsdp2.ConfigError, match="skip nothing"):
         counts(gathers=False, reductions=False)
     pair.train(2)

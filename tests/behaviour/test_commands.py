@@ -134,7 +134,7 @@ def test_a_verdict_stands_first_and_nothing_long_is_silent(
     assert lines[0].startswith("fits: ")
     assert lines[1].startswith("on h100-nvlink-ib, which is assumed")
     assert "8 ranks share the model, in 4 replicas; mesh=32 (--mesh 32): all 32 share it" in lines
-    assert shown.err.splitlines()[0] == "planning the step as it is asked for: about 13 s"
+    assert shown.err.splitlines()[0] == "planning the requested step: about 13 s"
     main(["plan", *words, "--budget", "400KB", "--hardware", "cpu"])
     shown = capsys.readouterr()
     assert shown.out.startswith("does not fit: ")
@@ -178,27 +178,27 @@ def test_explain_loads_no_torch() -> None:
     [
         ("toy_of_commands --mesh 2", "expected package.module:name, found 'toy_of_commands'"),
         ("toy_of_commands:nope --mesh 2", "toy_of_commands has no 'nope'; it has torch, nn, Block"),
-        ("nowhere.at:all --mesh 2", "there is no module 'nowhere'"),
-        ("toy_of_commands:not_callable --mesh 2", "is a int, and cannot be called"),
-        ("toy_of_commands:batch --mesh 2", "made a Tensor, and a module is needed"),
+        ("nowhere.at:all --mesh 2", "found no module 'nowhere'"),
+        ("toy_of_commands:not_callable --mesh 2", "is a int, which cannot be called"),
+        ("toy_of_commands:batch --mesh 2", "returned a Tensor, but a module is needed"),
         ("toy_of_commands:Sized --mesh 2", "needs width: name a function without arguments"),
         ("toy_of_commands:build", "required: --mesh"),
         ("toy_of_commands:build --mesh 2x2x2", "found '2x2x2'"),
         ("toy_of_commands:build --mesh 0", "found '0'"),
         ("toy_of_commands:build --mesh 2 --rank 2", "found 2"),
-        ("toy_of_commands:build --mesh 2 --policy Blok", "'Blok'; there is Embedding, ModuleList"),
-        ("toy_of_commands:build --mesh 2 --units blocks.*,hed", "'hed'; there is embed, blocks"),
+        ("toy_of_commands:build --mesh 2 --policy Blok", "'Blok'; there are Embedding, ModuleList"),
+        ("toy_of_commands:build --mesh 2 --units blocks.*,hed", "'hed'; there are embed, blocks"),
         ("toy_of_commands:build --mesh 2 --policy Block --units x", "not allowed with"),
         ("toy_of_commands:build --mesh 2 --batch 4x:int64", "as 4x128:int64, found '4x:int64'"),
         ("toy_of_commands:build --mesh 2 --batch 4:intx", "found 'intx'"),
         (
             "toy_of_commands:build --mesh 2 --batch 999999999999x99999999999:int64",
-            "a tensor that can be, found '999999999999x99999999999:int64'",
+            "a valid shape and dtype, found '999999999999x99999999999:int64'",
         ),
-        (f"toy_of_commands:build --mesh 2 --batch {'9' * 5000}:int64", "a tensor that can be"),
+        (f"toy_of_commands:build --mesh 2 --batch {'9' * 5000}:int64", "a valid shape and dtype"),
         ("toy_of_commands:build --mesh 2 --batch 4x16:int64,", "as 4x128:int64, found ''"),
         ("llama3-8b --mesh 8 --batch 2,8192", "write 2x8192 for"),
-        ("toy_of_commands:build --mesh 2 --hardware cpu --links 0.5", "name --hardware"),
+        ("toy_of_commands:build --mesh 2 --hardware cpu --links 0.5", "pass --hardware"),
         ("toy_of_commands:build --mesh 2 --compute 0", "above 0"),
         (f"toy_of_commands:build --mesh {'9' * 5000}", "found '99999"),
         ("toy_of_commands:build --mesh 999999999999x999999999999", "ranks"),
@@ -315,7 +315,7 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", "FS402"])
     told = capsys.readouterr().out
     assert told.startswith("FS402: Another rank did not take part")
-    assert "How you get here. One rank alone called `save`" in told
+    assert "How you get here. Only one rank called `save`" in told
     assert "**" not in told
     for numbers in (["402"], ["402, 402"], ["402", "402"]):
         main(["explain", *numbers])
@@ -327,12 +327,12 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_codes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain"])
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("FS101  An argument has another type")
+    assert told[0].startswith("FS101  An argument has the wrong type")
     assert len(told) > 100
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("FS999", "there is no FS999"), ("nothing", "expected one as FS104")]
+    ("given", "said"), [("FS999", "has no FS999"), ("nothing", "expected a code such as FS104")]
 )
 def test_a_code_that_is_none(capsys: pytest.CaptureFixture[str], given: str, said: str) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import fsdp2
 from fsdp2._core.base import events
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import (
     Batch,
     Block,
@@ -177,7 +178,7 @@ def test_functional_grad_of_shards() -> None:
         return loss_of(torch.func.functional_call(pair.model, values, (x,)))
 
     values = {name: p.detach() for name, p in pair.model.named_parameters()}
-    with pytest.raises(fsdp2.UnsupportedError, match=r"inp\.weight: a DTensor stands in"):
+    with pytest.raises(fsdp2.UnsupportedError, match=r"inp\.weight: found a DTensor in its place"):
         torch.func.grad(loss)(values)
     pair.train(steps=2)
 
@@ -209,7 +210,7 @@ def test_changes_are_seen_under_a_transform() -> None:
 
 @ranks(2)
 def test_functional_grad_of_another_dtype() -> None:
-    """A stand-in that a transform could not follow through a cast is refused by name."""
+    """A placeholder that a transform could not follow through a cast is refused by name."""
     pair = Pair("stack", mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     x = rows_of_this_rank(pair)
     values = {name: whole(p) for name, p in pair.model.named_parameters()}
@@ -321,16 +322,14 @@ def test_optimizers_that_step_in_backward(kind: str) -> None:
 
         def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
             assert isinstance(parameter.grad, DTensor)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
 
         parameter.register_post_accumulate_grad_hook(step)
     for _ in range(3):
         pair.backward()
         assert all(p.grad is None for p in pair.model.parameters())
         pair.steps += 1
-        pair.reference_optimizer.step()
-        pair.reference_optimizer.zero_grad()
+        advance(pair.reference_optimizer)
     pair.later_rtol = 2e-5
     pair.check()
 
@@ -381,8 +380,7 @@ def test_compiled_blocks(how: str, backend: str, when: str) -> None:
     check_compiled_blocks(how, backend, when)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=400)
+@ranks(slow(2), limit_s=400)
 def test_compiled_blocks_with_inductor() -> None:
     """The default compiler's blocks train as plain ones, and gather ahead as eager ones do."""
     check_compiled_blocks("method", "inductor", "after")
@@ -417,9 +415,7 @@ def check_compiled_blocks(how: str, backend: str, when: str) -> None:
             names_of(pair.model).items(), pair.reference.parameters(), strict=True
         ):
             assert_same(ours.grad, theirs.grad, name, 1e-5)  # type: ignore[arg-type]  # not None
-        for optimizer in (pair.optimizer, pair.reference_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(pair.optimizer, pair.reference_optimizer)
     assert graphs.count == 1
     assert sum("forward: prefetch" in event for event in seen) == 3
     assert sum("backward: prefetch" in event for event in seen) == 3
@@ -613,8 +609,7 @@ def test_ddp_around_sharded_units() -> None:
     """DDP reduces the root's plain parameters and leaves alone the units that it is told to."""
     case = Case(stack(), each_block, floats)
     model, reference = seeded(case.build), seeded(case.build)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=make_mesh())
+    shard_each(*model.blocks, mesh=make_mesh())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, ignored_names(model, lambda name: name.startswith("blocks."))
     )
@@ -627,8 +622,7 @@ def test_ddp_for_ignored_parameters() -> None:
     case = Case(stack(), each_block, floats)
     model, reference = seeded(case.build), seeded(case.build)
     plain = {*model.inp.parameters(), model.blocks[1].up.weight}
-    for module in (*model.blocks, model):
-        fsdp2.fully_shard(module, mesh=make_mesh(), ignored_params=plain)
+    shard_each(*model.blocks, model, mesh=make_mesh(), ignored_params=plain)
     names = ignored_names(model, lambda name: isinstance(model.get_parameter(name), DTensor))
     assert len(names) == 3 * 8 + 4 - 3
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -640,10 +634,11 @@ def test_composable_replicate_around_sharded_units() -> None:
     """`replicate` on the root reduces what is plain and skips our units."""
     case = Case(stack(), each_block, floats)
     model, reference = seeded(case.build), seeded(case.build)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=make_mesh())
+    shard_each(*model.blocks, mesh=make_mesh())
     replicate(model)
     train_replicated(model, model, reference)
+    taken = {id(p) for p in replicate.state(model)._param_list}
+    assert taken == {id(p) for m in (model.inp, model.out) for p in m.parameters()}
 
 
 def train_replicated(call: nn.Module, model: nn.Module, reference: nn.Module) -> None:
@@ -655,9 +650,7 @@ def train_replicated(call: nn.Module, model: nn.Module, reference: nn.Module) ->
         loss_of(call(*batch.chunk(rank, count).args)).backward()
         loss_of(reference(*batch.args)).backward()
         assert_same_gradients(model, reference, 2e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     assert_same_parameters(model, reference, 2e-6)
     assert any(isinstance(p, DTensor) for p in model.parameters())
 

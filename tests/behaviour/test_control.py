@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2._core.base.events import Event, listen
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import (
     CASES,
     WIDTH,
@@ -166,7 +167,6 @@ def test_an_int_leaves_shards_of_the_smaller_mesh(rank: int) -> None:
     full = names_of(pair.reference)["blocks.0.up.weight"]
     loss, expected = pair.losses(pair.batch())
     registered = pair.model.blocks[0].up.weight
-    assert isinstance(registered, DTensor)
     assert registered.full_tensor().shape == (29, 13)
     assert torch.equal(registered.to_local(), full.chunk(2)[rank % 2])
     loss.backward()
@@ -201,6 +201,7 @@ def test_unshard_and_reshard_by_hand(async_op: bool) -> None:
         for block in pair.model.blocks:
             handle = block.unshard(async_op=async_op)
             if async_op:
+                assert isinstance(handle, fsdp2.UnshardHandle)
                 handle.wait()
                 handle.wait()
             else:
@@ -214,16 +215,6 @@ def test_unshard_and_reshard_by_hand(async_op: bool) -> None:
             block.reshard()
         assert_sharded(pair.model)
         pair.train(steps=1)
-
-
-@ranks(2)
-def test_the_class_of_the_handle() -> None:
-    pair = Pair("stack")
-    handle = pair.model.blocks[0].unshard(async_op=True)
-    assert isinstance(handle, fsdp2.UnshardHandle)
-    handle.wait()
-    pair.model.blocks[0].reshard()
-    pair.train(steps=1)
 
 
 @ranks(2)
@@ -299,8 +290,7 @@ def test_weights_are_whole_inside_unshard() -> None:
         losses[0].backward()
         losses[1].backward()
         assert_same_gradients(pair.model, pair.reference, 3e-6)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
 
 
 # --- settings at run time -------------------------------------------------------------------------
@@ -414,8 +404,7 @@ def test_registered_methods_gather_like_forward() -> None:
         for model, part in ((pair.model, pair.local(batch)), (pair.reference, batch)):
             model.encode(*part.args, scale=2.0).square().mean().backward()
         assert_same_gradients(pair.model, pair.reference, 2e-6)
-        pair.optimizer.zero_grad()
-        pair.reference_optimizer.zero_grad()
+        pair.zero_grad()
         pair.train(steps=1)
         with torch.no_grad():
             actual = pair.model.generate(*pair.local(batch).args, steps=3)
@@ -499,9 +488,7 @@ def test_norm_and_head_as_one_group_with_a_loss_in_chunks() -> None:
             for chunk in hidden.chunk(2):
                 (model.head(chunk).square().mean() * share / 2).backward(retain_graph=True)
         assert_same_gradients(pair.model, pair.reference, 3e-6)
-        for optimizer in (pair.optimizer, pair.reference_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(pair.optimizer, pair.reference_optimizer)
     assert_same_parameters(pair.model, pair.reference, 3e-6)
 
 
@@ -626,9 +613,7 @@ def test_hsdp_units_in_a_tree_of_several_meshes() -> None:
         for m in (model, pair_reference):
             loss_of(m(x)).backward()
         assert_same_gradients(model, pair_reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
 
 
 @ranks(2)
@@ -642,8 +627,7 @@ def test_calling_a_unit_on_its_own_after_the_root_ran() -> None:
     assert pair.model.inp.weight.grad is None
     assert_same_gradients(pair.model, pair.reference)
     assert_sharded(pair.model)
-    pair.optimizer.zero_grad()
-    pair.reference_optimizer.zero_grad()
+    pair.zero_grad()
     pair.train(steps=1)
 
 
@@ -680,9 +664,7 @@ def test_units_that_stay_whole_see_every_step(flat: bool) -> None:
     pair.first_rtol = pair.later_rtol
     for _ in range(4):
         pair.backward()  # compares the losses
-        for optimizer in (pair.optimizer, pair.reference_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(pair.optimizer, pair.reference_optimizer)
 
 
 @ranks(4)
@@ -691,8 +673,7 @@ def test_the_smaller_mesh_is_given_up_between_forward_and_backward() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model = copy.deepcopy(reference)
-    for layer in model:
-        fsdp2.fully_shard(layer, mesh=make_mesh(4), reshard_after_forward=2)
+    shard_each(*model, mesh=make_mesh(4), reshard_after_forward=2)
     fsdp2.fully_shard(model, mesh=make_mesh(4))
     x = torch.ones(2, 16)
     loss = model(x).sum()

@@ -7,8 +7,9 @@ What `test_control` and `test_accumulation` show already is not repeated; custom
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +40,6 @@ from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_gradients,
-    assert_same_parameters,
     assert_sharded,
     make_mesh,
     shard,
@@ -63,11 +63,6 @@ def scale_reference(pair: Pair, factor: float, prefix: str = "") -> None:
             parameter.grad.mul_(factor)
 
 
-def drop_gradients(pair: Pair) -> None:
-    pair.optimizer.zero_grad()
-    pair.reference_optimizer.zero_grad()
-
-
 # --- what a gradient is ---------------------------------------------------------------------------
 
 
@@ -83,7 +78,7 @@ def test_a_divide_factor_is_of_one_unit(world_size: int) -> None:
         scale_reference(pair, world_size / 0.5, "inp.")
         scale_reference(pair, world_size / 0.5, "out.")
         assert_same_gradients(pair.model, pair.reference, FINE)
-        drop_gradients(pair)
+        pair.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -129,20 +124,16 @@ def test_a_reduction_of_the_whole_tree(
     pair.backward()
     scale_reference(pair, factor)
     assert_same_gradients(pair.model, pair.reference, FINE)
-    drop_gradients(pair)
-    for sync in (False, True):
-        pair.model.set_requires_gradient_sync(sync)
-        pair.backward()
+    pair.zero_grad()
+    pair.accumulate(2)
     scale_reference(pair, factor)
     assert_same_gradients(pair.model, pair.reference, FINE)
-    drop_gradients(pair)
+    pair.zero_grad()
     if world_size == 4:
-        for last in (False, True):
-            pair.model.set_requires_all_reduce(last)
-            pair.backward()
+        pair.accumulate(2, "set_requires_all_reduce")
         scale_reference(pair, factor)
         assert_same_gradients(pair.model, pair.reference, FINE)
-        drop_gradients(pair)
+        pair.zero_grad()
     pair.model.set_gradient_reduction("mean")
     pair.train(steps=1)
 
@@ -197,7 +188,7 @@ def test_gradients_of_unused_parameters() -> None:
     pair.backward()
     assert pair.model.unused.grad is None
     assert pair.model.blocks[1].spare.weight.grad is not None
-    drop_gradients(pair)
+    pair.zero_grad()
     pair.model.set_reduce_scatter_unused_params(False)
     pair.train(steps=1)
 
@@ -261,7 +252,7 @@ def test_a_hook_with_a_stream(world_size: int) -> None:
         scale_reference(pair, 2.0, "inp.")
         scale_reference(pair, 2.0, "out.")
         assert_same_gradients(pair.model, pair.reference, FINE)
-        drop_gradients(pair)
+        pair.zero_grad()
         pair.model.set_all_reduce_hook(lambda reduced: None)
     pair.train(steps=1)
 
@@ -428,7 +419,6 @@ def test_roots_that_share_their_streams(already_ran: bool) -> None:
 
 def runtime_of(model: nn.Module) -> Any:
     unit = unit_of(model)
-    assert unit is not None
     return unit.runtime
 
 
@@ -443,30 +433,6 @@ def test_sharing_streams_of_nothing_and_of_plain_modules() -> None:
 
 
 # --- composition ----------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_replicate_leaves_sharded_modules_alone() -> None:
-    """`replicate` reduces what is not sharded and takes no parameter of a sharded module."""
-    from torch.distributed._composable import replicate
-
-    pair_reference, model = seeded(Stack), seeded(Stack)
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    replicate(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pair_reference)]
-    rank = dist.get_rank()
-    for _ in range(2):
-        batch = floats(8)
-        loss_of(model(*batch.chunk(rank, 2).args)).backward()
-        (sum(loss_of(pair_reference(*batch.chunk(r, 2).args)) for r in range(2)) / 2).backward()
-        assert_same_gradients(model, pair_reference, FINE)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    taken = {id(p) for p in replicate.state(model)._param_list}
-    assert taken == {id(p) for m in (model.inp, model.out) for p in m.parameters()}
-    assert_same_parameters(model, pair_reference, FINE)
 
 
 @ranks(2)
@@ -485,59 +451,38 @@ def test_the_state_of_a_module() -> None:
 
 # --- wrong arguments ------------------------------------------------------------------------------
 
-Call = Callable[[Any, Any], object]
 FACTORS: list[Any] = [0, -1.0, float("nan"), float("inf"), "two", True]
-WRONG: dict[str, tuple[Call, list[Any]]] = {
-    "set_gradient_divide_factor": (lambda m, v: m.set_gradient_divide_factor(v), FACTORS),
-    "set_gradient_reduction": (
-        lambda m, v: m.set_gradient_reduction(v),
-        [0, -2, "average", None, True, float("nan"), ["mean"]],
-    ),
-    "set_all_reduce_hook": (lambda m, v: m.set_all_reduce_hook(v), ["all_reduce", 3]),
-    "set_all_reduce_hook, stream": (
-        lambda m, v: m.set_all_reduce_hook(print, stream=v),
-        ["stream", 0],
-    ),
-    "set_custom_all_gather": (lambda m, v: m.set_custom_all_gather(v), [None, 1, dist.all_gather]),
-    "set_custom_reduce_scatter": (
-        lambda m, v: m.set_custom_reduce_scatter(v),
-        [None, 1, dist.all_reduce],
-    ),
-    "set_reduce_scatter_max_input_buffers": (
-        lambda m, v: m.set_reduce_scatter_max_input_buffers(v),
-        [0, -1, 1.5, "2", None, True],
-    ),
-    "set_memory": (lambda m, v: m.set_memory(v), ["much", 0, -1, 1.5, None, True]),
-    "set_post_optim_event": (lambda m, v: m.set_post_optim_event(v), ["event", 1]),
-    "set_symm_mem_for_comm": (lambda m, v: m.set_symm_mem_for_comm(v), ["NVSHMEM", "nccl", None]),
-    "set_copy_free_min_bytes": (lambda m, v: m.set_copy_free_min_bytes(v), [0, -1, 1.5, "2", True]),
-    "set_gradient_wire_dtype": (
-        lambda m, v: m.set_gradient_wire_dtype(v),
-        ["bf16", torch.int32, 2],
-    ),
-    "set_modules_to_forward_prefetch": (
-        lambda m, v: m.set_modules_to_forward_prefetch(v),
-        [None, [None], "block"],
-    ),
-    "set_modules_to_backward_prefetch": (
-        lambda m, v: m.set_modules_to_backward_prefetch(v),
-        [None, [None], "block"],
-    ),
+COUNTS: list[Any] = [0, -1, 1.5, "2", True]
+WRONG: dict[str, list[Any]] = {
+    "set_gradient_divide_factor": FACTORS,
+    "set_gradient_reduction": [0, -2, "average", None, True, float("nan"), ["mean"]],
+    "set_all_reduce_hook": ["all_reduce", 3],
+    "set_all_reduce_hook, stream": ["stream", 0],
+    "set_custom_all_gather": [None, 1, dist.all_gather],
+    "set_custom_reduce_scatter": [None, 1, dist.all_reduce],
+    "set_reduce_scatter_max_input_buffers": [*COUNTS, None],
+    "set_memory": ["much", 0, -1, 1.5, None, True],
+    "set_post_optim_event": ["event", 1],
+    "set_symm_mem_for_comm": ["NVSHMEM", "nccl", None],
+    "set_copy_free_min_bytes": COUNTS,
+    "set_gradient_wire_dtype": ["bf16", torch.int32, 2],
+    "set_modules_to_forward_prefetch": [None, [None], "block"],
+    "set_modules_to_backward_prefetch": [None, [None], "block"],
 } | {
-    name: (lambda m, v, name=name: getattr(m, name)(v), [1, None, "yes"])  # type: ignore[misc]
+    f"set_{name}": [1, None, "yes"]
     for name in (
-        "set_is_last_backward",
-        "set_requires_gradient_sync",
-        "set_requires_all_reduce",
-        "set_reshard_after_forward",
-        "set_reshard_after_backward",
-        "set_keep_unsharded_storage",
-        "set_manual_backward_finalization",
-        "set_unshard_in_backward",
-        "set_force_sum_reduction_for_comms",
-        "set_reduce_scatter_unused_params",
-        "set_separate_reduce_scatter_group",
-        "set_allocate_memory_from_process_group_for_comm",
+        "is_last_backward",
+        "requires_gradient_sync",
+        "requires_all_reduce",
+        "reshard_after_forward",
+        "reshard_after_backward",
+        "keep_unsharded_storage",
+        "manual_backward_finalization",
+        "unshard_in_backward",
+        "force_sum_reduction_for_comms",
+        "reduce_scatter_unused_params",
+        "separate_reduce_scatter_group",
+        "allocate_memory_from_process_group_for_comm",
     )
 }
 
@@ -547,12 +492,13 @@ def test_wrong_arguments_are_named() -> None:
     """Every setter refuses what it cannot use, says what it found, and changes nothing."""
     model = fsdp2.fully_shard(seeded(Block))
     unit = unit_of(model)
-    assert unit is not None
     before = (unit.settings, unit.own_groups[0].wire.gather, unit.own_groups[0].reducer.hook)
-    for name, (call, values) in WRONG.items():
+    for name, values in WRONG.items():
+        method, _, keyword = name.partition(", ")
         for value in values:
+            given = ((print,), {keyword: value}) if keyword else ((value,), {})
             with pytest.raises(fsdp2.ConfigError) as caught:
-                call(model, value)
+                getattr(model, method)(*given[0], **given[1])
             found = [repr(value), type(value).__name__]
             found += [type(value[0]).__name__] if isinstance(value, list) else []
             assert any(text in str(caught.value) for text in found), (name, value, caught.value)
@@ -572,35 +518,36 @@ def test_every_setter_has_wrong_arguments() -> None:
 # --- None -----------------------------------------------------------------------------------------
 
 
-def none_to(method: str, argument: str, first: Any = None) -> Callable[[Any, nn.Module], None]:
-    """Return what passes None to a method of a model; ``first`` goes to the first argument."""
-    others = () if first is None else (first,)
-    return lambda library, model: getattr(model, method)(*others, **{argument: None})
-
-
-NONE: dict[str, Callable[[Any, nn.Module], None]] = {
-    "set_all_reduce_hook, hook": none_to("set_all_reduce_hook", "hook"),
-    "set_all_reduce_hook, stream": none_to("set_all_reduce_hook", "stream", first=print),
-    "set_gradient_divide_factor": none_to("set_gradient_divide_factor", "factor"),
-    "set_reduce_scatter_divide_factor": none_to("set_reduce_scatter_divide_factor", "factor"),
-    "set_post_optim_event": none_to("set_post_optim_event", "event"),
-    "register_fsdp_forward_method": lambda library, model: library.register_fsdp_forward_method(
-        None, "forward"
-    ),
+NONE = {
+    "set_all_reduce_hook": "hook",
+    "set_all_reduce_hook, stream": "stream",
+    "set_gradient_divide_factor": "factor",
+    "set_reduce_scatter_divide_factor": "factor",
+    "set_post_optim_event": "event",
+    "register_fsdp_forward_method": "module",
 }
 """Methods and functions to which torch's own take None, beside `fully_shard`; flags are no such."""
 
-REFUSED_BY_TORCH: dict[str, Callable[[Any, nn.Module], None]] = {
-    "set_custom_all_gather": none_to("set_custom_all_gather", "comm"),
-    "set_custom_reduce_scatter": none_to("set_custom_reduce_scatter", "comm"),
-    "set_modules_to_forward_prefetch": none_to("set_modules_to_forward_prefetch", "modules"),
-    "set_modules_to_backward_prefetch": none_to("set_modules_to_backward_prefetch", "modules"),
-    "set_reduce_scatter_max_input_buffers": none_to(
-        "set_reduce_scatter_max_input_buffers", "max_input_buffers"
-    ),
-    "set_symm_mem_for_comm": none_to("set_symm_mem_for_comm", "backend"),
-    "share_comm_ctx": lambda library, model: library.share_comm_ctx(None),
+REFUSED_BY_TORCH = {
+    "set_custom_all_gather": "comm",
+    "set_custom_reduce_scatter": "comm",
+    "set_modules_to_forward_prefetch": "modules",
+    "set_modules_to_backward_prefetch": "modules",
+    "set_reduce_scatter_max_input_buffers": "max_input_buffers",
+    "set_symm_mem_for_comm": "backend",
+    "share_comm_ctx": "modules",
 }
+"""By method or function, the argument that gets None."""
+
+
+def pass_none(name: str, argument: str, library: Any, model: nn.Module) -> None:
+    if name == "register_fsdp_forward_method":
+        library.register_fsdp_forward_method(None, "forward")
+    elif name == "share_comm_ctx":
+        library.share_comm_ctx(None)
+    else:
+        hook = (print,) if argument == "stream" else ()
+        getattr(model, name.partition(",")[0])(*hook, **{argument: None})
 
 
 def gradients_of(library: Any, call: Any = None, **keywords: Any) -> list[Tensor]:
@@ -630,11 +577,11 @@ def test_none_means_what_it_means_to_torch() -> None:
         for library in (torch_fsdp, fsdp2):
             found = gradients_of(library, **{name: None})
             assert all(map(torch.equal, found, expected)), (name, library)
-    for name, call in NONE.items():
+    for name in NONE:
         for library in (torch_fsdp, fsdp2):
-            found = gradients_of(library, call)
+            found = gradients_of(library, partial(pass_none, name, NONE[name]))
             assert all(map(torch.equal, found, expected)), (name, library)
-    for call in REFUSED_BY_TORCH.values():
+    for call in itertools.starmap(partial(partial, pass_none), REFUSED_BY_TORCH.items()):
         with pytest.raises((AttributeError, TypeError, AssertionError)):
             gradients_of(torch_fsdp, call)
         with pytest.raises(fsdp2.ConfigError):

@@ -128,8 +128,16 @@ def units_of(model: nn.Module) -> list[Any]:
 def group_of(model: nn.Module) -> Any:
     """Return the process group that a model is sharded over."""
     unit = unit_of(model)
-    assert unit is not None
     return unit.own_groups[0].data.shard.pg
+
+
+def carry(model: nn.Module, gather: Any = None, scatter: Any = None) -> None:
+    """Let collectives of the user carry what all units of a model send."""
+    for unit in units_of(model):
+        if gather is not None:
+            unit.set_custom_all_gather(gather)
+        if scatter is not None:
+            unit.set_custom_reduce_scatter(scatter)
 
 
 # --- custom collectives ---------------------------------------------------------------------------
@@ -219,9 +227,7 @@ def test_gradients_that_wait_lie_in_memory_of_their_own(
         unit.set_custom_all_gather(gather(persistent=True))
         unit.set_custom_reduce_scatter(scatter(persistent=True))
     for method in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
-        for is_last in (False, False, True):
-            getattr(pair.model, method)(is_last)
-            pair.backward()
+        pair.accumulate(3, method)
         assert_same_gradients(pair.model, pair.reference, 4e-6)
         pair.step()
 
@@ -235,8 +241,7 @@ def test_a_reduce_scatter_that_returns_nothing(
     """Whatever it is asked for, None says that the result is there: gradients are the same."""
     usual, pair = (Pair("stack", mesh=mesh_of(world_size)) for _ in "ab")
     comm = scatter(LIBRARIES[library], blocking=True)
-    for unit in units_of(pair.model):
-        unit.set_custom_reduce_scatter(comm)
+    carry(pair.model, scatter=comm)
     for _ in range(2):
         batch = pair.local(pair.batch())
         for model in (usual.model, pair.model):
@@ -257,15 +262,13 @@ def test_a_lone_unit_has_one_reduction_at_a_time() -> None:
     pair = Pair("root_only")
     comm = scatter(persistent=True)
     pair.model.set_custom_reduce_scatter(comm)
-    for is_last in (False, False, True):
-        pair.model.set_is_last_backward(is_last)
-        pair.backward()
+    pair.accumulate(3, "set_is_last_backward")
     assert comm.most_in_flight == 1
     pair.step()
 
 
 @ranks(2)
-def test_stand_ins_and_one_buffer() -> None:
+def test_placeholders_and_one_buffer() -> None:
     """Gradients of tensors that stand in for parameters are no views of the wire's memory."""
     pair = Pair("root_only")
     pair.model.set_custom_all_gather(gather(persistent=True))
@@ -285,9 +288,7 @@ def test_custom_collectives_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     usual, pair = (Pair("stack", mp_policy=policy) for _ in "ab")
     comms = gather(), scatter()
-    for unit in units_of(pair.model):
-        unit.set_custom_all_gather(comms[0])
-        unit.set_custom_reduce_scatter(comms[1])
+    carry(pair.model, *comms)
     batch = pair.local(pair.batch())
     for model in (usual.model, pair.model):
         loss_of(model(*batch.args)).backward()
@@ -350,8 +351,7 @@ def test_how_many_reductions_hold_their_inputs(count: int, world_size: int) -> N
     pair = Pair(case, mesh=mesh_of(world_size))
     comm = scatter()
     pair.model.set_reduce_scatter_max_input_buffers(count)
-    for unit in units_of(pair.model):
-        unit.set_custom_reduce_scatter(comm)
+    carry(pair.model, scatter=comm)
     pair.train(steps=2)
     assert comm.most_in_flight == count
 
@@ -361,8 +361,7 @@ def test_two_reductions_hold_their_inputs_by_default() -> None:
     """And a limit on one unit alone holds when that unit reduces."""
     pair = Pair(Case(stack(count=5), each_block, floats))
     comm = scatter()
-    for unit in units_of(pair.model):
-        unit.set_custom_reduce_scatter(comm)
+    carry(pair.model, scatter=comm)
     pair.train(steps=1)
     assert comm.most_in_flight == 2
     pair.model.set_reduce_scatter_max_input_buffers(4, recurse=False)
@@ -378,9 +377,7 @@ def test_reductions_over_a_group_of_their_own(world: str, world_size: int) -> No
         pytest.skip("two ranks are no two replicas of shards")
     pair = Pair("stack", mesh=make_mesh(2, 2) if world == "HSDP" else make_mesh())
     comms = gather(), scatter()
-    for unit in units_of(pair.model):
-        unit.set_custom_all_gather(comms[0])
-        unit.set_custom_reduce_scatter(comms[1])
+    carry(pair.model, *comms)
     pair.train(steps=1)
     usual = group_of(pair.model)
     assert {*comms[0].groups, *comms[1].groups} == {usual}
@@ -459,7 +456,6 @@ def test_symmetric_memory_needs_nccl() -> None:
     """On another backend it is refused by name, and everything stays as it was."""
     pair = Pair("stack")
     unit = unit_of(pair.model.blocks[0])
-    assert unit is not None
     before = unit.own_groups[0].wire.gather
     with pytest.raises(fsdp2.UnsupportedError, match="gloo"):
         pair.model.blocks[0].set_symm_mem_for_comm()

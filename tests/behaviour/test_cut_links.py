@@ -16,9 +16,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-import fsdp2
 from tests.behaviour.test_lost_ranks import LIMIT_S, outcome, run_forks
 from tests.kit import hosts, hosts_program
+from tests.kit.in_turn import shard_each
 from tests.kit.pool import ranks
 
 STEPS, CUT_IN = 5, 2
@@ -37,8 +37,7 @@ def test_a_reduction_that_nothing_comes_for_names_its_unit() -> None:
 
     def body(rank: int, folder: str) -> str:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for unit in (*model, model):
-            fsdp2.fully_shard(unit)
+        shard_each(*model, model)
         if rank == 0:
             loss = model(torch.ones(2, 4)).sum()
             _set_pg_timeout(timedelta(seconds=0.5))
@@ -50,9 +49,9 @@ def test_a_reduction_that_nothing_comes_for_names_its_unit() -> None:
 
     first, _ = run_forks(body, only_first=True)
     assert first.startswith(
-        "StateError: 0 (reduce-scatter): another rank did not take part: nothing"
+        "StateError: 0 (reduce-scatter): another rank did not take part: no data"
     )
-    assert "0.5 s. It stands still, it comes later than that, or the link to it is cut." in first
+    assert "0.5 s. It hangs, it is slower than that, or the link to it is cut." in first
 
 
 def expected_losses() -> list[float]:

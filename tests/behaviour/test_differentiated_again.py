@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
 from tests.behaviour.test_memory import recording
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import random_numbers
 from tests.kit.parity import assert_same, assert_same_gradients, assert_sharded, make_mesh
 from tests.kit.pool import ranks
@@ -41,8 +42,7 @@ def compare(
     torch.manual_seed(0)
     model = build()
     reference = copy.deepcopy(model)
-    for unit in units(model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(), **kwargs)
+    shard_each(*units(model), mesh=make_mesh(), **kwargs)
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (model, reference)]
     for _ in range(2):
         inputs = [data(rank) for rank in range(dist.get_world_size())]
@@ -184,8 +184,7 @@ def test_a_solver_in_backward_reduces_once() -> None:
     """What it differentiates again is gathered again, and reduced with the rest."""
     torch.manual_seed(0)
     model = Implicit("hook")
-    for unit in (model.before, model.cell, model.head, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
+    shard_each(model.before, model.cell, model.head, model, mesh=make_mesh())
     model(data(0)).square().mean().backward()
     with recording() as seen:
         model(data(0)).square().mean().backward()
@@ -225,8 +224,7 @@ def test_a_solver_runs_as_often_as_its_rank_needs_if_parameters_stay_whole() -> 
     torch.manual_seed(0)
     model = Ends()
     reference = copy.deepcopy(model)
-    for unit in (model.before, model.cell, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(), reshard_after_forward=False)
+    shard_each(model.before, model.cell, model, mesh=make_mesh(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     for _ in range(2):
         for rank in range(dist.get_world_size()):
@@ -335,8 +333,7 @@ def test_a_unit_is_resharded_between_a_penaltys_backwards() -> None:
     """Only what the first backward ends in stays whole: it is where the second begins."""
     torch.manual_seed(0)
     model = Boxing(*(Layer(INPUTS["boxed"]) for _ in range(4)))
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
+    shard_each(*model, model, mesh=make_mesh())
     x = data(0)
     penalty(model, x).backward()
     with recording() as seen:

@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
 from fsdp2 import checkpoint
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import DEVICE, random_numbers, shared_mesh
 from tests.kit.models import VOCAB, WIDTH, seeded
 from tests.kit.parity import assert_sharded, bits, global_mean, names_of, whole
@@ -282,8 +283,7 @@ def write(layout: str, optimizer: str, for_torch: bool, folder: str) -> None:
     """Train, save, write down what was saved, and train on."""
     run = Run(layout, optimizer, for_torch=for_torch)
     run.train(0, 2)
-    model, optim = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": model, "optim": optim}, checkpoint_id=f"{folder}/saved")
+    save(run, f"{folder}/saved")
     snapshot = run.snapshot()
     losses = run.train(2, 3)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -297,9 +297,7 @@ def read(layout: str, optimizer: str, for_torch: bool, folder: str, loss_rtol: f
     run = Run(layout, optimizer, for_torch=for_torch, seed=5)
     scratch = run.model.blocks[0].scratch.clone()
     assert differs(run.snapshot(), expected["snapshot"])
-    model, optim = get_state_dict(run.model, run.optimizer)
-    dcp.load({"model": model, "optim": optim}, checkpoint_id=f"{folder}/saved")
-    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optim)
+    load(run, f"{folder}/saved")
     assert_equal(run.snapshot(), expected["snapshot"])
     assert torch.equal(run.model.blocks[0].scratch, scratch)
     losses = run.train(2, 3)
@@ -432,8 +430,7 @@ def test_our_own_reader_puts_blocks_together(tmp_path: Path, source: str, target
     assert differs(other.snapshot(), run.snapshot())
     checkpoint.load(tmp_path / "saved", other.model, other.optimizer)
     assert_equal(other.snapshot(), run.snapshot())
-    model, optim = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": model, "optim": optim}, checkpoint_id=str(tmp_path / "torchs"))
+    save(run, str(tmp_path / "torchs"))
     other = Run(target, "momentum", seed=6)
     checkpoint.load(tmp_path / "torchs", other.model, other.optimizer, optim_key="optim")
     assert_equal(other.snapshot(), run.snapshot())
@@ -453,13 +450,12 @@ def save(run: Run, folder: str, options: StateDictOptions | None = None) -> None
 def load(run: Run, folder: str, options: StateDictOptions | None = None) -> None:
     model, optim = get_state_dict(run.model, run.optimizer, options=options)
     dcp.load({"model": model, "optim": optim}, checkpoint_id=folder)
-    set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=model,
-        optim_state_dict=optim,
-        options=options,
-    )
+    put(run, model, optim, options)
+
+
+def put(run: Run, model: Any, optim: Any, options: StateDictOptions | None = None) -> None:
+    given = {"model_state_dict": model, "optim_state_dict": optim}
+    set_state_dict(run.model, run.optimizer, **given, options=options)
 
 
 def detached(run: Run, options: StateDictOptions) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -481,9 +477,7 @@ def test_a_full_state_dict_is_that_of_a_plain_model(layout: str) -> None:
     plain = Run("plain", seed=5)
     assert list(model) == list(plain.model.state_dict())
     assert all(type(value) is Tensor for value in model.values())
-    set_state_dict(
-        plain.model, plain.optimizer, model_state_dict=model, optim_state_dict=optim, options=FULL
-    )
+    put(plain, model, optim, FULL)
     assert_equal(plain.snapshot(), expected)
 
 
@@ -655,9 +649,7 @@ def test_shards_are_loaded_while_parameters_are_whole() -> None:
     run.loss(9)
     reshard(run.model)
     model, optim = detached(source, FULL)
-    set_state_dict(
-        run.model, run.optimizer, model_state_dict=model, optim_state_dict=optim, options=FULL
-    )
+    put(run, model, optim, FULL)
     assert_equal(run.snapshot(), source.snapshot())
     assert [x.item() for x in run.train(2, 2)] == [x.item() for x in source.train(2, 2)]
 
@@ -807,8 +799,7 @@ def test_three_ranks_of_four(rank: int, tmp_path: Path) -> None:
     if rank == 3:
         return
     model = seeded(OddModel, seed=5)
-    for unit in (*model.blocks, model.head, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    shard_each(*model.blocks, model.head, model, mesh=mesh)
     state = get_model_state_dict(model)
     pg = mesh.get_group()
     dcp.load({"model": state}, checkpoint_id=str(tmp_path / "four"), process_group=pg)

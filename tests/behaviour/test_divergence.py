@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
 from fsdp2._core.params.registration import GATHERING, WHOLE
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import DEVICE
 from tests.kit.models import seeded
 from tests.kit.parity import assert_same_gradients, assert_same_parameters, make_mesh
@@ -57,8 +59,9 @@ class Paths(nn.Module):
 
 def sharded(alike: bool = True, mesh: Any = None, **kwargs: Any) -> nn.Module:
     model = seeded(lambda: Paths(alike))
-    for unit in (model.a, model.b, model.c, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh() if mesh is None else mesh, **kwargs)
+    shard_each(
+        model.a, model.b, model.c, model, mesh=make_mesh() if mesh is None else mesh, **kwargs
+    )
     return model
 
 
@@ -82,13 +85,19 @@ def run_on(model: nn.Module, *args: Any) -> None:
             torch.accelerator.synchronize()
 
 
+@contextlib.contextmanager
+def told_soon(match: str | None = None) -> Iterator[pytest.ExceptionInfo[fsdp2.StateError]]:
+    begin = time.monotonic()
+    with pytest.raises(fsdp2.StateError, match=match) as caught:
+        yield caught
+    assert time.monotonic() - begin < QUICK_S
+
+
 def assert_out_of_step(model: nn.Module, *args: Any, grad: bool = True) -> str:
     """Run a step in which ranks differ: expect the error, soon, and again at once afterwards."""
     shards = list(model.parameters())
-    begin = time.monotonic()
-    with torch.set_grad_enabled(grad), pytest.raises(fsdp2.StateError) as caught:
+    with torch.set_grad_enabled(grad), told_soon() as caught:
         run_on(model, *args)
-    assert time.monotonic() - begin < QUICK_S
     message = str(caught.value)
     assert message.index("`if rank == 0:`") < message.index("conditional=True")  # common, then rare
     for rank in range(dist.get_world_size()):
@@ -234,10 +243,8 @@ def test_one_rank_of_replicas(steps: int, rank: int) -> None:
     """The replicas of its shards wait for it in another collective, and are told as well."""
     model = sharded(mesh=make_mesh(2, 2))
     train(model, steps)
-    begin = time.monotonic()
-    with pytest.raises(fsdp2.StateError):
+    with told_soon():
         run_on(model, "acb" if rank == 1 else "abc")
-    assert time.monotonic() - begin < QUICK_S
 
 
 # --- over several process groups ------------------------------------------------------------------
@@ -262,10 +269,8 @@ def test_one_rank_reduces_where_another_gathers(
     model = sharded(reshard_after_forward=reshard_after_forward)
     model.set_separate_reduce_scatter_group()
     train(model, steps)
-    begin = time.monotonic()
-    with pytest.raises(fsdp2.StateError):
+    with told_soon():
         run_each(model, ("abc", rank == 1), ("abc", True))
-    assert time.monotonic() - begin < QUICK_S
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -276,12 +281,10 @@ def test_ranks_that_are_no_neighbours_are_told(way: str, steps: int, rank: int) 
     model = sharded(reshard_after_forward=2)
     model.set_separate_reduce_scatter_group()
     train(model, steps)
-    begin = time.monotonic()
     step = ("abc", True)
     others = [("abc", False), step] if way == "evaluates" else [step, (WAYS[way], True)]
-    with pytest.raises(fsdp2.StateError):
+    with told_soon():
         run_each(model, *others if rank == 1 else [step, step], step)
-    assert time.monotonic() - begin < QUICK_S
 
 
 @ranks(4, limit_s=30)
@@ -313,23 +316,24 @@ class Carrier(fsdp2.AllGather):
 
 
 SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "copy_free": (lambda m: m.set_copy_free_min_bytes(1), "2 by themselves.*set_copy_free"),
+    "copy_free": (lambda m: m.set_copy_free_min_bytes(1), "2 sent separately.*set_copy_free"),
     "wire_dtype": (
         lambda m: m.set_gradient_wire_dtype(torch.bfloat16),
         "reduce-scatter.*dtypes that are sent .*set_gradient_wire_dtype",
     ),
     "dtype": (lambda m: m.c.half(), r"c \(all-gather\).*sends float16"),
-    "carrier": (lambda m: m.b.set_custom_all_gather(Carrier()), r"b \(all-gather\).*function of"),
+    "carrier": (
+        lambda m: m.b.set_custom_all_gather(Carrier()),
+        r"b \(all-gather\).*user-supplied function",
+    ),
     "memory": (lambda m: m.set_memory("low"), "different collectives"),
 }
 
 
 def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
     """Expect the error on every rank, soon; nothing of the gathered parameters stays."""
-    begin = time.monotonic()
-    with pytest.raises(fsdp2.StateError, match=match):
+    with told_soon(match):
         train(model, steps)
-    assert time.monotonic() - begin < QUICK_S
     for unit in model.modules():
         state = unit_of(unit)
         for group in () if state is None else state.own_groups:
@@ -384,7 +388,7 @@ def test_one_rank_changes_what_is_sent_and_all_do_so_later(rank: int) -> None:
         train(model, 2)
     if rank == 1:
         model.set_copy_free_min_bytes(None)
-    assert_told(model, "0 by themselves")
+    assert_told(model, "0 sent separately")
 
 
 @pytest.mark.parametrize("where", ["forward", "sync"])
@@ -476,9 +480,7 @@ class Chosen:
 
     def step(self, rtol: float = 1e-5) -> None:
         assert_same_gradients(self.model, self.reference, rtol)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*self.optimizers)
 
     def train(self, rank: int, steps: int = 4) -> None:
         for step in range(steps):
@@ -566,7 +568,6 @@ def test_a_copy_keeps_what_was_declared(rank: int) -> None:
         chosen.optimizers[0] = torch.optim.SGD(chosen.model.parameters(), lr=0.05)
         chosen.train(rank, steps=2)
     unit = unit_of(chosen.model.blocks[0])
-    assert unit is not None
     assert unit.conditional
 
 
@@ -600,8 +601,7 @@ def test_a_conditional_unit_without_parameters_is_recomputed() -> None:
     model = nn.Sequential(nn.Linear(8, 8), WithoutParameters())
     reference = copy.deepcopy(model)
     fsdp2.fully_shard(model[1].inner, conditional=True)
-    for unit in (model[1], model):
-        fsdp2.fully_shard(unit)
+    shard_each(model[1], model)
     x = torch.randn(2, 8)
     for m in (model, reference):
         m(x).sum().backward()
@@ -659,8 +659,7 @@ def test_ranks_use_different_parameters_of_a_unit(
     """Nothing has to be declared for that: the unit runs on every rank, and reduces all it has."""
     mesh = make_mesh(2, 2) if world_size == 4 else make_mesh()
     reference, model = seeded(Branching), seeded(Branching)
-    for unit in (model.block, model):
-        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    shard_each(model.block, model, mesh=mesh, reshard_after_forward=reshard_after_forward)
     for step in range(3):
         parts = torch.randn(2 * world_size, 8).chunk(world_size)
         ways = (branches[step:] + branches[:step])[:world_size]

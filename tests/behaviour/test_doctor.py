@@ -158,13 +158,13 @@ NAMED = {
     "other_version": ("versions", WRONG, "rank 1 has 2.12.1+other"),
     "mixed_folders": ("package", WRONG, "on rank 1 modules come from other folders"),
     "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),
-    "other_arithmetic": ("same arithmetic", WRONG, "rank 1 computes the unsharded model otherwise"),
+    "other_arithmetic": ("same arithmetic", WRONG, "rank 1 computes the unsharded model differ"),
     "corrupting_link": (
         "collectives",
         WRONG,
         "all_gather of known integers changes them: on rank 1",
     ),
-    "corrupting_comm": ("fp32", WRONG, "torch's own is right, so it is fsdp2, or a hook on it"),
+    "corrupting_comm": ("fp32", WRONG, "torch's own is right, so the cause is fsdp2, or a hook"),
     "clock": ("clocks", WARNING, "the clock of rank 1 is +120 s off that of rank 0"),
     "threads": ("threads", WARNING, "threads of 2 ranks on"),
     "raising": ("collectives", WRONG, "rank 1 raised MemoryError: no memory on this rank"),
@@ -205,7 +205,7 @@ def test_a_folder_that_ranks_do_not_share_is_named(tmp_path: Path, rank: int) ->
     assert ended == 1
     if rank == 0:
         said = verdicts_of(file)["checkpoint"][1]
-        assert f"write to {own} is not seen by ranks 0, 1: a checkpoint needs" in said
+        assert f"write to {own} are not seen by ranks 0, 1: a checkpoint needs" in said
     assert list(own.iterdir()) == []
 
 
@@ -459,7 +459,7 @@ def test_the_file_is_a_machine_of_a_plan(tmp_path: Path) -> None:
         assert found.hardware == known
     run.write(Findings(), 1, "cpu", None, file)
     for text, words in (
-        (None, "It has no figures of a machine"),
+        (None, "It has no measurements of a machine"),
         ("{", "JSONDecodeError"),
         ('{"hardware": {"name": "x", "flops": {"float32": 1}}}', "from_values"),
         ('{"hardware": {"name": "x", "flops": {"float32": "fast"}}}', "from_values"),

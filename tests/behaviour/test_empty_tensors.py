@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import _contents
+from tests.kit.in_turn import advance
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh, whole
 from tests.kit.pool import ranks
@@ -43,8 +44,7 @@ def made(seed: int, steps: int = 1, full: bool = True) -> tuple[nn.Module, torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(steps):
         model(torch.full((2, 3), 0.5 + step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return model, optimizer
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._core.base.arguments import described
+from fsdp2._core.base.errors import described
 from tests.kit.meshes import DEVICE
 from tests.kit.models import CASES, WIDTH, Block, Stack, each_block, floats, loss_of, seeded
 from tests.kit.parity import Pair, make_mesh, shard

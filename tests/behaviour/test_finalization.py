@@ -83,9 +83,7 @@ def test_backwards_that_reduce_are_only_waited_for(
 def test_over_replicas(async_op: bool) -> None:
     pair = pair_of("stack", mesh=make_mesh(2, 2))
     for _ in range(2):
-        for micro in range(2):
-            pair.model.set_requires_gradient_sync(micro == 1)
-            pair.backward()
+        pair.accumulate(2)
         finalize(pair.model, async_op)
         pair.step()
     pair.check()
@@ -202,7 +200,7 @@ def test_only_the_root_is_asked() -> None:
 def test_the_mode_belongs_to_a_whole_step() -> None:
     model = built()
     run(model).backward()
-    with pytest.raises(StateError, match="end by themselves"):
+    with pytest.raises(StateError, match="is finalized automatically"):
         model.finalize_backward()
     model.set_manual_backward_finalization(True)
     run(model).backward()
@@ -247,7 +245,7 @@ def test_nothing_starts_before_somebody_has_waited() -> None:
     handle = model.finalize_backward(async_op=True)
     waits: list[Callable[[], Any]] = [model.finalize_backward, lambda: run(model)]
     for call in waits:
-        with pytest.raises(StateError, match="found a reduction that nobody has waited for"):
+        with pytest.raises(StateError, match="found a reduction that has not been waited for"):
             call()
     beside: list[Callable[[], Any]] = [
         other.finalize_backward,

@@ -35,7 +35,9 @@ def test_a_forgotten_outermost_module() -> None:
     model = layers()
     fsdp2.fully_shard(model[0], mesh=make_mesh())
     (text,) = warned(model)
-    assert text.startswith("SGD: 2 of its parameters are in no unit (the first has shape (5, 5))")
+    assert text.startswith(
+        "SGD: 2 of its parameters belong to no unit (the first has shape (5, 5))"
+    )
 
 
 @ranks(2)

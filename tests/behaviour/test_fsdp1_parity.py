@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp2
 from fsdp2.wrap import shard_model, strategy
+from tests.kit.in_turn import advance
 from tests.kit.models import CASES, Block, Case, loss_of, seeded
 from tests.kit.parity import ROWS, make_mesh, names_of, whole
 from tests.kit.pool import ranks
@@ -73,8 +74,7 @@ class Twins:
             else:
                 norm = fsdp2.clip_grad_norm_(model.parameters(), 0.5)
                 torch.testing.assert_close(norm, self.norm, rtol=1e-6, atol=1e-6)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
 
     def check(self, rtol: float = 1e-6) -> None:
         with FullyShardedDataParallel.summon_full_params(self.theirs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fsdp2
 from fsdp2 import ShardPlacementResult
+from tests.kit.allocations import peak_of
 from tests.kit.meshes import DEVICE
 from tests.kit.models import CASES, VOCAB, WIDTH, seeded
 from tests.kit.parity import bits, make_mesh, shard
@@ -157,7 +157,7 @@ def test_parameters_on_meshes_of_their_own(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
     fsdp2.fully_shard(model[1], mesh=pairs["place"])
     fsdp2.fully_shard(model, mesh=mesh)
-    with pytest.raises(fsdp2.UnsupportedError, match=r"1.weight lies on 2 of 4 ranks"):
+    with pytest.raises(fsdp2.UnsupportedError, match=r"1.weight is on 2 of 4 ranks"):
         fsdp2.checkpoint.full_state(model)
 
 
@@ -216,7 +216,7 @@ def test_no_more_than_max_bytes_is_alive(count: int, max_bytes: int) -> None:
     largest = 29 * 33 * 4
     held = sum(p.to_local().nbytes for p in model.parameters())
     assert held < largest * count
-    seen = _peak(lambda: sum(1 for _ in fsdp2.full_params(model, max_bytes=max_bytes)))
+    seen = peak_of(lambda: sum(1 for _ in fsdp2.full_params(model, max_bytes=max_bytes)))
     limit = max(max_bytes, largest + max_bytes) if max_bytes < 3 * largest else max_bytes
     assert seen <= limit + largest + 4096  # the loop's own variable, and alignment
 
@@ -230,22 +230,7 @@ def test_what_the_caller_lets_go_of_is_freed_before_the_next_gather() -> None:
         for item in fsdp2.full_params(model, max_bytes=10_000):
             del item
 
-    assert _peak(look) <= 129 * 132 * 4 + 10_000 + 4096
-
-
-def _peak(run: Callable[[], Any]) -> int:
-    """Return the most bytes that the CPU allocator gave out above the start."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    live = highest = 0
-    assert profiler.profiler is not None
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            highest = max(highest, live)
-    return highest
+    assert peak_of(look) <= 129 * 132 * 4 + 10_000 + 4096
 
 
 @pytest.mark.parametrize("max_bytes", [2000, 10**6])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2 import ConfigError, MixedPrecisionPolicy
 from fsdp2._core.base import events, torch_dtensor
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.parity import ROWS, assert_same, make_mesh, names_of, shard, whole
 from tests.kit.pool import ranks_that_share as ranks
@@ -82,9 +83,7 @@ def test_a_model_is_trained_on_rounded_weights(case: str, setting: str) -> None:
             grad = names_of(model)[name].grad
             if param.grad is not None and grad is not None:
                 assert_same(whole(grad), param.grad, name, 1e-4, 1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     for name, param in plain.named_parameters():
         assert_same(whole(names_of(model)[name]), param.detach(), name, 1e-5)
 
@@ -122,8 +121,7 @@ def make(width: int = 29, **kwargs: Any) -> nn.Module:
         model[0].weight[2] *= 1000
         model[0].weight[3] = 0
         model[0].weight[4] *= 1e-9
-    for layer in model:
-        fsdp2.fully_shard(layer, **kwargs)
+    shard_each(*model, **kwargs)
     return fsdp2.fully_shard(model, **kwargs)
 
 
@@ -213,9 +211,7 @@ def test_bytes_on_the_wire() -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, gather_dtype=FP8 if way == "fp8" else None
         )
-        for layer in model:
-            fsdp2.fully_shard(layer, mp_policy=policy, mesh=make_mesh())
-        fsdp2.fully_shard(model, mp_policy=policy, mesh=make_mesh())
+        shard_each(*model, model, mp_policy=policy, mesh=make_mesh())
         seen: list[events.Event] = []
         with events.listen(seen.append):
             model(torch.randn(2, 256)).sum().backward()
@@ -232,8 +228,7 @@ def test_blocks_that_are_compiled_and_whole_models() -> None:
         def plain_model(policy: MixedPrecisionPolicy = policy) -> nn.Module:
             torch.manual_seed(3)
             model = nn.Sequential(nn.Linear(29, 13), nn.Tanh(), nn.Linear(13, 24))
-            for layer in (model[0], model[2]):
-                fsdp2.fully_shard(layer, mp_policy=policy, mesh=make_mesh())
+            shard_each(model[0], model[2], mp_policy=policy, mesh=make_mesh())
             return fsdp2.fully_shard(model, mp_policy=policy, mesh=make_mesh())
 
         def in_blocks(model: nn.Module) -> Callable[..., Any]:
@@ -323,7 +318,7 @@ def test_small_rows_in_fp16() -> None:
 
 
 @ranks(3)
-def test_stand_ins_are_rounded_as_what_they_stand_for() -> None:
+def test_placeholders_are_rounded_as_what_they_stand_for() -> None:
     """`functional_call` gathers them by themselves, and computes the same."""
     for to in (None, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=to, gather_dtype=FP8)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._core.base.torch_autograd import packing_hooks
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import random_numbers
 from tests.kit.parity import (
     assert_same_gradients,
@@ -49,8 +50,7 @@ def compare(
     torch.manual_seed(0)
     model = build()
     reference = copy.deepcopy(model)
-    for unit in units(model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(), **kwargs)
+    shard_each(*units(model), mesh=make_mesh(), **kwargs)
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, reference)]
     for _ in range(3):
         for made, _optimizer in pairs:
@@ -310,8 +310,7 @@ def test_only_what_may_be_read_before_a_gather_keeps_its_memory() -> None:
     torch.manual_seed(0)
     for where, keeps in (("attribute", False), ("elsewhere", True)):
         model = Experts(where)
-        for unit in (model.first, model.second, model):
-            fsdp2.fully_shard(unit, mesh=make_mesh())
+        shard_each(model.first, model.second, model, mesh=make_mesh())
         first, second = (unit_of(unit).own_groups[0] for unit in (model.first, model.second))
         loss = model(data())
         assert not first.is_unsharded
@@ -463,8 +462,7 @@ class Logs(nn.Linear):
 @ranks(2)
 def test_a_log_keeps_memory_of_one_unit_in_its_first_forward_only() -> None:
     model = nn.Sequential(*[Logs(WIDTH, WIDTH) for _ in range(3)])
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
+    shard_each(*model, model, mesh=make_mesh())
     groups = [unit_of(layer).own_groups[0] for layer in model]
     for kept in ([True, False, False], [False] * 3):
         output = model(data())
@@ -569,8 +567,9 @@ class Around(nn.Module):
 @ranks(2)
 def test_a_weight_in_an_object_is_an_error_unless_it_stays_whole() -> None:
     model = Around()
-    for unit in (model.inner, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
-    with pytest.raises(fsdp2.UnsupportedError, match="inner: its forward returned a parameter"):
+    shard_each(model.inner, model, mesh=make_mesh())
+    with pytest.raises(
+        fsdp2.UnsupportedError, match="inner: its forward returned one of its parameters"
+    ):
         model(data())
     compare(Around, reshard_after_forward=False)

@@ -19,7 +19,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2.checkpoint import _dcp, _safetensors
-from fsdp2.checkpoint._reading import corners
+from fsdp2.checkpoint._files import corners
 from tests.hostile._by_hand import INDEX, PLACES, model_of, several, trials, values_of
 from tests.hostile._growing import WRITES
 from tests.hostile._growing import load as load_both

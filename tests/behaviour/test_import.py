@@ -36,6 +36,7 @@ UNWANTED = (
     "fsdp2.optim.",
     "fsdp2.plans.",
     "fsdp2.recordings.",
+    "fsdp2.weights.",
     "fsdp2.wrap.",
     "torch._dynamo.",
     "torch._inductor.",
@@ -55,7 +56,8 @@ ours = sorted(set(sys.modules) - torchs)
 import pickle
 found = [pickle.loads(f"cfsdp2._pickles\\n{name}\\n.".encode()) for name in sys.argv[1:]]
 submodules = [fsdp2.checkpoint.__name__, fsdp2.debug.__name__, fsdp2.optim.__name__]
-submodules += [fsdp2.plans.__name__, fsdp2.recordings.__name__, fsdp2.wrap.__name__]
+submodules += [fsdp2.plans.__name__, fsdp2.recordings.__name__]
+submodules += [fsdp2.weights.__name__, fsdp2.wrap.__name__]
 names = {}
 exec("from fsdp2 import *", names)
 bound = [name for name in fsdp2.__all__ if vars(fsdp2)[name] is names[name]]
@@ -119,6 +121,11 @@ def test_an_unknown_name_is_a_plain_attribute_error(module: Any) -> None:
         _ = module.fully_shrad
     with pytest.raises(ImportError, match="cannot import name 'fully_shrad'"):
         exec(f"from {module.__name__} import fully_shrad")
+
+
+def test_pickles_find_what_their_file_has_given_to_another() -> None:
+    found = pickle.loads(b"cfsdp2.checkpoint._change\nIncompatibleKeys\n.")
+    assert found is fsdp2.checkpoint.IncompatibleKeys
 
 
 @pytest.mark.parametrize("name", sorted(pickles.LATER))

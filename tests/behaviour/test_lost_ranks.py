@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2._core.base import torch_comm
-from fsdp2.checkpoint import _reading
+from fsdp2.checkpoint import _files
 from fsdp2.optim import EMA
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import DEVICE
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
@@ -52,8 +53,7 @@ class Net(nn.Module):
 def build() -> Any:
     torch.manual_seed(0)
     model = Net()
-    for unit in (*model.blocks, model):
-        fsdp2.fully_shard(unit)
+    shard_each(*model.blocks, model)
     return model
 
 
@@ -295,7 +295,7 @@ def test_a_rank_that_stands_still(operation: str) -> None:
 
     first, second = run_forks(body, only_first=True)
     assert second == ""
-    assert_names(first, operation, f"nothing came from it for {STOPPED_S:g} s")
+    assert_names(first, operation, f"no data came from it for {STOPPED_S:g} s")
 
 
 # --- interrupts -----------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def save_interrupted(w: World, is_victim: bool) -> None:
 
 def load_interrupted(w: World, is_victim: bool) -> None:
     if is_victim:
-        _reading.read_torch_file = interrupt
+        _files.read_torch_file = interrupt
     checkpoint.load(w.path, w.model, w.optimizer)
 
 

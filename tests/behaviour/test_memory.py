@@ -29,6 +29,7 @@ from fsdp2._core.engine.parts import Parts
 from fsdp2._core.engine.tree import unit_of
 from fsdp2._core.params.reduce import Reduction
 from fsdp2._core.params.registration import GATHERING, WHOLE
+from tests.kit.in_turn import shard_each
 from tests.kit.models import Batch, Case, loss_of, seeded
 from tests.kit.parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests.kit.pool import ranks
@@ -102,6 +103,14 @@ def recording() -> Iterator[list[Event]]:
 def moves(seen: list[Event], kind: str, phase: str | None = None) -> Counter[str]:
     """Count seen of a kind by the name of their group."""
     return Counter(e.fqn for e in seen if e.kind == kind and phase in (None, e.phase))
+
+
+def gathers_of(pair: Pair, part: str) -> int:
+    """Step, and return how often a part was gathered."""
+    with recording() as seen:
+        pair.backward()
+    pair.step()
+    return moves(seen, "unshard")[part]
 
 
 def gradients_of(pair: Pair, *heads: str) -> None:
@@ -307,10 +316,7 @@ def test_parts_in_checkpoint_wrappers() -> None:
 def test_a_frozen_embedding() -> None:
     pair = Pair(CASE, prepare=lambda m: m.embed.requires_grad_(False))
     pair.train(steps=3)
-    with recording() as seen:
-        pair.backward()
-    assert moves(seen, "unshard")["embed"] == 1
-    pair.step()
+    assert gathers_of(pair, "embed") == 1
 
 
 @ranks(2)
@@ -323,10 +329,7 @@ def test_evaluation_before_and_between_steps() -> None:
         with torch.no_grad():
             pair.losses(pair.batch())
         pair.check()
-    with recording() as seen:
-        pair.backward()
-    assert moves(seen, "unshard")["embed"] == 1
-    pair.step()
+    assert gathers_of(pair, "embed") == 1
 
 
 @ranks(2)
@@ -411,8 +414,7 @@ def test_late_gradients_of_parts_where_ranks_do_not_tell() -> None:
 
     reference, x = seeded(build), torch.randn(6, 13)
     model = copy.deepcopy(reference)
-    for module in (model[1].inner, model[2].inner):
-        fsdp2.fully_shard(module)
+    shard_each(model[1].inner, model[2].inner)
     fsdp2.fully_shard([model[1], model[2]])
     fsdp2.fully_shard(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -465,8 +467,7 @@ class MaySkip(nn.Module):
 def test_a_unit_is_not_prefetched_into_its_own_backward(skips: str) -> None:
     """Its part was taken for reduced, since another step had another order; it is still read."""
     reference, model = seeded(MaySkip), seeded(MaySkip)
-    for unit in (model.around.inner, model.around, model.last, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
+    shard_each(model.around.inner, model.around, model.last, model, mesh=make_mesh())
     model.around.inner.set_modules_to_backward_prefetch([model.around])
     for step in range(3):
         x, skip = torch.randn(3, 520), (step == 0) is (skips == "first")
@@ -480,10 +481,7 @@ def test_a_unit_is_not_prefetched_into_its_own_backward(skips: str) -> None:
 def test_accumulation_without_sync() -> None:
     pair = Pair(CASE)
     for _ in range(3):
-        pair.model.set_requires_gradient_sync(False)
-        pair.backward()
-        pair.model.set_requires_gradient_sync(True)
-        pair.backward()
+        pair.accumulate(2)
         pair.step()
     pair.check()
 
@@ -492,10 +490,7 @@ def test_accumulation_without_sync() -> None:
 def test_backwards_that_are_not_the_last() -> None:
     pair = Pair(CASE)
     for _ in range(2):
-        pair.model.set_is_last_backward(False)
-        pair.backward()
-        pair.model.set_is_last_backward(True)
-        pair.backward()
+        pair.accumulate(2, "set_is_last_backward")
         pair.step()
     pair.check()
 
@@ -545,8 +540,6 @@ def test_a_copy_has_parts_of_its_own() -> None:
         pair.run(model, ids).backward()
     assert_same_gradients(other, copy.deepcopy(pair.model))
     unit, copied = unit_of(pair.model), unit_of(other)
-    assert unit is not None
-    assert copied is not None
     assert [g.early.part for g in copied.own_groups] == [g.early.part for g in unit.own_groups]
     hooks = other.embed._forward_pre_hooks.values()
     assert [hook.readers for hook in hooks] == [copied.own_groups[0].early.readers]
@@ -568,10 +561,8 @@ def test_what_is_a_part() -> None:
                 self.inner.head.weight = self.inner.embed.weight
 
     def parts(model: nn.Module, *units: nn.Module) -> list[str]:
-        for unit in units:
-            fsdp2.fully_shard(unit)
+        shard_each(*units)
         root = unit_of(fsdp2.fully_shard(model))
-        assert root is not None
         return [group.early.part for group in root.own_groups]
 
     model = Outer()
@@ -613,8 +604,6 @@ def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> N
     pair.model.set_memory(memory)
     pair.backward()
     root = unit_of(pair.model)
-    assert root is not None
-    assert root.runtime is not None
     counts: list[int] = []
     large: list[int] = []
     queue = root.runtime.reductions

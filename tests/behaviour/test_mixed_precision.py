@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
+from tests.kit.in_turn import advance
 from tests.kit.models import CASES, WIDTH, Block, loss_of, seeded
 from tests.kit.parity import (
     Pair,
@@ -83,9 +84,7 @@ def check_bf16_with_fp32_reduction(mesh: DeviceMesh, reshard_after_forward: bool
             assert_same(parameter.grad, expected[name], name)
         for name, parameter in master.named_parameters():
             parameter.grad = expected[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     assert_same_parameters(model, master)
 
 
@@ -102,34 +101,24 @@ def test_bf16_with_fp32_reduction_trains_like_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stack", "one_row"])
+@pytest.mark.parametrize("reduce_dtype", [BF16, None])
 @ranks(2)
-def test_bf16_reduction(name: str) -> None:
-    """Reduced in the dtype of compute, as the user says; the result is fp32."""
+def test_the_dtype_of_a_reduction(name: str, reduce_dtype: torch.dtype | None) -> None:
+    """The dtype that the user says, else that of the parameters; the result is fp32."""
     case = CASES[name]
     master, model = seeded(case.build), seeded(case.build)
-    shard(model, case, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
+    shard(model, case, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype))
     batch = case.batch(12).chunk(dist.get_rank(), 2)
     loss_of(model(*batch.args)).backward()
     expected = low_precision_gradients(master, batch, BF16)
     for fqn, parameter in model.named_parameters():
         gradient = whole(parameter.grad)
         assert gradient.dtype is FP32, fqn
+        if reduce_dtype is None:
+            assert torch.equal(gradient, expected[fqn]), fqn
+            continue
         assert_same(gradient, expected[fqn], fqn, 2e-2)
         assert torch.equal(gradient, gradient.bfloat16().float()), f"{fqn} was not reduced in bf16"
-
-
-@pytest.mark.parametrize("name", ["stack", "one_row"])
-@ranks(2)
-def test_reduction_without_a_dtype(name: str) -> None:
-    """Whatever the dtype of compute is, the reduction runs in that of the parameters."""
-    case = CASES[name]
-    master, model = seeded(case.build), seeded(case.build)
-    shard(model, case, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    batch = case.batch(12).chunk(dist.get_rank(), 2)
-    loss_of(model(*batch.args)).backward()
-    expected = low_precision_gradients(master, batch, BF16)
-    for fqn, parameter in model.named_parameters():
-        assert torch.equal(whole(parameter.grad), expected[fqn]), fqn
 
 
 @ranks(2)

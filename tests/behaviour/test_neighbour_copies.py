@@ -27,7 +27,7 @@ from tests.behaviour.test_background_saves import OPTIMIZERS, make, require_equa
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh
 from tests.kit.pool import ranks
-from tests.kit.slow import with_slow
+from tests.kit.slow import slow, with_slow
 
 LOST: dict[str, tuple[int, ...]] = {
     "nobody": (),
@@ -80,8 +80,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
-@ranks(2)
+@ranks(slow(2))
 def test_a_file_that_is_newer_counts(tmp_path: Path, rank: int) -> None:
     """And of two generations in memory the newest that is whole: a part of one was not sent."""
     copies = checkpoint.NeighbourCopies("tried", memory=tmp_path / f"host{rank}")
@@ -102,8 +101,7 @@ def test_a_file_that_is_newer_counts(tmp_path: Path, rank: int) -> None:
     assert checkpoint.load_latest(tmp_path / "run", model, copies=copies) == 4
 
 
-@pytest.mark.slow
-@ranks(2)
+@ranks(slow(2))
 def test_damage_is_passed_over(tmp_path: Path, rank: int) -> None:
     copies = checkpoint.NeighbourCopies("tried", memory=tmp_path / f"host{rank}")
     model = seeded(lambda: nn.Linear(13, 29), 1)
@@ -117,7 +115,7 @@ def test_damage_is_passed_over(tmp_path: Path, rank: int) -> None:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     before = model.weight.to_local().clone()
-    with pytest.warns(UserWarning, match="passes over copies in memory"):
+    with pytest.warns(UserWarning, match="skipping copies in memory"):
         assert checkpoint.load_latest(tmp_path / "run", model, copies=copies) == 1
     assert torch.equal(before, model.weight.to_local())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,17 +9,15 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from tests.kit.parity import Pair
 from tests.kit.pool import ranks
-from tests.kit.slow import with_slow
+from tests.kit.products import products
 
 MODELS = ["stack", "tied_lm", "scalars", "partly_frozen"]
 
 
-@pytest.mark.parametrize(
-    ("name", "pin_memory"),
-    with_slow(
-        itertools.product(MODELS, [True, False]),
-        [("stack", True), ("tied_lm", False), ("scalars", True), ("partly_frozen", False)],
-    ),
+@products(
+    [("stack", True), ("tied_lm", False), ("scalars", True), ("partly_frozen", False)],
+    name=MODELS,
+    pin_memory=[True, False],
 )
 @ranks(2)
 def test_an_offloaded_model_trains_like_the_plain_one(name: str, pin_memory: bool) -> None:

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import ConfigError, UnsupportedError
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import WIDTH, each_block, seeded, stack
 from tests.kit.pool import ranks_that_share
 
@@ -23,17 +24,14 @@ def test_a_step_on_a_cpu_is_the_same(rank: int, world_size: int) -> None:
     make = functools.partial(fsdp2.optim.local, torch.optim.AdamW, lr=0.1)
     models: list[Any] = [seeded(stack(), 1) for _ in range(2)]
     for offloads, model in enumerate(models):
-        for block in each_block(model):
-            fsdp2.fully_shard(block)
-        fsdp2.fully_shard(model)
+        shard_each(*each_block(model), model)
         optim = make(model.parameters())
         if offloads:
             fsdp2.optim.offload_states(optim)
         for step in range(3):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank + 10 * step))
             model(x).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
+            advance(optim)
     for left, right in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(left.to_local(), right.to_local())
 

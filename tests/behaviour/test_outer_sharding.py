@@ -20,7 +20,7 @@ from tests.behaviour.test_sharding_modes import KINDS, POLICY, SGD, UNITS, count
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.parity import Pair, assert_same, make_mesh, shard, whole
 from tests.kit.pool import ranks
-from tests.kit.slow import with_slow
+from tests.kit.slow import slow, with_slow
 
 OUTER = {"shard_outer": "optimizer"}
 
@@ -113,8 +113,7 @@ NAMES = [
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow
-@ranks(4)
+@ranks(slow(4))
 def test_any_parameter(name: str, reshard: bool | None) -> None:
     pair = layered(name, reshard_after_forward=reshard)
     for _ in range(2):
@@ -183,8 +182,7 @@ def test_fp16_is_scaled_in_two_steps() -> None:
     pair.step()
 
 
-@pytest.mark.slow
-@ranks(4)
+@ranks(slow(4))
 def test_a_checkpoint_moves_to_other_layouts(tmp_path: Path) -> None:
     case = CASES["stack"]
     layouts: list[dict[str, Any]] = [

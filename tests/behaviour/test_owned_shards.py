@@ -35,6 +35,7 @@ from fsdp2._core.base import torch_dtensor
 from fsdp2._core.comm.wire import DefaultAllGather
 from fsdp2._core.params.deals import start_anew
 from fsdp2.optim import EMA
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.parity import (
     ROWS,
@@ -337,8 +338,7 @@ def test_states_that_torch_loads_in_rows(library: str) -> None:
         for model, optimizer in pairs:
             torch.manual_seed(step)
             model(torch.randn(2, 4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
         state = get_optimizer_state_dict(*pairs[1], options=full)
         set_optimizer_state_dict(*pairs[1], state, options=full)
     assert_same_parameters(pairs[0][0], pairs[1][0])
@@ -477,14 +477,14 @@ def test_what_is_not_for_owned_parameters_is_told() -> None:
         )
     model = linear()
     assert isinstance(model, fsdp2.FSDPModule)
-    with pytest.raises(ConfigError, match="weight lies whole on one rank"):
+    with pytest.raises(ConfigError, match="weight is stored on one rank"):
         model.set_custom_all_gather(DefaultAllGather())
-    with pytest.raises(ConfigError, match="weight lies whole on one rank"):
+    with pytest.raises(ConfigError, match="weight is stored on one rank"):
         fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16))
-    with pytest.raises(UnsupportedError, match="parameter weight lies whole on one rank"):
+    with pytest.raises(UnsupportedError, match="parameter weight is stored on one rank"):
         fsdp2.compile(model)
     weight = next(p for p in model.parameters() if owner_of(p) is not None)
-    with pytest.raises(UnsupportedError, match="of which there is no such view"):
+    with pytest.raises(UnsupportedError, match="which has no such view"):
         weight[0, 0]
     with pytest.raises(UnsupportedError, match="torch's own functions cannot distribute"):
         weight.placements[0]._split_tensor(torch.zeros(4), 2)  # type: ignore[attr-defined]
@@ -492,7 +492,7 @@ def test_what_is_not_for_owned_parameters_is_told() -> None:
 
 @ranks(4)
 def test_a_smaller_mesh_cannot_keep_owned_parameters() -> None:
-    with pytest.raises(ConfigError, match="weight: lies whole on one rank"):
+    with pytest.raises(ConfigError, match="weight: is stored on one rank"):
         fsdp2.fully_shard(
             nn.Linear(3, 5), mesh=make_mesh(), shard_placement_fn=matrices, reshard_after_forward=2
         )
@@ -504,8 +504,7 @@ def test_owners_are_chosen_over_all_calls_and_may_be_named() -> None:
     mesh = make_mesh()
     start_anew(mesh.get_group())  # other tests' models, that never ran, do not count
     blocks = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
-    for block in blocks:
-        fsdp2.fully_shard(block, mesh=mesh, shard_placement_fn=matrices)
+    shard_each(*blocks, mesh=mesh, shard_placement_fn=matrices)
     owners = [owner_of(block.weight) for block in blocks]  # type: ignore[arg-type]
     assert sorted(owners, key=str) == [0, 0, 1, 1, 2, 2]
     named = fsdp2.fully_shard(
@@ -623,7 +622,6 @@ def test_complex_parameters_step() -> None:
         x = torch.randn(3, 4, dtype=torch.complex64)
         for one, optimizer in zip((model, plain), optimizers, strict=True):
             one(x).abs().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(whole(names_of(model)[name]), param.detach())

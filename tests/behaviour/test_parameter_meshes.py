@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,10 +21,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import ShardPlacementResult
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import advance
 from tests.kit.local_sgd import LocalSGD
 from tests.kit.meshes import DEVICE, random_numbers
 from tests.kit.parity import assert_same, names_of
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 
 RTOL = 1e-10  # everything is computed in float64
@@ -152,9 +153,7 @@ def train(
         model(my_rows(batch)).square().mean().backward()
         reference(batch).square().mean().backward()
         assert_same_gradients(model, reference, rtol)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     for name, param in names_of(model).items():
         assert_same(param, names_of(reference)[name], name, rtol)
 
@@ -178,13 +177,7 @@ def make(how: str = "one_unit", **kwargs: Any) -> nn.Module:
     return fsdp2.fully_shard(model, mesh=data, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("how", "choice"),
-    with_slow(
-        itertools.product(["one_unit", "nested"], [None, True, False, 2]),
-        [("nested", 2)],
-    ),
-)
+@products([("nested", 2)], how=["one_unit", "nested"], choice=[None, True, False, 2])
 @ranks(4)
 def test_experts_on_a_mesh_of_their_own(rank: int, how: str, choice: bool | int | None) -> None:
     """Experts sharded over two ranks and the rest over four train as on one process."""
@@ -199,10 +192,7 @@ def test_experts_on_a_mesh_of_their_own(rank: int, how: str, choice: bool | int 
     train(model)
 
 
-@pytest.mark.parametrize(
-    ("how", "dim"),
-    with_slow(itertools.product(["one_unit", "nested"], [0, 1]), [("nested", 1)]),
-)
+@products([("nested", 1)], how=["one_unit", "nested"], dim=[0, 1])
 @ranks(4)
 def test_expert_parallel(rank: int, how: str, dim: int) -> None:
     """Each expert-parallel rank owns other experts; dividing by all ranks gives the global mean."""
@@ -433,7 +423,7 @@ def test_what_is_no_mesh_is_said_at_once() -> None:
     cases: list[tuple[Any, str]] = [
         ("edp", r"0\.experts\.up: .*mesh_info='edp'"),
         (long, r"0\.experts\.up: .*mesh of 3 dims"),
-        (SimpleNamespace(mesh=long, shard_mesh_dim=1), r"0\.experts\.up: .*Slice those"),
+        (SimpleNamespace(mesh=long, shard_mesh_dim=1), r"0\.experts\.up: .*Slice the dims"),
         (SimpleNamespace(mesh=None), r"0\.experts\.up: .*Return a 1-D mesh"),
     ]
     for info, match in cases:

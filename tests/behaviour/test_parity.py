@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from tests.kit.models import CASES, WIDTH, Batch
 from tests.kit.parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
 from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 
 EVERYWHERE = [
@@ -40,12 +39,8 @@ def test_trains_on_a_mesh_with_a_replicate_axis(name: str) -> None:
     Pair(name, mesh=make_mesh(2, 2)).train(steps=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "reshard_after_forward"),
-    with_slow(
-        itertools.product(["stack", "nested_units"], [True, False, 2]),
-        [("nested_units", 2)],
-    ),
+@products(
+    [("nested_units", 2)], name=["stack", "nested_units"], reshard_after_forward=[True, False, 2]
 )
 @ranks(4)
 def test_trains_with_each_way_to_reshard(name: str, reshard_after_forward: bool | int) -> None:
@@ -82,15 +77,13 @@ def test_trains_like_torch_with_a_replicate_axis() -> None:
     train_alike(CASES["stack"], mesh=make_mesh(2, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("name", CASES)
-@ranks(1, slow(2), 3, slow(4))
+@ranks(slow(1), slow(2), slow(3), slow(4))
 def test_every_case_everywhere(name: str, reshard_after_forward: bool | None) -> None:
     Pair(name, reshard_after_forward=reshard_after_forward).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "reshard_after_forward"),
     [
@@ -100,22 +93,20 @@ def test_every_case_everywhere(name: str, reshard_after_forward: bool | None) ->
         for reshard in [None, True, False]
     ],
 )
-@ranks(4)
+@ranks(slow(4))
 def test_every_case_on_every_mesh(
     name: str, shape: tuple[int, int], reshard_after_forward: bool | None
 ) -> None:
     Pair(name, mesh=make_mesh(*shape), reshard_after_forward=reshard_after_forward).train(steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(4)
+@ranks(slow(4))
 def test_every_case_on_a_smaller_mesh_after_forward(name: str) -> None:
     Pair(name, reshard_after_forward=2).train(steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_TORCH)
-@ranks(1, 3, slow(4))
+@ranks(slow(1), slow(3), slow(4))
 def test_trains_like_torch_everywhere(name: str) -> None:
     train_alike(CASES[name])

@@ -7,7 +7,6 @@ sharded. A step of a pipeline must leave the same loss and the same gradients.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,11 +33,13 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleLo
 
 import fsdp2
 from fsdp2._core.base.events import Event, listen
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.local_sgd import LocalSGD
 from tests.kit.meshes import DEVICE
 from tests.kit.models import HIDDEN, TORCH_2_13, TORCH_2_15, WIDTH, seeded
 from tests.kit.parity import assert_same, assert_sharded
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 
 CPU = torch.device("cpu")
@@ -182,8 +183,7 @@ class Pipelined:
         for index in placed(rank, size, stages):
             part = model[index]
             kwargs: dict[str, Any] = {"mesh": data or self.dp, "mp_policy": mixed}
-            for layer in part.layers:  # type: ignore[union-attr]  # a ModuleList
-                fsdp2.fully_shard(layer, reshard_after_forward=reshard, **kwargs)
+            shard_each(*part.layers, reshard_after_forward=reshard, **kwargs)  # type: ignore[union-attr]  # a ModuleList
             if root:
                 fsdp2.fully_shard(part, reshard_after_forward=reshard, **kwargs)
             self.parts[index] = part
@@ -270,9 +270,7 @@ class Pipelined:
                 assert_same(parameter.grad, wanted, f"stage {index}: {name}.grad", rtol, least)
 
     def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*self.optimizers)
 
     def train(self, steps: int = 3, rtol: float = RTOL) -> None:
         for _ in range(steps):
@@ -347,13 +345,7 @@ def test_several_stages_a_rank_by_the_other_contract(name: str) -> None:
 
 
 @pytest.mark.skipif(not TORCH_2_15, reason="torch's schedules have these since 2.15")
-@pytest.mark.parametrize(
-    ("name", "defers"),
-    with_slow(
-        itertools.product(["interleaved", "zero-bubble"], [False, True]),
-        [("interleaved", True)],
-    ),
-)
+@products([("interleaved", True)], name=["interleaved", "zero-bubble"], defers=[False, True])
 @ranks(4)
 def test_steps_that_are_finalized_later(name: str, defers: bool) -> None:
     """`step(finalize_gradients=False)` leaves stages whole, and the next one adds to its sums."""
@@ -388,13 +380,7 @@ def test_shapes_given_by_the_user(name: str) -> None:
     Pipelined(schedule, grid(2), stages=4, placed=placed, static=True).train()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "reshard"),
-    with_slow(
-        itertools.product([ScheduleGPipe, Schedule1F1B], [None, True]),
-        [(Schedule1F1B, True)],
-    ),
-)
+@products([(Schedule1F1B, True)], schedule=[ScheduleGPipe, Schedule1F1B], reshard=[None, True])
 @ranks(4)
 def test_parameters_freed_after_each_forward(schedule: Any, reshard: bool | None) -> None:
     """Units of a stage may free their parameters between the microbatches."""
@@ -607,20 +593,18 @@ def test_the_tracing_front_end() -> None:
             m.zero_grad()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize("reshard", [True, False])
-@ranks(4)
+@ranks(slow(4))
 def test_four_stages_in_a_row(schedule: Any, static: bool, reshard: bool) -> None:
     """Four stages of one rank each: sharding over one rank changes nothing."""
     Pipelined(schedule, grid(4), stages=4, static=static, reshard=reshard).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", [n for n in NAMES if "dual-pipe" not in n.values])
-@ranks(4)
+@ranks(slow(4))
 def test_eight_stages_on_four_ranks(name: str, static: bool) -> None:
     """Two stages a rank on four ranks; in float64, which shows that the rest is rounding."""
     schedule, placed = SEVERAL[name]
@@ -628,10 +612,9 @@ def test_eight_stages_on_four_ranks(name: str, static: bool) -> None:
     run.train(rtol=1e-13)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["looped-bfs", "interleaved"])
 @pytest.mark.parametrize("reshard", [None, True])
-@ranks(4)
+@ranks(slow(4))
 def test_several_stages_that_free_their_parameters(name: str, reshard: bool | None) -> None:
     """Schedules with whole backwards need no parameters kept after forward."""
     schedule, placed = SEVERAL[name]

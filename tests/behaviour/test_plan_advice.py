@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import ConfigError
+from fsdp2._core.comm import wire
 from fsdp2._tools.pages.content import Advice
-from fsdp2._tools.plan.budget import Search, Suggestion, code_of, largest_batch, size_of
-from fsdp2._tools.plan.plan import search_of
+from fsdp2._tools.plan.budget import Search, Suggestion, largest_batch, search_of, size_of
+from fsdp2._tools.plan.setup import code_of
 from fsdp2._tools.plan.values import MemoryPoint, StepPlan
 from tests.behaviour.test_plan import LENGTH, Block, Model, real_step
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import seeded
 from tests.kit.pool import ranks
-from tests.kit.slow import with_slow
+from tests.kit.slow import slow, with_slow
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 
@@ -55,6 +57,16 @@ class TaggedModel(nn.Module):
         return self.head(x)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A step of real ranks."""
+
+    collectives: int  # gathers and reductions
+    peak: int  # bytes above the step's start, by the allocator
+    kept: int  # bytes of host buffers that the start contains, because steps reuse them
+    shards: int  # bytes of all units' shards
+
+
 class Narrow(nn.Module):
     """Five rows over four ranks: three of eight are padding."""
 
@@ -69,15 +81,19 @@ class Narrow(nn.Module):
 
 def measured(
     model: nn.Module, policy: Any, batch: Tensor, memory: str | None = None, **kwargs: Any
-) -> tuple[int, int, int]:
-    """Return real ranks' gathers and reductions of a step, its peak, and bytes of shards."""
+) -> Measured:
     mesh = shared_mesh((dist.get_world_size(),), ("shard",))
     fsdp2.wrap.shard_model(model, policy, mesh=mesh, **kwargs)
     if memory is not None:
         model.set_memory(memory)
     seen, peak = real_step(model, batch)
-    shards = sum(group.nbytes for unit in fsdp2.units(model) for group in unit.groups)
-    return sum(event.kind in ("unshard", "reduce") for event in seen), peak, shards
+    groups = [group for unit in fsdp2.units(model) for group in unit.groups]
+    return Measured(
+        collectives=sum(event.kind in ("unshard", "reduce") for event in seen),
+        peak=peak,
+        kept=sum(kept._most - kept._room for known in wire._memories.values() if (kept := known())),
+        shards=sum(group.nbytes for group in groups),
+    )
 
 
 def only(advice: tuple[Advice, ...], severity: str, about: str) -> Advice:
@@ -86,10 +102,13 @@ def only(advice: tuple[Advice, ...], severity: str, about: str) -> Advice:
     return found[0]
 
 
-def check_peak(plan: fsdp2.plans.Plan, peak: int) -> None:
+def check_peak(plan: fsdp2.plans.Plan, real: Measured) -> None:
+    """A plan is of a device, where each gather allocates. The ranks of this test keep buffers."""
     assert plan.step is not None
     planned = plan.step.peak_nbytes - plan.step.start_nbytes
-    assert abs(planned - peak) <= 0.03 * peak, f"{planned} planned, {peak} measured"
+    assert -0.03 * real.peak <= planned - real.peak <= 0.03 * real.peak + real.kept, (
+        f"{planned} planned, {real}"
+    )
 
 
 def nothing(module: nn.Module) -> bool:
@@ -105,9 +124,9 @@ def test_tiny_units() -> None:
     assert one.found.startswith("too small for the link: at most ")
     before = measured(seeded(build), {nn.Linear, nn.LayerNorm}, TOKENS)
     after = measured(seeded(build), {Block}, TOKENS)
-    assert one.found.endswith(f"in {before[0]} collectives a step")
-    assert f"{before[0]} collectives a step become {after[0]}" in one.gain
-    assert after[0] < before[0] / 2
+    assert one.found.endswith(f"in {before.collectives} collectives a step")
+    assert f"{before.collectives} collectives a step become {after.collectives}" in one.gain
+    assert after.collectives < before.collectives / 2
 
 
 @ranks(2)
@@ -118,9 +137,9 @@ def test_a_huge_root() -> None:
     better = plan.changed(policy={Block})
     before = measured(seeded(Model), nothing, TOKENS)
     after = measured(seeded(Model), {Block}, TOKENS)
-    assert after[1] < before[1]
-    check_peak(plan, before[1])
-    check_peak(better, after[1])
+    assert after.peak < before.peak
+    check_peak(plan, before)
+    check_peak(better, after)
 
 
 @ranks(4)
@@ -137,14 +156,13 @@ def test_a_badly_padded_dim() -> None:
     better = plan.changed(shard_placement_fn=place)
     before = measured(seeded(Narrow), {nn.Linear}, batch)
     after = measured(seeded(Narrow), {nn.Linear}, batch, shard_placement_fn=place)
-    assert after[2] < before[2]
+    assert after.shards < before.shards
     for found, real in ((plan, before), (better, after)):
-        assert sum(group.shard_nbytes for group in found.groups) == real[2]
-        check_peak(found, real[1])
+        assert sum(group.shard_nbytes for group in found.groups) == real.shards
+        check_peak(found, real)
 
 
-@pytest.mark.slow
-@ranks(2)
+@ranks(slow(2))
 def test_an_embedding_in_a_block() -> None:
     plan = fsdp2.plan(TaggedModel(), mesh=2, policy={Tagged}, batch=TOKENS, rank=dist.get_rank())
     for number in range(3):
@@ -154,8 +172,8 @@ def test_an_embedding_in_a_block() -> None:
     better = plan.changed(policy={Tagged, nn.Embedding})
     before = measured(seeded(TaggedModel), {Tagged}, TOKENS)
     after = measured(seeded(TaggedModel), {Tagged, nn.Embedding}, TOKENS)
-    check_peak(plan, before[1])
-    check_peak(better, after[1])
+    check_peak(plan, before)
+    check_peak(better, after)
     assert max(g.whole_nbytes for g in better.groups) < max(g.whole_nbytes for g in plan.groups)
 
 
@@ -214,7 +232,7 @@ def test_a_budget_that_does_not_fit() -> None:
     assert better.step is not None
     if best.changes.get("activation_checkpointing"):
         return  # how the user recomputes is the user's
-    check_peak(better, measured(seeded(Model), {Block}, batch, best.changes["memory"])[1])
+    check_peak(better, measured(seeded(Model), {Block}, batch, best.changes["memory"]))
 
 
 def test_nothing_is_wrong_with_blocks_of_good_size() -> None:
@@ -293,7 +311,7 @@ def test_what_cannot_be_suggested() -> None:
     model = nn.Linear(13, 29)
     with pytest.raises(ConfigError, match="a plan without a batch"):
         fsdp2.plan(model, mesh=2).suggest("1GB")
-    with pytest.raises(ConfigError, match="no budget, and no hardware"):
+    with pytest.raises(ConfigError, match="neither a budget nor hardware"):
         fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 13)).suggest()
     best = fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 13), hardware="a100-pcie").suggest()[0]
     assert best.fits
@@ -379,5 +397,5 @@ def test_a_machine_is_read_from_its_values(tmp_path: Path) -> None:
     assert made.step.product_seconds == pytest.approx(whole.product_seconds)
     assert made.step.mfu == pytest.approx(whole.product_seconds / (made.step.seconds or 0))
     file.write_text('{"name": "x"}')
-    with pytest.raises(ConfigError, match="no figures of a machine"):
+    with pytest.raises(ConfigError, match="no measurements of a machine"):
         made.changed(hardware=str(file))

@@ -16,7 +16,7 @@ import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._tools.plan import shapes, traced
 from fsdp2._tools.plan.hardware import hardware_for
-from fsdp2._tools.plan.table import of_each, place_before, rows
+from fsdp2._tools.plan.shown import of_each, place_before, rows
 from tests.behaviour.test_plan import LENGTH, Block, Model
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -333,7 +333,7 @@ def test_known_shapes_have_their_parameters() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("[1]", "no config"),
+        ("[1]", "is not a model config"),
         ("{", "cannot be read"),
         (json.dumps({**CONFIG, "model_type": "gpt2"}), "model_type 'gpt2'"),
         (json.dumps({**CONFIG, "vocab_size": -1}), "vocab_size -1"),

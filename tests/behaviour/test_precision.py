@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, checkpoint
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import CASES, Stack, loss_of, seeded
 from tests.kit.parity import assert_same, make_mesh, shard, whole
 from tests.kit.pool import ranks
@@ -83,8 +84,7 @@ def test_buffers_are_filled_by_every_load(tmp_path: Path, form: str) -> None:
     policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
     saved, model = seeded(WithBuffers, 1), seeded(WithBuffers, 2)
     saved.norm.running_mean.uniform_()
-    for each in (saved, model):
-        fsdp2.fully_shard(each, mesh=make_mesh(), mp_policy=policy)
+    shard_each(saved, model, mesh=make_mesh(), mp_policy=policy)
     state = saved.state_dict()
     for mode in (True, False):
         if form == "full":
@@ -160,8 +160,7 @@ def test_full_precision_in_evaluation(reshard_after_forward: bool | int) -> None
         x = torch.randn(4, 13)
         model.train()
         loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         assert set(model.seen) == {(BF16, BF16)}
         model.seen.clear()
         model.eval()
@@ -355,7 +354,7 @@ def test_mixtures_are_refused() -> None:
             fsdp2.fully_shard(model, ignored_states=states)
     assert not isinstance(model, fsdp2.FSDPModule)
     fsdp2.fully_shard(model.blocks[0].up, mesh=make_mesh())
-    with pytest.raises(fsdp2.ConfigError, match="are sharded already"):
+    with pytest.raises(fsdp2.ConfigError, match="was already applied to"):
         fsdp2.fully_shard(model, ignored_states=[model.blocks[0]])
-    with pytest.raises(fsdp2.ConfigError, match="go into ignored_states"):
+    with pytest.raises(fsdp2.ConfigError, match="as ignored_states"):
         fsdp2.fully_shard(model, ignored_params={model.blocks[1]})  # type: ignore[arg-type]

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.local_sgd import LocalSGD
 from tests.kit.models import loss_of, seeded
 from tests.kit.parity import assert_same_gradients, assert_same_parameters, make_mesh
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 
 WIDTH = 13
@@ -102,9 +104,7 @@ def train(
         torch.testing.assert_close(loss, losses[own], rtol=1e-10, atol=0)
         loss.backward()
         assert_same_gradients(model, reference, 1e-10)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     assert_same_parameters(model, reference, 1e-10)
 
 
@@ -117,12 +117,10 @@ def mixed(rank: int, step: int) -> list[bool]:
     return [(rank + step) % 2 == 0, (rank + step) % 3 != 0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "embeds"),
-    with_slow(
-        itertools.product([InPlace, Returns, Detaches], [True, False]),
-        [(InPlace, False), (Returns, True), (Detaches, True)],
-    ),
+@products(
+    [(InPlace, False), (Returns, True), (Detaches, True)],
+    kind=[InPlace, Returns, Detaches],
+    embeds=[True, False],
 )
 @ranks(2, slow(3))
 def test_a_rank_that_leaves_out_a_unit(kind: type[nn.Module], embeds: bool) -> None:
@@ -138,19 +136,17 @@ def test_a_conditional_child_that_a_rank_leaves_out(embeds: bool) -> None:
         train([kind, kind], one_rank(1), embeds=embeds, conditional=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["low", "fast"])
 @pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
-@ranks(2, 3)
+@ranks(slow(2), slow(3))
 def test_with_other_memory(kind: type[nn.Module], memory: str) -> None:
     for embeds in (True, False):
         for uses in (one_rank(0), one_rank(1), mixed):
             train([kind, kind], uses, embeds=embeds, memory=memory)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
-@ranks(4)
+@ranks(slow(4))
 def test_on_a_replicate_axis(kind: type[nn.Module]) -> None:
     for choice in (None, False):
         train([kind, kind], mixed, embeds=True, mesh=make_mesh(2, 2), reshard_after_forward=choice)
@@ -204,8 +200,7 @@ CUTS = ["c", "b", "o", "f", "t", "ac", "abc", "to", "ft", "fot"]
 def shard_nest(model: Any, kind: str, mesh: Any, **kwargs: Any) -> None:
     outer = model.outer
     inner = [[outer.a, outer.b], outer.c] if kind == "list" else [outer.a, outer.b, outer.c]
-    for unit in [*inner, outer, model.tower, model.first, model]:
-        fsdp2.fully_shard(unit, mesh=mesh, **kwargs)
+    shard_each(*inner, outer, model.tower, model.first, model, mesh=mesh, **kwargs)
 
 
 def train_nest(kind: str, how: str, cuts: list[str], *, mesh: Any = None, **kwargs: Any) -> None:
@@ -233,9 +228,7 @@ def train_nest(kind: str, how: str, cuts: list[str], *, mesh: Any = None, **kwar
                 loss.backward(retain_graph=again)
                 wanted.backward(retain_graph=again)
         assert_same_gradients(model, reference, 1e-10)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     assert_same_parameters(model, reference, 1e-10)
 
 
@@ -248,10 +241,9 @@ def test_a_graph_that_one_rank_cuts_inside_of_units(kind: str, how: str) -> None
     train_nest(kind, how, CUTS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["once", "sum"])
 @pytest.mark.parametrize("choice", [True, False, 2])
-@ranks(4)
+@ranks(slow(4))
 def test_a_cut_graph_on_a_replicate_axis(choice: bool | int, how: str) -> None:
     train_nest("units", how, CUTS, mesh=make_mesh(2, 2), reshard_after_forward=choice)
 
@@ -282,8 +274,7 @@ class BeginsWithIt(nn.Module):
 def test_a_sum_of_forwards_that_one_rank_begins_otherwise(choice: bool, differs: str) -> None:
     """A gradient leaves the units that were entered first on one rank, and ends there on others."""
     reference, model = (seeded(BeginsWithIt).double() for _ in range(2))
-    for unit in (model.first.inner, model.first, model):
-        fsdp2.fully_shard(unit, reshard_after_forward=choice)
+    shard_each(model.first.inner, model.first, model, reshard_after_forward=choice)
     count, own = dist.get_world_size(), dist.get_rank()
     for calls in itertools.product([True, False], repeat=3):  # does rank 0 differ in this call?
         sums = []

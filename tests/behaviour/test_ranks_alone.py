@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fsdp2
+from tests.kit.in_turn import shard_each
 from tests.kit.parity import make_mesh
 from tests.kit.pool import ranks
 
@@ -45,8 +46,7 @@ class Net(nn.Module):
 def build(hidden: tuple[int, ...] = (8, 13), **kwargs: object) -> Net:
     torch.manual_seed(0)
     model = Net(hidden)
-    for unit in (*model.blocks, model):
-        fsdp2.fully_shard(unit, **kwargs)  # type: ignore[call-overload]  # any arguments
+    shard_each(*model.blocks, model, **kwargs)  # type: ignore[call-overload]  # any arguments
     return model
 
 
@@ -135,8 +135,7 @@ def test_freezing_while_only_another_rank_has_gradients(rank: int) -> None:
     """Refused by what all ranks know, so a rank without a gradient refuses too."""
     torch.manual_seed(0)
     model = Chooses()
-    for unit in (model.a, model.b, model):
-        fsdp2.fully_shard(unit, reshard_after_forward=False)
+    shard_each(model.a, model.b, model, reshard_after_forward=False)
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, WIDTH), True, rank == 0).sum().backward()
     model.b.weight.requires_grad_(False)
@@ -150,8 +149,7 @@ def test_gradients_that_only_one_rank_accumulated(rank: int) -> None:
     torch.manual_seed(0)
     model = Chooses()
     reference = copy.deepcopy(model)
-    for unit in (model.a, model.b, model):
-        fsdp2.fully_shard(unit)
+    shard_each(model.a, model.b, model)
     x = torch.ones(2, WIDTH)
     for _ in range(2):
         model.set_requires_gradient_sync(False)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 import fsdp2
+from tests.kit.in_turn import advance
 
 WORLD = 4
 MODEL = nn.Sequential(nn.Linear(3, 13), nn.ReLU(), nn.Linear(13, 29), nn.Linear(29, 1))
@@ -46,9 +47,7 @@ class Threads(MultiThreadedTestCase):
                 assert isinstance(one, DTensor)
                 assert isinstance(one.grad, DTensor)
                 torch.testing.assert_close(one.grad.full_tensor(), other.grad)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
+            advance(ours, theirs)
 
 
 def test_training_equals_an_unsharded_model() -> None:

@@ -261,7 +261,7 @@ def test_torchs_own_refuses_a_tree_with_units_of_ours() -> None:
     """With a sentence; and what composable APIs ask besides is answered as before."""
     model = nn.Sequential(nn.Linear(WIDTH, 3), nn.Sequential(nn.Linear(3, 3)))
     fsdp2.fully_shard(model[1])
-    with pytest.raises(fsdp2.ConfigError, match=r"fsdp2 has sharded.*fsdp2\.replace_torch\(\)"):
+    with pytest.raises(fsdp2.ConfigError, match=r"sharded by fsdp2.*fsdp2\.replace_torch\(\)"):
         torch_fsdp.fully_shard(model)
     for module in (model[1], copy.deepcopy(model)[1]):
         registry = _get_registry(module)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fsdp2._tools.record.rows import EVENTS, read_file
 from tests.behaviour.test_plan import LENGTH
 from tests.behaviour.test_plan import Block as PlanBlock
 from tests.behaviour.test_plan import Model as PlanModel
+from tests.kit.in_turn import shard_each
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh
 from tests.kit.pool import ranks
@@ -71,8 +72,7 @@ class Raises(torch.autograd.Function):
 
 def build(mesh: tuple[int, ...] = (), **kwargs: Any) -> Any:
     model = seeded(Net)
-    for unit in (*model.blocks, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(*mesh), **kwargs)
+    shard_each(*model.blocks, model, mesh=make_mesh(*mesh), **kwargs)
     return model
 
 
@@ -82,6 +82,29 @@ def batch() -> Tensor:
 
 def step(model: nn.Module) -> None:
     model(batch()).sum().backward()
+
+
+def with_inputs(model: nn.Module) -> None:
+    model(batch().requires_grad_()).sum().backward()
+
+
+def recorded(
+    model: nn.Module, path: Path, times: int = 2, run: Callable[[Any], None] = step
+) -> fsdp2.recordings.Recording:
+    """Record some steps: rows are the events that there were, and scalars are sums of rows."""
+    seen: list[events.Event] = []
+    with events.listen(seen.append), fsdp2.record(model, path) as recording:
+        for _ in range(times):
+            run(model)
+    rows = rows_of(recording)
+    assert told(rows) == heard(seen)
+    check_rows(rows)
+    check_steps(recording)
+    return recording
+
+
+def numbers_of(recording: fsdp2.recordings.Recording) -> list[int]:
+    return [found.number for found in recording.steps]
 
 
 def rows_of(recording: fsdp2.recordings.Recording) -> list[Row]:
@@ -139,29 +162,17 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 @ranks(1, 2)
 def test_every_event_is_a_row(name: str, tmp_path: Path) -> None:
     """Units, phases, bytes and order; from the very first forward on."""
-    model = SETTINGS[name]()
-    seen: list[events.Event] = []
-    with events.listen(seen.append), fsdp2.record(model, tmp_path) as recording:
-        for _ in range(3):
-            step(model)
-    rows = rows_of(recording)
-    assert told(rows) == heard(seen)
+    recording = recorded(SETTINGS[name](), tmp_path, 3)
     assert len(recording.steps) == 3
     assert repr(recording) == f"Recording(path={str(recording.path)!r}, steps=3)"
     assert repr(recording.read()) == f"Recordings(ranks=({dist.get_rank()},), steps=(3,))"
-    check_rows(rows)
-    check_steps(recording)
 
 
 @ranks(2)
 def test_a_model_that_ran_before(tmp_path: Path) -> None:
     model = build()
     step(model)
-    seen: list[events.Event] = []
-    with events.listen(seen.append), fsdp2.record(model, tmp_path) as recording:
-        step(model)
-    assert told(rows_of(recording)) == heard(seen)
-    assert [found.number for found in recording.steps] == [1]
+    assert numbers_of(recorded(model, tmp_path, 1)) == [1]
 
 
 @ranks(2)
@@ -188,14 +199,12 @@ def test_nothing_stays_when_it_is_off(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_recording_changes_no_number(tmp_path: Path) -> None:
-    plain, recorded = build(), build()
+    plain, other = build(), build()
     for _ in range(2):
         step(plain)
-    with fsdp2.record(recorded, tmp_path):
-        for _ in range(2):
-            step(recorded)
-    for one, other in zip(plain.parameters(), recorded.parameters(), strict=True):
-        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    recorded(other, tmp_path)
+    for one, ours in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad.to_local(), ours.grad.to_local())
 
 
 @ranks(2)
@@ -203,10 +212,7 @@ def test_spans_of_units(tmp_path: Path) -> None:
     """A unit's forward lies in its root's; a recomputation in the backward."""
     model = build()
     model.is_checkpointed = True
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
-    rows = [row for row in rows_of(recording) if row.get("step") == 2]
+    rows = [row for row in rows_of(recorded(model, tmp_path)) if row.get("step") == 2]
     kinds = Counter((row["kind"], row["unit"]) for row in rows)
     for unit in ("blocks.0", "blocks.1", "blocks.2"):
         assert kinds["forward", unit] == kinds["backward", unit] == kinds["recompute", unit] == 1
@@ -226,34 +232,28 @@ def test_backwards_inside_of_a_backward(tmp_path: Path) -> None:
     """Reentrant checkpointing gives each unit a backward of its own: together they are one step."""
     model = build()
     model.forward = lambda x: [x := checkpoint(b, x, use_reentrant=True) for b in model.blocks][-1]
-    seen: list[events.Event] = []
-    with events.listen(seen.append), fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            model(batch().requires_grad_()).sum().backward()
+    recording = recorded(model, tmp_path, run=with_inputs)
     rows = rows_of(recording)
-    assert told(rows) == heard(seen)
-    assert [found.number for found in recording.steps] == [1, 2]
+    assert numbers_of(recording) == [1, 2]
     kinds = Counter((row["kind"], row["unit"]) for row in rows if row["step"] == 2)
     for unit in ("blocks.0", "blocks.1", "blocks.2"):
         assert kinds["recompute", unit] == kinds["backward", unit] == kinds["reduce", unit] == 1
     assert {row["step"] for row in rows} == {1, 2}
-    check_steps(recording)
 
 
 @ranks(2)
 def test_backwards_that_the_caller_ends(tmp_path: Path) -> None:
     model = build()
     model.set_manual_backward_finalization(True)
-    seen: list[events.Event] = []
-    with events.listen(seen.append), fsdp2.record(model, tmp_path) as recording:
-        for number in range(4):
+
+    def run(model: Any) -> None:
+        for is_async in (False, True):
             step(model)
-            handle = model.finalize_backward(async_op=number % 2 == 1)
+            handle = model.finalize_backward(async_op=is_async)
             if handle is not None:
                 handle.wait()
-    assert told(rows_of(recording)) == heard(seen)
-    assert [found.number for found in recording.steps] == [1, 2, 3, 4]
-    check_steps(recording)
+
+    assert numbers_of(recorded(model, tmp_path, run=run)) == [1, 2, 3, 4]
 
 
 @ranks(2)
@@ -261,9 +261,7 @@ def test_a_frozen_model(tmp_path: Path) -> None:
     """Backward for the inputs only: nothing is reduced, and the step ends all the same."""
     model = build()
     model.requires_grad_(False)
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            model(batch().requires_grad_()).sum().backward()
+    recording = recorded(model, tmp_path, run=with_inputs)
     assert [(found.number, found.reduced_nbytes) for found in recording.steps] == [(1, 0), (2, 0)]
 
 
@@ -272,21 +270,13 @@ def test_a_compiled_unit(tmp_path: Path) -> None:
     """One on which `compile()` was called runs our hooks around the graph: it is recorded."""
     model = build()
     model.blocks[1].compile(backend="eager")
-    seen: list[events.Event] = []
-    with events.listen(seen.append), fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
-    rows = rows_of(recording)
-    assert told(rows) == heard(seen)
+    rows = rows_of(recorded(model, tmp_path))
     assert Counter((r["kind"], r["unit"]) for r in rows)["forward", "blocks.1"] == 2
 
 
 @ranks(2)
 def test_waits_say_for_what_and_by_whom(tmp_path: Path) -> None:
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
+    recording = recorded(build(), tmp_path)
     waits = [r for r in rows_of(recording) if r["kind"] == "wait" and r["step"] == 2]
     gathers = [r for r in waits if r["for"] == "all_gather"]
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
@@ -302,10 +292,7 @@ def test_waits_say_for_what_and_by_whom(tmp_path: Path) -> None:
 @ranks(2)
 def test_memory_follows_the_groups(tmp_path: Path) -> None:
     """Between steps nothing is gathered; in a step, what is whole and what is in flight."""
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
+    recording = recorded(build(), tmp_path)
     rows = [row for row in rows_of(recording) if row.get("step") == 2 and row["kind"] != "step"]
     header = read_file(recording.path).header
     sizes = {group["name"]: group for group in header["groups"]}
@@ -324,12 +311,8 @@ def test_memory_follows_the_groups(tmp_path: Path) -> None:
 @ranks(4)
 def test_replicas(tmp_path: Path, rank: int) -> None:
     """On a mesh of two dims the sums over replicas are collectives of their own."""
-    model = build((2, 2))
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
+    recording = recorded(build((2, 2)), tmp_path)
     rows = rows_of(recording)
-    check_steps(recording)
     kinds = Counter(row["kind"] for row in rows if row.get("step") == 2)
     assert kinds["reduce"] == kinds["all_reduce"] == 4
     header = read_file(recording.path).header
@@ -346,16 +329,17 @@ def test_replicas(tmp_path: Path, rank: int) -> None:
 @ranks(2)
 def test_accumulated_microbatches_are_one_step(tmp_path: Path) -> None:
     model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            with fsdp2.no_sync(model):
-                step(model)
-                step(model)
+
+    def run(model: Any) -> None:
+        with fsdp2.no_sync(model):
             step(model)
-    assert [found.number for found in recording.steps] == [1, 2]
+            step(model)
+        step(model)
+
+    recording = recorded(model, tmp_path, run=run)
+    assert numbers_of(recording) == [1, 2]
     rows = [row for row in rows_of(recording) if row.get("step") == 2]
     assert Counter(row["kind"] for row in rows)["pass"] == 6
-    check_steps(recording)
 
 
 @ranks(2)
@@ -377,7 +361,7 @@ def test_a_forward_without_gradients_is_no_step(tmp_path: Path) -> None:
         with torch.no_grad():
             model(batch())
         step(model)
-    assert [found.number for found in recording.steps] == [1]
+    assert numbers_of(recording) == [1]
     numbers = [row["step"] for row in rows_of(recording) if row["kind"] == "pass"]
     assert numbers == [0, 1, 1]
 
@@ -397,7 +381,7 @@ def test_a_step_that_raises(where: str, tmp_path: Path) -> None:
             step(model)
         model.raises_in = ""
         step(model)
-    assert figures == [found.number for found in recording.steps] == [1, 3]
+    assert figures == numbers_of(recording) == [1, 3]
     rows = rows_of(recording)
     assert [row["failed"] for row in rows if row["kind"] == "step"] == [False, True, False]
     assert told(rows) == heard(seen)
@@ -482,15 +466,9 @@ def test_two_recordings_of_one_model(tmp_path: Path) -> None:
 def test_two_models(tmp_path: Path) -> None:
     """Each recording has its own model only, though both have a root of the same name."""
     one, other = build(), build()
-    with (
-        fsdp2.record(one, tmp_path / "one") as first,
-        fsdp2.record(other, tmp_path / "other") as second,
-    ):
+    with fsdp2.record(one, tmp_path / "one") as first:
         step(one)
-        seen: list[events.Event] = []
-        with events.listen(seen.append):
-            step(other)
-    assert told(rows_of(second)) == heard(seen)
+        second = recorded(other, tmp_path / "other", 1)
     assert len(first.steps) == len(second.steps) == 1
 
 
@@ -529,8 +507,8 @@ def test_a_part_of_a_model(tmp_path: Path) -> None:
     """Its units are recorded, by their names in it; steps are those of the root above."""
     model = build()
     with fsdp2.record(model.blocks, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
+        step(model)
+        step(model)
     rows = rows_of(recording)
     assert {r["unit"] for r in rows if r["kind"] in ("forward", "reduce")} == {"0", "1", "2"}
     assert len(recording.steps) == 2
@@ -558,32 +536,30 @@ def test_unsharding_by_hand(tmp_path: Path) -> None:
         handle.wait()
         model.reshard()
     rows = rows_of(recording)
-    assert [row["kind"] for row in rows if row["kind"] in EVENTS][:2] == [
-        "unshard",
-        "wait_for_unshard",
-    ]
+    kinds = [row["kind"] for row in rows if row["kind"] in EVENTS]
+    assert kinds[:2] == ["unshard", "wait_for_unshard"]
     assert {row["step"] for row in rows} == {0}
 
 
 @ranks(1)
 def test_what_is_refused(tmp_path: Path) -> None:
     model = build()
-    with pytest.raises(ConfigError, match="fully_shard was applied to nothing"):
+    with pytest.raises(ConfigError, match="fully_shard was applied to no module"):
         fsdp2.record(nn.Linear(2, 2), tmp_path)
     with pytest.raises(UnsupportedError, match=r"fsdp2\.compile returned"):
         fsdp2.record(fsdp2.compile(model, backend="eager"), tmp_path)
     with fsdp2.record(model, tmp_path / "a") as recording:
         step(model)
-    with pytest.raises(StateError, match="entered before"):
+    with pytest.raises(StateError, match="already entered"):
         recording.__enter__()
     kept = recording.path.read_bytes()
     with pytest.raises(ConfigError, match=r"rank0\.jsonl"):
         fsdp2.record(model, tmp_path / "a").__enter__()
-    with pytest.raises(ConfigError, match="what was recorded"):
+    with pytest.raises(ConfigError, match="one of the recorded files"):
         recording.trace(recording.path)
     assert recording.path.read_bytes() == kept
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         fsdp2.record(model, tmp_path / "file" / "below").__enter__()
 
     def nested(module: nn.Module, args: Any) -> None:
@@ -613,9 +589,7 @@ def test_the_file_is_whole_while_it_is_written(tmp_path: Path, rank: int) -> Non
 @ranks(2)
 def test_a_rank_that_waits_says_so_first(tmp_path: Path, rank: int) -> None:
     """Before the host blocks, the file has a line that tells for what."""
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        step(model)
+    recording = recorded(build(), tmp_path, 1)
     lines = [json.loads(line) for line in recording.path.read_text().splitlines()]
     waiting = {line["n"]: line for line in lines if line["kind"] == "waiting"}
     waits = {line["n"]: line for line in lines if line["kind"] == "wait"}
@@ -631,9 +605,7 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     step(model)
     step(model)
     model.sleeps_s = 0.1 * rank  # of load, that is: far more than a busy machine's own
-    with fsdp2.record(model, tmp_path):
-        for _ in range(8):
-            step(model)
+    recorded(model, tmp_path, 8)
     dist.barrier()
     found = fsdp2.read_recordings(tmp_path)
     assert [one.rank for one in found.stragglers] == [1]
@@ -643,7 +615,7 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     assert page.headline is not None
     assert headline == page.headline.text
     assert headline.startswith("rank 1: the others waited ")
-    assert changes[0].startswith("  rank 1: look at what this rank does")
+    assert changes[0].startswith("  rank 1: check this rank's input pipeline")
     first = page.advice[0]  # the others, if any, are about what it did not cause
     assert first.about == "rank 1"
     assert first.found.startswith("the others waited ")
@@ -662,10 +634,7 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
 
 @ranks(2)
 def test_a_shifted_clock_is_found(tmp_path: Path, rank: int) -> None:
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(5):
-            step(model)
+    recording = recorded(build(), tmp_path, 5)
     dist.barrier()
     straight = fsdp2.read_recordings(tmp_path).clocks
     dist.barrier()
@@ -722,10 +691,7 @@ def check_trace(path: Path) -> list[Row]:
 
 @ranks(2)
 def test_a_trace_of_all_ranks(tmp_path: Path, rank: int) -> None:
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(2):
-            step(model)
+    recording = recorded(build(), tmp_path)
     dist.barrier()
     target = tmp_path / f"trace{rank}.json"
     fsdp2.read_recordings(tmp_path).trace(target)
@@ -796,9 +762,7 @@ def test_a_profile_is_merged(tmp_path: Path, rank: int) -> None:
 
 @ranks(2)
 def test_rows_for_pandas(tmp_path: Path, rank: int) -> None:
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        step(model)
+    recording = recorded(build(), tmp_path, 1)
     dist.barrier()
     target = tmp_path / f"rows{rank}.jsonl"
     found = fsdp2.read_recordings(tmp_path)
@@ -813,10 +777,7 @@ def test_rows_for_pandas(tmp_path: Path, rank: int) -> None:
 
 @ranks(2)
 def test_a_page(tmp_path: Path, rank: int) -> None:
-    model = build()
-    with fsdp2.record(model, tmp_path) as recording:
-        for _ in range(3):
-            step(model)
+    recording = recorded(build(), tmp_path, 3)
     dist.barrier()
     found = fsdp2.read_recordings(tmp_path)
     page = found.page()
@@ -874,7 +835,7 @@ def test_a_plan_is_laid_over_what_was_measured(tmp_path: Path) -> None:
     assert gathered
     for one in gathered:
         assert one.nbytes[0] == pytest.approx(measured[one.label, one.time], rel=0.35)
-    with pytest.raises(ConfigError, match=r"what Plan\.planned\(\) returned"):
+    with pytest.raises(ConfigError, match=r"a result of Plan\.planned\(\)"):
         recording.page(planned=plan)  # type: ignore[arg-type]  # wrong
 
 
@@ -899,17 +860,14 @@ def test_a_recording_that_cannot_be_written_goes_on(
     assert len([row for row in rows_of(recording) if row["kind"] == "step"]) == 1
 
 
-class Vocabulary(nn.Module):
-    """Large parts below the root, which are groups of their own, and a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(2003, 157)
-        self.block = nn.Linear(157, 157)
-        self.head = nn.Linear(157, 2003, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.block(self.embedding(ids)))
+def vocabulary() -> nn.Module:
+    """Return a model with large parts below the root, which are groups of their own."""
+    parts = {
+        "embedding": nn.Embedding(2003, 157),
+        "block": nn.Linear(157, 157),
+        "head": nn.Linear(157, 2003, bias=False),
+    }
+    return nn.Sequential(OrderedDict(parts))
 
 
 @pytest.mark.parametrize("memory", ["low", "fast"])
@@ -919,20 +877,19 @@ def test_parts_smaller_meshes_and_adoption(
     reshards: int | None, memory: str, tmp_path: Path
 ) -> None:
     """What is gathered and reduced out of turn, over fewer ranks, or taken over, is told too."""
-    model: Any = seeded(Vocabulary)
-    for unit in (model.block, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(), reshard_after_forward=reshards)
+    model: Any = seeded(vocabulary)
+    shard_each(model.block, model, mesh=make_mesh(), reshard_after_forward=reshards)
     model.set_memory(memory)
-    seen: list[events.Event] = []
-    with events.listen(seen.append), fsdp2.record(model, tmp_path) as recording:
+
+    def run(model: Any) -> None:
         for number in range(5):
             if number == 4:
                 model.double()
             model(torch.zeros(1, 48, dtype=torch.long)).mean().backward()
             model.zero_grad()
+
+    recording = recorded(model, tmp_path, 1, run)
     rows = rows_of(recording)
-    assert told(rows) == heard(seen)
     assert {row["unit"] for row in rows if row["kind"] == "adopt"} >= {"block", "embedding", "head"}
     assert any("is_smaller" in row for row in rows) == (reshards == 2)
     assert len(recording.steps) == 5
-    check_steps(recording)

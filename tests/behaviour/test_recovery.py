@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from fsdp2._core.engine.tree import unit_of
 from tests.kit.models import Block, Case, Stack, each_block, floats
 from tests.kit.parity import Pair, assert_sharded, make_mesh
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import with_slow
 
 
@@ -71,19 +71,17 @@ PHASES = ["before forward", "after forward", "backward"]
 PLACES = ["blocks.0", "blocks.1.mid", "out"]
 
 
-@pytest.mark.parametrize(
-    ("phase", "where"),
-    with_slow(
-        itertools.product(PHASES, PLACES),
-        [
-            ("before forward", "blocks.1.mid"),
-            ("after forward", "blocks.0"),
-            ("after forward", "out"),
-            ("backward", "blocks.0"),
-            ("backward", "blocks.1.mid"),
-            ("backward", "out"),
-        ],
-    ),
+@products(
+    [
+        ("before forward", "blocks.1.mid"),
+        ("after forward", "blocks.0"),
+        ("after forward", "out"),
+        ("backward", "blocks.0"),
+        ("backward", "blocks.1.mid"),
+        ("backward", "out"),
+    ],
+    phase=PHASES,
+    where=PLACES,
 )
 @ranks(2)
 def test_training_goes_on_after_an_exception(phase: str, where: str) -> None:
@@ -101,22 +99,17 @@ def test_an_exception_in_the_first_step(phase: str) -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize(
-    ("phase", "name", "reshard_after_forward"),
-    with_slow(
-        itertools.product(
-            ["after forward", "backward"],
-            ["nested_units", "tied_lm", "partly_frozen"],
-            [True, False],
-        ),
-        [
-            ("after forward", "nested_units", False),
-            ("after forward", "partly_frozen", True),
-            ("backward", "nested_units", True),
-            ("backward", "tied_lm", True),
-            ("backward", "partly_frozen", False),
-        ],
-    ),
+@products(
+    [
+        ("after forward", "nested_units", False),
+        ("after forward", "partly_frozen", True),
+        ("backward", "nested_units", True),
+        ("backward", "tied_lm", True),
+        ("backward", "partly_frozen", False),
+    ],
+    phase=["after forward", "backward"],
+    name=["nested_units", "tied_lm", "partly_frozen"],
+    reshard_after_forward=[True, False],
 )
 @ranks(2)
 def test_recovery_of_other_models(phase: str, name: str, reshard_after_forward: bool) -> None:
@@ -286,7 +279,7 @@ def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str, rank: int) -
     fail(pair, "blocks.1", phase)
     fsdp2.register_comm_hook(pair.model, None)
     fail(pair, "blocks.1", phase)
-    with pytest.warns(UserWarning, match="left out"), fsdp2.debug.without_communication(pair.model):
+    with pytest.warns(UserWarning, match="skipped"), fsdp2.debug.without_communication(pair.model):
         pass
     fail(pair, "blocks.1", phase)
     with fsdp2.no_sync(pair.model):

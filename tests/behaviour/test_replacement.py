@@ -174,7 +174,9 @@ def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture, client: Callable[
 def test_a_model_that_torch_has_sharded() -> None:
     """It is refused while it lives, and only then."""
     model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(3, 3)))
-    with pytest.raises(StateError, match=r"a Sequential that torch's own fully_shard has sharded"):
+    with pytest.raises(
+        StateError, match=r"torch's own fully_shard has already sharded a Sequential"
+    ):
         fsdp2.replace_torch()
     assert torch_fsdp.fully_shard is THEIRS["fully_shard"]
     model.itself = [model]
@@ -261,7 +263,9 @@ def test_a_field_that_we_do_not_know() -> None:
         rounding: str = "nearest"
 
     assert fsdp2.fully_shard(nn.Linear(3, 3), mp_policy=Newer()) is not None
-    with pytest.raises(ConfigError, match=r"rounding='up' in a Newer, which fsdp2 does not know"):
+    with pytest.raises(
+        ConfigError, match=r"rounding='up' in a Newer, which fsdp2 does not support"
+    ):
         fsdp2.fully_shard(nn.Linear(3, 3), mp_policy=Newer(rounding="up"))
 
 

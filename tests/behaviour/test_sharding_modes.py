@@ -23,6 +23,7 @@ from fsdp2 import MixedPrecisionPolicy
 from fsdp2._core.base import events
 from fsdp2._core.base.events import Event
 from fsdp2._core.engine.between_steps import units_below
+from tests.kit.in_turn import advance
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.parity import (
     Pair,
@@ -34,7 +35,7 @@ from tests.kit.parity import (
     whole,
 )
 from tests.kit.pool import ranks
-from tests.kit.slow import with_slow
+from tests.kit.slow import slow, with_slow
 
 MODES = ["parameters", "gradients", "optimizer"]
 WHOLE = MODES[1:]
@@ -114,9 +115,7 @@ def train_with(pair: Pair, make: Callable[..., Any], count: int, rtol: float) ->
             pair.backward(scale=1 / count)
         clip(pair)
         pair.steps += 1
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(ours, theirs)
     assert_same_parameters(pair.model, pair.reference, rtol)
 
 
@@ -127,8 +126,7 @@ SGD = partial(torch.optim.SGD, momentum=0.9)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("kind", [*KINDS, "SGD"])
 @pytest.mark.parametrize("mode", WHOLE)
-@pytest.mark.slow
-@ranks(2, 3, 4)
+@ranks(slow(2), slow(3), slow(4))
 def test_parity_with_an_unsharded_model(mode: str, kind: str, count: int) -> None:
     """Steps, with clipping, are those of the unsharded model on the global batch."""
     pair = Pair("stack", shard=mode)
@@ -139,8 +137,7 @@ def test_parity_with_an_unsharded_model(mode: str, kind: str, count: int) -> Non
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("kind", [*KINDS, "SGD"])
 @pytest.mark.parametrize("mode", WHOLE)
-@pytest.mark.slow
-@ranks(4)
+@ranks(slow(4))
 def test_parity_on_a_mesh_with_replicas(mode: str, kind: str, count: int) -> None:
     pair = Pair("stack", mesh=make_mesh(2, 2), shard=mode)
     pair.later_rtol = 1e-4
@@ -163,8 +160,7 @@ def bf16_run(shape: tuple[int, ...], count: int, mode: str, puts_off: bool) -> l
             (loss / count).backward()
             found.append(loss.detach())
         fsdp2.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return [*found, *(p.to_local().detach().clone() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
@@ -198,8 +194,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", WHOLE)
-@pytest.mark.slow
-@ranks(2, 3)
+@ranks(slow(2), slow(3))
 def test_any_parameter(mode: str, name: str) -> None:
     pair = Pair(name, shard=mode)
     for _ in range(2):
@@ -427,9 +422,7 @@ def test_writes_of_a_recomputation_do_not_undo_a_step(kept: str) -> None:
         model.set_requires_gradient_sync(True)
         loss_of(model(x)).backward()
         loss_of(reference(x)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
         assert_same_parameters(model, reference)
         with torch.no_grad():
             assert_same(model(x), reference(x), f"step {step}")
@@ -504,8 +497,7 @@ def test_parameters_are_shards_between_backwards() -> None:
 
 @pytest.mark.parametrize("saved_in", MODES)
 @pytest.mark.parametrize("loaded_in", MODES)
-@pytest.mark.slow
-@ranks(2)
+@ranks(slow(2))
 def test_checkpoints_move_between_modes(saved_in: str, loaded_in: str, tmp_path: Path) -> None:
     if saved_in == loaded_in:
         return
@@ -522,8 +514,7 @@ def test_checkpoints_move_between_modes(saved_in: str, loaded_in: str, tmp_path:
             model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
             (loss_of(model(*batch.args)) / 2).backward()
         fsdp2.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
     batches = [case.batch(12).chunk(dist.get_rank(), 2) for _ in range(4)]
     for batch in batches[:2]:

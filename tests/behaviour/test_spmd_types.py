@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import random_numbers, shared_mesh
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
@@ -129,8 +130,7 @@ def make(setup: Setup, library: Any = fsdp2, **kwargs: Any) -> tuple[Any, Device
     annotate(model, mesh, setup)
     with_data_dims(model, mesh, setup)
     dims = library.DataParallelMeshDims(setup.dims.shard, setup.dims.replicate)
-    for module in (*model, model):
-        library.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **kwargs)
+    shard_each(*model, model, library=library, mesh=mesh, dp_mesh_dims=dims, **kwargs)
     return model, mesh
 
 
@@ -172,8 +172,7 @@ def train(
     for step in range(3):
         backward(model, batch_of(step), mesh, setup, checks)
         look(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
 
 @contextmanager
@@ -200,8 +199,7 @@ def test_training_is_that_of_the_plain_model(name: str, checks: bool) -> None:
             assert mine.grad.placements == mine.placements
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
             torch.testing.assert_close(mine.full_tensor(), theirs.data)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
     train(model, mesh, setup, look, checks)
 
@@ -295,8 +293,7 @@ def test_a_part_of_the_annotation_is_enough_on_the_current_mesh() -> None:
         fsdp2.fully_shard(model[0], mesh=mesh, dp_mesh_dims=setup.dims)
     assert type(model[0]) is Block
     with spmd.set_current_mesh(mesh):
-        for module in (*model, model):
-            fsdp2.fully_shard(module, mesh=mesh, dp_mesh_dims=setup.dims)
+        shard_each(*model, model, mesh=mesh, dp_mesh_dims=setup.dims)
     backward(model, batch_of(0), mesh, setup, checks=True)
     data = spmd.MeshAxis.of(mesh.get_group("data"))
     assert all(seen[2][0][data] is spmd.R for seen in model[0].seen.values())
@@ -346,7 +343,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("choice", [True, 2])
 @ranks(4)
-def test_resharding_copies_pickles_and_stand_ins(choice: bool | int) -> None:
+def test_resharding_copies_pickles_and_placeholders(choice: bool | int) -> None:
     """What works for other parameters works for annotated ones."""
     setup = SETUPS["data_tensor"]
     model, mesh = make(setup, reshard_after_forward=choice)
@@ -383,8 +380,7 @@ def test_from_the_meta_device_and_parameters_that_are_replaced() -> None:
         model = build()
     annotate(model, mesh, setup)
     with_data_dims(model, mesh, setup)
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh, dp_mesh_dims=setup.dims)
+    shard_each(*model, model, mesh=mesh, dp_mesh_dims=setup.dims)
     model.to_empty(device="cpu")
     model.load_state_dict(source.state_dict())
     whole = build()
@@ -440,8 +436,7 @@ def test_the_checker_sees_the_forward_and_nothing_of_ours() -> None:
     mesh, model = setup.mesh(), build()
     annotate(model, mesh, setup, {**TYPES, "shift": spmd.R})
     with_data_dims(model, mesh, setup)
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh, dp_mesh_dims=setup.dims)
+    shard_each(*model, model, mesh=mesh, dp_mesh_dims=setup.dims)
     for _ in range(2):
         with pytest.raises(spmd.SpmdTypeError, match="add"):
             backward(model, batch_of(0), mesh, setup, checks=True)
@@ -456,8 +451,8 @@ def test_the_checker_sees_the_forward_and_nothing_of_ours() -> None:
 @ranks(1)
 def test_annotations_are_the_packages_own() -> None:
     """The attributes that are not carried over as the user's are those that the package sets."""
-    from fsdp2._core.base import torch_spmd
+    from fsdp2._core.base import torch_dtensor
 
     param = nn.Parameter(torch.zeros(4, 4))
     spmd.assert_type(param, {spmd.MeshAxis.of(2, 1): spmd.S(0)})
-    assert set(vars(param)) == torch_spmd.ATTRIBUTES
+    assert set(vars(param)) == torch_dtensor.ATTRIBUTES

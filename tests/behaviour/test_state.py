@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.kit.parity import (
     whole,
 )
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import with_slow
 
 NAMES = ["stack", "tied_lm", "scalars", "nested_units", "one_group", "non_contiguous", "containers"]
@@ -37,15 +37,9 @@ def test_names_are_those_of_the_plain_model(name: str) -> None:
     pair = Pair(name)
     for _ in range(2):
         assert list(pair.model.state_dict()) == list(pair.reference.state_dict())
-        assert [n for n, _ in pair.model.named_parameters()] == [
-            n for n, _ in pair.reference.named_parameters()
-        ]
-        assert [n for n, _ in pair.model.named_modules()] == [
-            n for n, _ in pair.reference.named_modules()
-        ]
-        assert [n for n, _ in pair.model.named_buffers()] == [
-            n for n, _ in pair.reference.named_buffers()
-        ]
+        for walk in ("named_parameters", "named_modules", "named_buffers"):
+            found, expected = ([*dict(getattr(m, walk)())] for m in (pair.model, pair.reference))
+            assert found == expected, walk
         pair.train(steps=1)
 
 
@@ -73,17 +67,16 @@ def test_a_state_dict_shares_memory_with_the_shards() -> None:
         assert not state[name].requires_grad
 
 
-@pytest.mark.parametrize(
-    ("name", "assign", "trained_before"),
-    with_slow(
-        itertools.product(["stack", "tied_lm", "scalars"], [False, True], [False, True]),
-        [
-            ("stack", False, True),
-            ("tied_lm", True, False),
-            ("tied_lm", False, False),
-            ("scalars", True, True),
-        ],
-    ),
+@products(
+    [
+        ("stack", False, True),
+        ("tied_lm", True, False),
+        ("tied_lm", False, False),
+        ("scalars", True, True),
+    ],
+    name=["stack", "tied_lm", "scalars"],
+    assign=[False, True],
+    trained_before=[False, True],
 )
 @ranks(2)
 def test_load_state_dict(name: str, assign: bool, trained_before: bool) -> None:

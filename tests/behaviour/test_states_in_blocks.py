@@ -235,7 +235,7 @@ def test_shards_that_divide_blocks_are_told(tmp_path: Path) -> None:
     optimizer.step()  # the shard has 60 elements: the class keeps no blocks of it
     optimizer.state[model.weight]["scale"] = torch.ones(7)
     with pytest.raises(
-        fsdp2.UnsupportedError, match=r"(scale are neither|of several kinds).*local_state"
+        fsdp2.UnsupportedError, match=r"(scale have neither|different layouts).*local_state"
     ):
         fsdp2.checkpoint.save(tmp_path / "a", model, optimizer)
     tall = nn.Linear(8, 7, bias=False)  # four rows and three: 32 and 24 elements
@@ -249,7 +249,7 @@ def test_shards_that_divide_blocks_are_told(tmp_path: Path) -> None:
     optimizer = optimizer_of(short, False)
     short(torch.randn(4, 8)).square().sum().backward()
     optimizer.step()
-    with pytest.raises(fsdp2.UnsupportedError, match=r"weight: .*several kinds.*Aligned"):
+    with pytest.raises(fsdp2.UnsupportedError, match=r"weight: .*different layouts.*Aligned"):
         fsdp2.checkpoint.save(tmp_path / "c", short, optimizer)
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "c").exists()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import DEVICE
 from tests.kit.models import CASES, HIDDEN, WIDTH, seeded
 from tests.kit.parity import (
@@ -46,11 +47,21 @@ def assert_restored(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in now.values())
 
 
+def both(name: str, *mesh: int) -> tuple[nn.Module, nn.Module]:
+    """Return a sharded model and a plain one."""
+    case = CASES[name]
+    return shard(seeded(case.build), case, mesh=make_mesh(*mesh)), seeded(case.build)
+
+
+def assert_refused(model: nn.Module, error: type[Exception], match: str, **kwargs: Any) -> None:
+    with pytest.raises(error, match=match), fsdp2.summon_full_params(model, **kwargs):
+        pass
+
+
 @pytest.mark.parametrize("name", ["stack", "tied_lm", "scalars", "mixed_dtypes"])
 @ranks(3)
 def test_parameters_are_whole_and_come_back(name: str) -> None:
-    case = CASES[name]
-    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    model, reference = both(name)
     before = names_of(model)
     with fsdp2.summon_full_params(model):
         assert_whole(model, reference)
@@ -63,8 +74,7 @@ def test_parameters_are_whole_and_come_back(name: str) -> None:
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 @ranks(4)
 def test_writes_persist_if_writeback_says_so(mesh: tuple[int, ...]) -> None:
-    case = CASES["stack"]
-    model, reference = shard(seeded(case.build), case, mesh=make_mesh(*mesh)), seeded(case.build)
+    model, reference = both("stack", *mesh)
     before = names_of(model)
 
     def fill(module: nn.Module) -> None:
@@ -103,10 +113,7 @@ def test_training_goes_on_with_what_was_written() -> None:
 @ranks(2)
 def test_gradients_are_whole_and_written_back() -> None:
     torch.manual_seed(0)
-    model, plain = (
-        seeded(lambda: nn.Linear(WIDTH, HIDDEN)),
-        seeded(lambda: nn.Linear(WIDTH, HIDDEN)),
-    )
+    model, plain = (seeded(lambda: nn.Linear(WIDTH, HIDDEN)) for _ in range(2))
     fsdp2.fully_shard(model, mesh=make_mesh())
     x = torch.randn(3, WIDTH)
     model(x).sum().backward()
@@ -148,26 +155,20 @@ def test_tensor_parallel_parameters_are_whole() -> None:
 
 @ranks(2)
 def test_rank_0_only(rank: int) -> None:
-    case = CASES["stack"]
-    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    model, reference = both("stack")
     before = names_of(model)
     with fsdp2.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
         if rank == 0:
             assert_whole(model, reference)
         else:
             assert_restored(model, before)
-        with (
-            pytest.raises(fsdp2.StateError, match="is nested in a context of the same"),
-            fsdp2.summon_full_params(model),
-        ):
-            pass
+        assert_refused(model, fsdp2.StateError, "is nested in a context of the same")
     assert_restored(model, before)
 
 
 @ranks(2)
 def test_nested_and_not_recursive() -> None:
-    case = CASES["stack"]
-    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    model, reference = both("stack")
     before = names_of(model)
     with fsdp2.summon_full_params(model, recurse=False):
         assert type(model.out.weight) is nn.Parameter
@@ -225,27 +226,15 @@ def test_whole_modules_are_copied_and_pickled() -> None:
 @ranks(2)
 def test_refusals() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    for part in (model[0], model):
-        fsdp2.fully_shard(part, mesh=make_mesh())
+    shard_each(model[0], model, mesh=make_mesh())
     before = names_of(model)
-    with (
-        pytest.raises(fsdp2.ConfigError, match="rank0_only=True with writeback=True"),
-        fsdp2.summon_full_params(model, rank0_only=True),
-    ):
-        pass
-    with (
-        pytest.raises(fsdp2.ConfigError, match="recurse"),
-        fsdp2.summon_full_params(model, recurse=1),  # type: ignore[arg-type]
-    ):
-        pass
+    message = "rank0_only=True with writeback=True"
+    assert_refused(model, fsdp2.ConfigError, message, rank0_only=True)
+    assert_refused(model, fsdp2.ConfigError, "recurse", recurse=1)
     inside: list[str] = []
 
     def summon(what: str) -> None:
-        with (
-            pytest.raises(fsdp2.StateError, match=r"inside a (forward|backward)"),
-            fsdp2.summon_full_params(model),
-        ):
-            pass
+        assert_refused(model, fsdp2.StateError, r"inside a (forward|backward)")
         inside.append(what)
 
     handle = model[0].register_forward_hook(lambda *_: summon("forward"))
@@ -307,8 +296,7 @@ def test_refusals() -> None:
 @ranks(2)
 def test_a_tie_to_a_module_outside_holds_inside() -> None:
     """Whole parameters of a part of the model are registered wherever they are tied to."""
-    case = CASES["tied_lm"]
-    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    model, reference = both("tied_lm")
     tied = [names for names in _names_of_ties(reference) if len(names) > 1]
     assert tied
     for names in tied:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._core.base.containers import visit_tensors
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import random_numbers
 from tests.kit.parity import assert_same, assert_same_gradients, make_mesh
 from tests.kit.pool import ranks
@@ -52,9 +53,7 @@ def build(**kwargs: Any) -> tuple[Net, Net]:
     model = Net()
     reference = copy.deepcopy(model)
     mesh = make_mesh()
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh, **kwargs)
-    fsdp2.fully_shard(model, mesh=mesh, **kwargs)
+    shard_each(*model.blocks, model, mesh=mesh, **kwargs)
     return model, reference
 
 
@@ -200,8 +199,7 @@ def test_a_step_after_a_forward_that_kept_parameters(reshard_after_forward: bool
             module(batch(seed + 10)).sum()  # with gradients, but no backward
             with torch.no_grad():
                 module(batch(seed + 20))
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
         torch.testing.assert_close(model(batch(7)), reference(batch(7)), rtol=1e-5, atol=1e-6)
 
 
@@ -299,9 +297,7 @@ def test_one_module_inside_three_units() -> None:
     model = Shared()
     reference = copy.deepcopy(model)
     mesh = make_mesh()
-    for unit in model.units:
-        fsdp2.fully_shard(unit, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+    shard_each(*model.units, model, mesh=mesh)
     for seed in range(2):
         train(model, reference, seed)
 
@@ -315,9 +311,7 @@ def test_a_partial_reduction_is_not_forgotten() -> None:
     heads = nn.Sequential(model["a"], model["b"])
     reference = copy.deepcopy(heads)
     mesh = make_mesh(2, 2)
-    for head in heads:
-        fsdp2.fully_shard(head, mesh=mesh)
-    fsdp2.fully_shard(heads, mesh=mesh)
+    shard_each(*heads, heads, mesh=mesh)
     heads(batch(0))
     heads.zero_grad()
     heads.set_requires_all_reduce(False)
@@ -417,8 +411,7 @@ def test_what_a_unit_puts_into_its_argument(kind: str, param_dtype: torch.dtype 
     model, reference = FillsTwice(), FillsTwice()
     reference.load_state_dict(model.state_dict())
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
-    for unit in (*model.layers, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(), mp_policy=policy)
+    shard_each(*model.layers, model, mesh=make_mesh(), mp_policy=policy)
     rtol = 2e-2 if param_dtype else None
     for _ in range(2):
         losses = []
@@ -495,9 +488,7 @@ def test_a_forward_that_casts_its_own_parameters(reshard_after_forward: bool | N
             loss.backward()
         torch.testing.assert_close(pair[0].detach(), pair[1].detach(), rtol=1e-2, atol=1e-3)
         losses.append(pair[1].item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     assert losses[-1] < losses[0] / 2, "the steps must show in what the router computes"
 
 
@@ -648,16 +639,16 @@ def test_a_forward_may_write_to_its_parameters(
     model = ClampsTwice()
     reference = copy.deepcopy(model)
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=precision)
-    for unit in (*model.parts, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh(), reshard_after_forward=reshard, mp_policy=policy)
+    shard_each(
+        *model.parts, model, mesh=make_mesh(), reshard_after_forward=reshard, mp_policy=policy
+    )
     index = torch.tensor([1, 2, 3, 5])
     tolerance = 0.02 if precision is not None else 1e-6
     for made in (model, reference):
         optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.5)
         for _ in range(3):
             made(index, recomputes).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
         with torch.no_grad():
             made(index)  # what an evaluation writes stays, too
     for (name, param), expected in zip(
@@ -715,14 +706,13 @@ def test_a_step_tells_of_gradients_that_wait_at_another_root() -> None:
     torch.manual_seed(0)
     roots = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
     reference = copy.deepcopy(roots)
-    for root in roots:
-        fsdp2.fully_shard(root, mesh=make_mesh())
+    shard_each(*roots, mesh=make_mesh())
     optimizer = torch.optim.SGD(roots.parameters(), lr=0.1)
     with fsdp2.no_sync(roots):
         (roots[0](batch(0)).sum() + roots[1](batch(1)).square().sum()).backward()
     roots[0](batch(2)).sum().backward()
     before = roots[1].weight.full_tensor().clone()
-    with pytest.warns(UserWarning, match=r"SGD: .*gradients of a backward without sync wait"):
+    with pytest.warns(UserWarning, match=r"SGD: .*gradients were accumulated without sync"):
         optimizer.step()
     assert torch.equal(roots[1].weight.full_tensor(), before)  # said, and not hidden
     roots[1](batch(3)).sum().backward()
@@ -757,8 +747,7 @@ def test_saved_tensors_may_be_mutated_around_a_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     reference = copy.deepcopy(model)
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=make_mesh())
+    shard_each(*model, model, mesh=make_mesh())
     for made in (model, reference):
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         for _ in range(2):
@@ -767,8 +756,7 @@ def test_saved_tensors_may_be_mutated_around_a_step() -> None:
                 output = made(x)
                 x.mul_(3)
                 output.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
     compare_parameters(model, reference)
 
 

@@ -53,7 +53,7 @@ def test_what_cannot_be_made_right_is_refused(rank: int) -> None:
     """Sharded from each rank's values, no rank has the rest of the rows."""
     model = fsdp2.fully_shard(nn.Sequential(nn.Linear(13, 29)))
     shards = [p.to_local().clone() for p in model.parameters()]
-    message = r"0\.weight is sharded already.*before fully_shard"
+    message = r"0\.weight was already sharded.*before fully_shard"
     with pytest.raises(fsdp2.ConfigError, match=message):
         fsdp2.sync_from_rank0(model)
     with pytest.raises(fsdp2.ConfigError, match=message):

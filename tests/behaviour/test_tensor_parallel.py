@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2._core.comm.mesh import DataMesh
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import TORCH_2_15
 from tests.kit.parity import assert_same, assert_same_gradients, assert_same_parameters, whole
 from tests.kit.pool import ranks_that_share as ranks
@@ -125,8 +126,7 @@ def test_the_smaller_meshes_of_two_slices_are_apart() -> None:
         assert value == (sum(neighbours) if neighbours else dist.get_rank())
 
 
-@pytest.mark.slow
-@ranks(4)
+@ranks(slow(4))
 def test_data_axes_may_lie_inside_the_others() -> None:
     """The order of the axes in the user's mesh does not matter."""
     twin = Twin(Transformer(), mesh_of(tensor=2, data=2), sequence_parallel, batch=tokens)
@@ -346,9 +346,8 @@ def test_gradients_that_are_still_under_way() -> None:
 # --- control --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", with_slow([SHARDED, HYBRID[0]], [HYBRID[0]]), ids=in_short)
-@ranks(4)
+@ranks(slow(4))
 def test_accumulation_without_sync(axes: Axes) -> None:
     """Partial sums over the tensor axis may wait on the unsharded parameters for the last batch."""
     twin = Twin(Transformer(blocks=1), mesh_of(**axes), sequence_parallel, batch=tokens)
@@ -424,8 +423,7 @@ def test_mixed_precision_is_torchs(reduce_dtype: torch.dtype | None) -> None:
         model = Transformer().float()
         sequence_parallel(model, mesh["tensor"])
         policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        for module in (*model.blocks, model):
-            library.fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+        shard_each(*model.blocks, model, library=library, mesh=mesh["data"], mp_policy=policy)
         models.append((model, torch.optim.SGD(model.parameters(), lr=0.5)))
     for _ in range(3):
         batch, losses = tokens().chunk(2)[mesh.get_local_rank("data")], []
@@ -443,8 +441,7 @@ def test_mixed_precision_is_torchs(reduce_dtype: torch.dtype | None) -> None:
                 ours.grad.to_local(), theirs.grad.to_local(), rtol=1e-6, atol=1e-7, msg=name
             )
         for _, optimizer in models:
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
 
 
 # --- the user's doings ----------------------------------------------------------------------------

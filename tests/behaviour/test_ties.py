@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.kit.models import (
 )
 from tests.kit.parity import Pair, assert_same, names_of
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 
 TIED = ["tied_within", "tied_lm", "tied_blocks", "shared_block"]
@@ -68,12 +68,10 @@ def test_tied_names_are_one_object_inside_forward(name: str) -> None:
     assert all(isinstance(p, DTensor) for p in pair.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "reshard_after_forward"),
-    with_slow(
-        itertools.product(["tied_lm", "tied_blocks"], [True, False]),
-        [("tied_lm", False), ("tied_blocks", True)],
-    ),
+@products(
+    [("tied_lm", False), ("tied_blocks", True)],
+    name=["tied_lm", "tied_blocks"],
+    reshard_after_forward=[True, False],
 )
 @ranks(2)
 def test_ties_across_groups_train_right(name: str, reshard_after_forward: bool) -> None:

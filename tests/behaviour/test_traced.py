@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
 from collections.abc import Callable
 from inspect import signature
@@ -21,6 +20,7 @@ import fsdp2
 from fsdp2._compiled.compile import check_mode
 from fsdp2._compiled.passes import Overlapped
 from fsdp2._core.base.policy import Overlap
+from tests.kit.in_turn import shard_each
 from tests.kit.models import (
     CASES,
     EVERY_KIND,
@@ -48,7 +48,8 @@ from tests.kit.parity import (
     shard,
 )
 from tests.kit.pool import ranks
-from tests.kit.slow import slow, with_slow
+from tests.kit.products import products
+from tests.kit.slow import slow
 from tests.kit.tensor_parallel import (
     FeedForward,
     Transformer,
@@ -90,12 +91,8 @@ def test_five_steps() -> None:
     """
     pair = TracedPair("stack")
     pair.train(steps=5)
-    assert_expected_inline(  # the root stays whole for its backward
-        pair.graphs.describe(),
-        """\
-forward: 4 all_gather
-backward: 3 all_gather, 4 reduce_scatter""",
-    )
+    expected = "forward: 4 all_gather\nbackward: 3 all_gather, 4 reduce_scatter"
+    assert pair.graphs.describe() == expected  # the root stays whole for its backward
     saves_no_weight_of_a_block(pair)
     collectives_may_be_moved(pair)
     assert pair.graphs.counts == "1 forward, 1 backward"
@@ -211,9 +208,8 @@ gather mm gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(slow(1), slow(2), 3, limit_s=200)
+@ranks(slow(1), slow(2), slow(3), limit_s=200)
 def test_every_case(name: str) -> None:
     pair = TracedPair(shorter(name, 3 if name == "stack" else 2))
     pair.train(steps=3)
@@ -274,41 +270,27 @@ def test_a_replicate_axis() -> None:
     TracedPair(case, mesh=make_mesh(2, 1)).train(steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scalars", slow("stack"), "mixed_dtypes"])
-@ranks(4, limit_s=200)
+@ranks(slow(4), limit_s=200)
 def test_more_with_a_replicate_axis(name: str) -> None:
     """Blocks of ``scalars`` are those of ``stack`` with two parameters more."""
     TracedPair(shorter(name, 2), mesh=make_mesh(2, 2)).train(steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choice", [2, True, False])
-@ranks(4, limit_s=200)
+@ranks(slow(4), limit_s=200)
 def test_each_way_to_reshard(choice: bool | int) -> None:
     pair = TracedPair(first_blocks(CASES["nested_units"], 1), reshard_after_forward=choice)
     pair.train(steps=2)
-    if choice is True:
-        assert_expected_inline(
-            pair.graphs.describe(),
-            """\
-forward: 3 all_gather
-backward: 3 all_gather, 3 reduce_scatter""",
-        )
-    elif choice is False:
-        assert_expected_inline(
-            pair.graphs.describe(),
-            """\
-forward: 3 all_gather
-backward: 3 reduce_scatter""",
-        )
-    else:  # over the neighbours' peers, then over the neighbours, who gather again
-        assert_expected_inline(
-            pair.graphs.describe(),
-            """\
-forward: 6 all_gather
-backward: 3 all_gather, 3 reduce_scatter""",
-        )
+    assert (
+        pair.graphs.describe()
+        == {
+            True: "forward: 3 all_gather\nbackward: 3 all_gather, 3 reduce_scatter",
+            False: "forward: 3 all_gather\nbackward: 3 reduce_scatter",
+            # over the neighbours' peers, then over the neighbours, who gather again
+            2: "forward: 6 all_gather\nbackward: 3 all_gather, 3 reduce_scatter",
+        }[choice]
+    )
 
 
 class Checkpointed(Stack):
@@ -370,8 +352,7 @@ class BreakingBlock(Block):
         return self.down(self.mid(x))
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_graph_breaks_change_no_number() -> None:
     """What is not in a graph runs the same functions eagerly."""
     pair = TracedPair(Case(Breaking, each_block, floats), fullgraph=False)
@@ -388,14 +369,12 @@ def test_without_a_compiler(name: str) -> None:
     pair.train(steps=3)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_a_root_that_is_no_unit() -> None:
     """Units are compiled with what is around them, sharded or not."""
     pair = TracedPair("stack")
     model = seeded(pair.case.build)
-    for block in each_block(model):
-        fsdp2.fully_shard(block)
+    shard_each(*each_block(model))
     compiled = fsdp2.compile(model, backend=pair.graphs, fullgraph=True)
     batch = pair.batch()
     loss_of(compiled(*pair.local(batch).args)).backward()
@@ -405,8 +384,7 @@ def test_a_root_that_is_no_unit() -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_conditional_units() -> None:
     """What the unit above gathers for a conditional one is there when that one runs."""
     pair = TracedPair("stack")
@@ -423,8 +401,7 @@ def test_conditional_units() -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_a_first_call_in_inference_mode() -> None:
     pair = TracedPair(TWO_BLOCKS)
     with torch.inference_mode():
@@ -438,16 +415,11 @@ def test_activation_checkpointing(where: str) -> None:
     pair = TracedPair(Case(lambda: Checkpointed(where, count=2), each_block, floats))
     pair.train(steps=2)
     assert pair.graphs.counts == "1 forward, 1 backward"
-    assert_expected_inline(
-        pair.graphs.describe(),
-        """\
-forward: 3 all_gather
-backward: 2 all_gather, 3 reduce_scatter""",
-    )
+    expected = "forward: 3 all_gather\nbackward: 2 all_gather, 3 reduce_scatter"
+    assert pair.graphs.describe() == expected
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_batch_sizes_may_change() -> None:
     """One graph serves every batch size, if dynamic shapes are asked for."""
     pair = TracedPair(ONE_BLOCK, dynamic=True)
@@ -458,8 +430,7 @@ def test_batch_sizes_may_change() -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_backwards_in_another_order_than_forwards() -> None:
     """An eager and a compiled forward of one model may wait for their backwards together."""
     pair = TracedPair(TWO_BLOCKS)
@@ -474,8 +445,7 @@ def test_backwards_in_another_order_than_forwards() -> None:
     pair.check()
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_several_microbatches() -> None:
     """Gradients of several backwards add up; those without sync send nothing, in graphs too."""
     pair = TracedPair("stack")
@@ -486,14 +456,11 @@ def test_several_microbatches() -> None:
             pair.backward()
         pair.step()
         pair.check()
-    assert_expected_inline(
-        pair.graphs.describe(),
-        """\
-forward: 4 all_gather
-forward: 4 all_gather
-backward: 3 all_gather
-backward: 3 all_gather, 4 reduce_scatter""",
-    )
+    assert pair.graphs.describe().splitlines() == [
+        *["forward: 4 all_gather"] * 2,
+        "backward: 3 all_gather",
+        "backward: 3 all_gather, 4 reduce_scatter",
+    ]
 
 
 class Turns(Stack):
@@ -508,9 +475,8 @@ class Turns(Stack):
         return self.out(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_gradients_that_wait_of_units_that_the_last_step_did_not_use(fullgraph: bool) -> None:
     """They are reduced at the end of that backward, though no graph does it."""
     pair = TracedPair(
@@ -537,8 +503,7 @@ class Sums(nn.Module):
         return torch.tanh(x @ (self.a + self.b).t())
 
 
-@pytest.mark.slow
-@ranks(1, 2, limit_s=200)
+@ranks(slow(1), slow(2), limit_s=200)
 def test_gradients_that_a_graph_returns_once_for_two_parameters() -> None:
     """What is done to one of them in place is done to that one only."""
     pair = TracedPair(Case(Sums, lambda model: [], floats))
@@ -553,9 +518,8 @@ def test_gradients_that_a_graph_returns_once_for_two_parameters() -> None:
     assert_same_gradients(pair.model, pair.reference, 4e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_sync_that_is_switched_on_between_forward_and_backward(fullgraph: bool) -> None:
     """The backward decides, as in eager mode: schedules of pipelines ask then."""
     pair = TracedPair(TWO_BLOCKS, fullgraph=fullgraph)
@@ -572,8 +536,7 @@ def test_sync_that_is_switched_on_between_forward_and_backward(fullgraph: bool) 
     pair.check()
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_a_forward_that_fails_takes_no_gradient_that_waits() -> None:
     """Not even from the next step, if that is an eager one."""
     for eagerly in (True, False):
@@ -593,8 +556,7 @@ def test_a_forward_that_fails_takes_no_gradient_that_waits() -> None:
         torch.compiler.reset()
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_gradients_that_travel_in_another_dtype() -> None:
     """`set_gradient_wire_dtype` holds in graphs: an exchange, and a sum in the reduce dtype."""
     pair = TracedPair(ONE_BLOCK)
@@ -606,15 +568,13 @@ def test_gradients_that_travel_in_another_dtype() -> None:
     assert_same_gradients(pair.model, pair.reference, 3e-2)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_shards_that_are_offloaded() -> None:
     pair = TracedPair(shorter("scalars", 1), offload_policy=fsdp2.CPUOffloadPolicy())
     pair.train(steps=3)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_state_and_optimizers_in_between() -> None:
     """The compiled model has the model's names and state; loading into it is seen by its graphs."""
     pair = TracedPair("few_rows", optimizer=torch.optim.Adam)
@@ -641,8 +601,7 @@ def test_state_and_optimizers_in_between() -> None:
     assert_same(again(*batch.args), pair.compiled(*batch.args), "output")
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_what_is_trained_may_change() -> None:
     """Freezing takes new graphs once, and going back takes the old ones."""
     pair = TracedPair(TWO_BLOCKS)
@@ -655,8 +614,7 @@ def test_what_is_trained_may_change() -> None:
     assert pair.graphs.counts == "2 forward, 2 backward"
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_the_divisor_of_gradients() -> None:
     pair = TracedPair(TWO_BLOCKS)
     for unit in (*pair.model.blocks, pair.model):  # type: ignore[misc]  # a ModuleList
@@ -678,8 +636,7 @@ class WithMethod(Stack):
         return self.out(x)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_registered_forward_methods() -> None:
     pair = TracedPair(Case(lambda: WithMethod(MethodBlock), each_block, floats))
     for block in pair.model.blocks:  # type: ignore[union-attr]  # a ModuleList
@@ -688,8 +645,7 @@ def test_registered_forward_methods() -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_gradient_hooks_of_users() -> None:
     """Hooks on a parameter see its reduced gradient, as they do eagerly."""
     pair = TracedPair(ONE_BLOCK)
@@ -701,8 +657,7 @@ def test_gradient_hooks_of_users() -> None:
     assert seen == ["hook DTensor", "after True"] * 2
 
 
-@pytest.mark.slow
-@ranks(4, limit_s=200)
+@ranks(slow(4), limit_s=200)
 def test_tensor_parallel() -> None:
     """DTensor parameters are DTensors in the graph too, over their own axes alone."""
     twin = Twin(Transformer(), mesh_of(data=2, tensor=2), sequence_parallel, batch=tokens)
@@ -712,17 +667,15 @@ def test_tensor_parallel() -> None:
     assert graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.slow
-@ranks(4, limit_s=200)
+@ranks(slow(4), limit_s=200)
 def test_uneven_tensor_parallel() -> None:
     twin = Twin(FeedForward(12, 29), mesh_of(data=2, tensor=2), colwise_then_rowwise)
     twin.model = fsdp2.compile(twin.model, backend="aot_eager", fullgraph=True)
     twin.train(steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choice", [True, 2, False])
-@ranks(4, limit_s=200)
+@ranks(slow(4), limit_s=200)
 def test_what_is_saved_for_backward(choice: bool | int) -> None:
     """No whole weight is kept from forward to backward, unless the unit does not reshard."""
     pair = TracedPair(TWO_BLOCKS, reshard_after_forward=choice)
@@ -785,7 +738,7 @@ def test_compiled_models_in_models() -> None:
     assert_same(again(x), compiled(x), "output")
     block = model.blocks[1]  # type: ignore[index]  # a ModuleList
     model.blocks[1] = fsdp2.compile(block, disable=True)  # type: ignore[index, operator]
-    with pytest.raises(fsdp2.ConfigError, match=r"blocks holds a compiled model as 1"):
+    with pytest.raises(fsdp2.ConfigError, match=r"blocks contains a compiled model, 1"):
         fsdp2.compile(model)
 
 
@@ -839,28 +792,21 @@ def test_cuda_graphs_are_refused(mode: str | None, options: dict[str, bool] | No
         check_mode(mode, options, torch.device("cuda"))
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_collectives_for_each_parameter() -> None:
     pair = TracedPair("scalars", bucket=False)
     pair.train(steps=2)
-    assert_expected_inline(  # backward needs no bias, and gathers none
-        pair.graphs.describe(),
-        """\
-forward: 28 all_gather
-backward: 15 all_gather, 34 reduce_scatter""",
-    )
+    expected = "forward: 28 all_gather\nbackward: 15 all_gather, 34 reduce_scatter"
+    assert pair.graphs.describe() == expected  # backward needs no bias, and gathers none
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed_dtypes", "non_contiguous", "few_rows"])
-@ranks(3, limit_s=200)
+@ranks(slow(3), limit_s=200)
 def test_collectives_for_each_odd_parameter(name: str) -> None:
     TracedPair(shorter(name, 1), bucket=False).train(steps=2)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_overlap_with_a_backend() -> None:
     pair = TracedPair(TWO_BLOCKS, backend="aot_eager", overlap=True)
     pair.train(steps=2)
@@ -868,14 +814,8 @@ def test_overlap_with_a_backend() -> None:
         fsdp2.compile(pair.model, backend="eager", overlap=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    with_slow(
-        itertools.product(["stack", "scalars"], [{}, {"overlap": True}, {"bucket": False}]),
-    ),
-)
-@ranks(2, limit_s=500)
+@products(name=["stack", "scalars"], options=[{}, {"overlap": True}, {"bucket": False}])
+@ranks(slow(2), limit_s=500)
 def test_inductor(name: str, options: dict[str, Any]) -> None:
     """Without options is as with overlap; `test_traced_models.py` has that, too."""
     pair = TracedPair(shorter(name, 2), backend="inductor", **options)
@@ -886,39 +826,25 @@ def test_inductor(name: str, options: dict[str, Any]) -> None:
 BACKEND_CASES = ["stack", "tied_lm", "mixed_dtypes", "kwargs", "one_group"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    with_slow(
-        itertools.product(BACKEND_CASES, ["eager", "aot_eager"]),
-    ),
-)
-@ranks(2, slow(4), limit_s=300)
+@products(name=BACKEND_CASES, backend=["eager", "aot_eager"])
+@ranks(slow(2), slow(4), limit_s=300)
 def test_five_steps_with_backends(name: str, backend: str) -> None:
     TracedPair(name, backend=backend).train(steps=5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "choice"),
-    with_slow(
-        itertools.product(list(CASES)[:12], [True, False]),
-    ),
-)
-@ranks(2, slow(4), limit_s=300)
+@products(name=list(CASES)[:12], choice=[True, False])
+@ranks(slow(2), slow(4), limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
     TracedPair(shorter(name, 1), reshard_after_forward=choice).train(steps=2)
 
 
-@pytest.mark.slow
-@ranks(4, limit_s=500)
+@ranks(slow(4), limit_s=500)
 def test_cases_that_wait_on_neighbours() -> None:
     for case in (EVERY_KIND, shorter("mixed_dtypes", 1)):
         TracedPair(case, reshard_after_forward=2).train(steps=2)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_recomputation_after_a_graph_break() -> None:
     pair = TracedPair(
         Case(lambda: Checkpointed("outside", BreakingBlock), each_block, floats), fullgraph=False
@@ -929,8 +855,7 @@ def test_recomputation_after_a_graph_break() -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.slow
-@ranks(4, limit_s=200)
+@ranks(slow(4), limit_s=200)
 def test_overlap_of_what_is_gathered_twice() -> None:
     """A unit that waits on neighbours: the second gather is of what the first one returned."""
     TracedPair(TWO_BLOCKS, backend="aot_eager", reshard_after_forward=2).train(steps=2)
@@ -956,9 +881,7 @@ class Branches(nn.Module):
 def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
     """Not a hang, in a first step or later; then all may go on."""
     model = Branches()
-    for unit in (*model.blocks, model.wide):
-        fsdp2.fully_shard(unit)
-    fsdp2.fully_shard(model)
+    shard_each(*model.blocks, model.wide, model)
     compiled = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, WIDTH)
     for _ in range(2):
@@ -971,16 +894,14 @@ def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
         torch.compiler.reset()
 
 
-@pytest.mark.slow
-@ranks(4, limit_s=100)
+@ranks(slow(4), limit_s=100)
 def test_ranks_of_two_axes_that_compile_different_graphs() -> None:
     """One rank goes another way: those that share no axis with it learn it from others."""
     mesh = torch.distributed.device_mesh.init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("replicas", "shards")
     )
     model = Branches()
-    for unit in (*model.blocks, model.wide, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    shard_each(*model.blocks, model.wide, model, mesh=mesh)
     compiled = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
     model.which = 2 * (torch.distributed.get_rank() == 1)
     with pytest.raises(fsdp2.StateError, match="ranks compiled different graphs"):

@@ -37,6 +37,7 @@ from tests.kit.models import (
 )
 from tests.kit.parity import make_mesh, shard
 from tests.kit.pool import ranks
+from tests.kit.slow import slow
 from tests.kit.tensor_parallel import WIDTH as TP_WIDTH
 from tests.kit.tensor_parallel import (
     FeedForward,
@@ -340,53 +341,47 @@ def test_a_few_steps(name: str) -> None:
     pair_of(name).train(steps=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"), [marked(*pair) for pair in itertools.product(MOST, BACKENDS)]
 )
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_many_steps(name: str, backend: str) -> None:
     """Losses and parameters are the eager model's, from one graph that the first step made."""
     pair_of(name, backend=backend).train(MANY_STEPS if name == LONG else STEPS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_rows_sent_by_index(backend: str) -> None:
     """Graphs end where data decides; each expert runs the rows that chose it, on each rank."""
     pair = CompiledPair(stack_of(RoutedByIndex), backend=backend, fullgraph=False)
     pair.train(MANY_STEPS, warm_up=10)  # counts of rows change, and become symbols
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
     "name",
     ["routed", "every_kind", "tied_encoder", "adapted_bf16"],
 )
-@ranks(3, limit_s=300)
+@ranks(slow(3), limit_s=300)
 def test_three_ranks(name: str, backend: str) -> None:
     pair_of(name, backend=backend).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["routed", "tied_encoder"])
-@ranks(4, limit_s=300)
+@ranks(slow(4), limit_s=300)
 def test_hybrid_sharding(name: str, backend: str) -> None:
     pair_of(name, backend=backend, mesh=make_mesh(2, 2)).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["routed", "tied_encoder", "scalars"])
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_bf16(name: str) -> None:
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     pair_of(name, mp_policy=policy).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -396,7 +391,7 @@ def test_bf16(name: str) -> None:
         ("scalars", "inductor"),
     ],
 )
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_bf16_that_rounds_otherwise(name: str, backend: str) -> None:
     """What is called twice has its gradients summed in fp32 here, in bf16 eagerly; inductor fuses.
 
@@ -406,9 +401,8 @@ def test_bf16_that_rounds_otherwise(name: str, backend: str) -> None:
     pair_of(name, backend=backend, mp_policy=policy, rtol=RTOL_BF16, eps=EPS_BF16).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_batches_and_lengths_that_change(backend: str) -> None:
     """With ``dynamic=True`` one graph serves all sizes."""
     sizes = [(12, 7), (4, 9), (8, 5), (16, 11), (6, 6)]
@@ -433,10 +427,9 @@ TENSOR_PARALLEL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
-@ranks(4, limit_s=300)
+@ranks(slow(4), limit_s=300)
 def test_tensor_parallel(name: str, backend: str) -> None:
     case, parallelize = TENSOR_PARALLEL[name]
     mesh = mesh_of(data=2, tensor=2)
@@ -453,7 +446,6 @@ def halve_gradients(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return tuple(None if grad is None else grad * 0.5 for grad in inputs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "paths",
     [
@@ -462,7 +454,7 @@ def halve_gradients(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     ],
     ids=" ".join,
 )
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_backward_hooks_of_modules(paths: list[str]) -> None:
     """A hook may change gradients on their way, at a unit and at a layer; no one graph holds it."""
 

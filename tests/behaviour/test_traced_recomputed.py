@@ -457,9 +457,8 @@ def test_an_output_that_is_updated_in_place() -> None:
         UpdatedInPlace(case).train(steps=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", KINDS)
-@ranks(2, limit_s=200)
+@ranks(slow(2), limit_s=200)
 def test_around_a_compiled_model(reentrant: bool) -> None:
     """The graphs of a step that runs again in backward are those of its forward."""
     pair = TracedPair("stack", fullgraph=False)
@@ -486,7 +485,7 @@ def test_a_conditional_unit_is_not_compiled_alone() -> None:
     fsdp2.fully_shard(model)
     x = torch.randn(2, WIDTH)
     loss_of(model(x)).backward()
-    with pytest.raises(fsdp2.StateError, match=r"blocks\.0: is conditional, and was compiled"):
+    with pytest.raises(fsdp2.StateError, match=r"blocks\.0: is conditional, but was compiled"):
         fsdp2.compile(block, disable=True)(x)
     assert_sharded(model)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2._core.engine.between_steps import explained
+from tests.kit.in_turn import shard_each
 from tests.kit.models import seeded
 from tests.kit.pool import ranks
 from tests.kit.slow import slow
@@ -68,9 +69,7 @@ class Trainer:
 
 def sharded() -> Model:
     model = seeded(Model)
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
+    shard_each(*model.blocks, model)
     return model
 
 

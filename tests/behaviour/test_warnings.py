@@ -22,6 +22,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2._core.base.warn import warn
+from tests.kit.in_turn import shard_each
 from tests.kit.pool import ranks
 
 
@@ -190,10 +191,8 @@ def test_a_warning_of_a_context_manager_names_the_line_of_the_user() -> None:
 @ranks(2)
 def test_a_warning_in_a_step_names_the_line_of_the_user() -> None:
     model = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13), nn.Linear(13, 13))
-    for layer in model:
-        fsdp2.fully_shard(layer)
-    fsdp2.fully_shard(model)
-    with pytest.warns(UserWarning, match=r"^0: runs a forward by itself before Sequential") as seen:
+    shard_each(*model, model)
+    with pytest.warns(UserWarning, match=r"^0: ran a forward on its own before Sequential") as seen:
         x = model[0](torch.ones(2, 13))
     assert [Path(one.filename).name for one in seen] == ["test_warnings.py"]
     with warnings.catch_warnings():
@@ -211,10 +210,9 @@ def pickled(model: nn.Module) -> Any:
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_it_is_said_of_a_copy_too(copied: Callable[[nn.Module], Any]) -> None:
     model: Any = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))
-    for layer in model:
-        fsdp2.fully_shard(layer)
+    shard_each(*model)
     other: Any = copied(fsdp2.fully_shard(model))
-    with pytest.warns(UserWarning, match=r"^0: runs a forward by itself before Sequential"):
+    with pytest.warns(UserWarning, match=r"^0: ran a forward on its own before Sequential"):
         other[0](torch.ones(2, 13))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -224,8 +222,7 @@ def test_it_is_said_of_a_copy_too(copied: Callable[[nn.Module], Any]) -> None:
 @ranks(2)
 def test_nothing_is_said_where_no_unit_contains_the_module() -> None:
     model = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))
-    for layer in model:
-        fsdp2.fully_shard(layer)
+    shard_each(*model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model[1](model[0](torch.ones(2, 13)))

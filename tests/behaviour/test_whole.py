@@ -5,9 +5,7 @@ The reference is an unsharded model on the global batch, under the class itself.
 
 from __future__ import annotations
 
-import itertools
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch.optim import Optimizer
 
 import fsdp2
 from fsdp2 import StateError
+from tests.kit.in_turn import advance, assert_same_bits, shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import CASES, Case, loss_of, seeded
 from tests.kit.parity import (
@@ -41,6 +40,7 @@ from tests.kit.parity import (
     whole,
 )
 from tests.kit.pool import ranks_that_share as ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 from tests.kit.tensor_parallel import Transformer, Twin, mesh_of, sequence_parallel, tokens
 
@@ -75,6 +75,33 @@ class Factors(Optimizer):
                 update = left @ grad @ right / (left.norm() * right.norm() + 1)
                 entry["mean"].lerp_(update.reshape(param.shape), 0.5)
                 param.add_(entry["mean"], alpha=-group["lr"])
+            self.after(group)
+
+    def after(self, group: dict[str, Any]) -> None:
+        """Do what a class of the tests does after it has stepped a group."""
+
+
+def backward_on(case: Case, *models: nn.Module) -> None:
+    """Run forward and backward of models on this rank's part of a new batch."""
+    batch = case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
+    for model in models:
+        loss_of(model(*batch.args, **batch.kwargs)).backward()
+
+
+def give_gradients(model: nn.Module, leaves: Sequence[Tensor]) -> None:
+    """Give plain tensors the gradients of a sharded model, whole."""
+    for param, leaf in zip(model.parameters(), leaves, strict=True):
+        leaf.grad = whole(param.grad).clone()
+
+
+def assert_are(model: nn.Module, values: Iterable[Tensor]) -> None:
+    for param, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(whole(param), value)
+
+
+def assert_shards_are(model: nn.Module, values: Iterable[Tensor]) -> None:
+    for param, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(param.to_local(), value)  # type: ignore[attr-defined]
 
 
 def both(cls: Callable[..., Optimizer], **how: Any) -> Callable[..., Any]:
@@ -110,18 +137,16 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    with_slow(
-        itertools.product(CLASSES, HARD),
-        [
-            ("Adafactor", "unused_parts"),
-            ("Adafactor", "mixed_dtypes"),
-            ("Adagrad", "scalars"),
-            ("Muon", "few_rows"),
-            ("Muon", "non_contiguous"),
-        ],
-    ),
+@products(
+    [
+        ("Adafactor", "unused_parts"),
+        ("Adafactor", "mixed_dtypes"),
+        ("Adagrad", "scalars"),
+        ("Muon", "few_rows"),
+        ("Muon", "non_contiguous"),
+    ],
+    name=CLASSES,
+    case=HARD,
 )
 @ranks(slow(2), 3, slow(4))
 def test_a_class_computes_the_same_bits_from_the_same_gradients(name: str, case: str) -> None:
@@ -134,8 +159,7 @@ def test_a_class_computes_the_same_bits_from_the_same_gradients(name: str, case:
     ours = fsdp2.optim.whole(cls, params, lr=0.05, **kwargs)
     plain = cls(leaves, lr=0.05, **kwargs)
     for _ in range(3):
-        batch = CASES[case].batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
-        loss_of(model(*batch.args, **batch.kwargs)).backward()
+        backward_on(CASES[case], model)
         for param, leaf in zip(params, leaves, strict=True):
             leaf.grad = None
             if param.grad is not None:
@@ -251,7 +275,7 @@ def test_muon_takes_batches_as_matrices() -> None:
     ours.step()
     torch.optim.Muon(slices, lr=0.1).step()
     assert torch.equal(whole(model.experts), torch.stack([one.detach() for one in slices]))
-    with pytest.raises(fsdp2.ConfigError, match="Muon refused its arguments"):
+    with pytest.raises(fsdp2.ConfigError, match="Muon rejected its arguments"):
         fsdp2.optim.whole(torch.optim.Muon, [model.bias])
 
 
@@ -356,15 +380,11 @@ def test_in_little_memory_and_in_one_round_the_same_bits_come_out() -> None:
         for model, limit in zip(models, (1 << 30, 1), strict=True)
     )
     for _ in range(3):
-        batch = case.batch(ROWS).chunk(dist.get_rank(), 2)
-        for model, optimizer in zip(models, (few, many), strict=True):
-            loss_of(model(*batch.args, **batch.kwargs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        backward_on(case, *models)
+        advance(few, many)
     assert len(few._fleets[0].rounds) == 1
     assert len(many._fleets[0].rounds) == len(list(models[0].parameters()))
-    for ours, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(whole(ours), whole(other))
+    assert_same_bits(models[0], models[1])
 
 
 @ranks(2)
@@ -375,12 +395,10 @@ def test_gradients_may_travel_in_fewer_bits() -> None:
     optimizer = fsdp2.optim.whole(
         torch.optim.SGD, model.parameters(), lr=1.0, wire_dtype=torch.bfloat16
     )
-    batch = case.batch(ROWS).chunk(dist.get_rank(), 2)
-    loss_of(model(*batch.args, **batch.kwargs)).backward()
+    backward_on(case, model)
     expected = [whole(p) - whole(p.grad).bfloat16().to(p.dtype) for p in model.parameters()]
     optimizer.step()
-    for param, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(whole(param), value)
+    assert_are(model, expected)
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -402,8 +420,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
         if is_sharded:
             batch = batch.chunk(dist.get_rank(), dist.get_world_size())
         loss_of(model(*batch.args, **batch.kwargs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
 
 def seeded_batch(case: Case, step: int) -> Any:
@@ -464,18 +481,15 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("way", ["ours", "dcp"])
 @ranks(4)
-def test_a_checkpoint_loads_on_other_ranks(way: str, rank: int) -> None:
+def test_a_checkpoint_loads_on_other_ranks(way: str, tmp_path: Path) -> None:
     """Saved on four ranks and as replicas, it goes on with the same bits wherever it loads."""
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
-    path = Path(folder[0]) / "saved"
+    path = tmp_path / "saved"
     model, optimizer = trained(3)
     if way == "ours":
         fsdp2.checkpoint.save(path, model, optimizer)
     else:
-        dcp.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path
-        )
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=path)
     for mesh in (make_mesh(2, 2), shared_mesh((4,))):
         other, fresh = trained(1 if way == "dcp" else 0, mesh)
         if way == "ours":
@@ -484,10 +498,9 @@ def test_a_checkpoint_loads_on_other_ranks(way: str, rank: int) -> None:
             state = {"model": other.state_dict(), "optimizer": fresh.state_dict()}
             dcp.load(state, checkpoint_id=path)
             fresh.load_state_dict(state["optimizer"])
-        for one, two in zip(other.parameters(), model.parameters(), strict=True):
-            assert torch.equal(whole(one), whole(two))
+        assert_same_bits(other, model)
         train(other, fresh, 2)
-        plain, reference = seeded(CASES["few_rows"].build), None
+        plain = seeded(CASES["few_rows"].build)
         reference = Factors(plain.parameters(), lr=0.1)
         train(plain, reference, 3)
         train(plain, reference, 2)
@@ -519,8 +532,7 @@ def test_a_rank_that_fails_fails_the_step_everywhere_and_nothing_is_written() ->
     Fails.on = 1
     with pytest.raises(StateError, match="rank 1 failed with ValueError: no inverse"):
         train_on(model, optimizer)
-    for param, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param.to_local(), value)  # type: ignore[attr-defined]
+    assert_shards_are(model, before)
     Fails.on = None
     optimizer.zero_grad()
     train_on(model, optimizer)
@@ -528,10 +540,8 @@ def test_a_rank_that_fails_fails_the_step_everywhere_and_nothing_is_written() ->
 
 
 def train_on(model: nn.Module, optimizer: Any) -> None:
-    batch = CASES["stack"].batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
-    loss_of(model(*batch.args, **batch.kwargs)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    backward_on(CASES["stack"], model)
+    advance(optimizer)
 
 
 @ranks(2)
@@ -548,28 +558,23 @@ def test_ranks_that_differ_are_told() -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     params = list(model.parameters())
     optimizer.zero_grad()
-    batch = case.batch(ROWS).chunk(dist.get_rank(), 2)
-    loss_of(model(*batch.args, **batch.kwargs)).backward()
+    backward_on(case, model)
     params[dist.get_rank()].grad = None
     with pytest.raises(fsdp2.ConfigError, match="parameters with gradients"):
         optimizer.step()
 
 
 class Replaces(Factors):
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data = param.data.clone()
+    def after(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            param.data = param.data.clone()
 
 
 class OfAll(Factors):
     """Keeps a number that depends on every parameter, as Prodigy does."""
 
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            group["d"] = sum(float(param.detach().norm()) for param in group["params"])
+    def after(self, group: dict[str, Any]) -> None:
+        group["d"] = sum(float(param.detach().norm()) for param in group["params"])
 
 
 class Clips(Optimizer):
@@ -582,11 +587,9 @@ class Clips(Optimizer):
 class Counts(Factors):
     """Keeps a number for a param group that does not depend on its parameters."""
 
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            if group["params"]:
-                group["k"] = group.get("k", 0) + 1
+    def after(self, group: dict[str, Any]) -> None:
+        if group["params"]:
+            group["k"] = group.get("k", 0) + 1
 
 
 @ranks(2)
@@ -597,7 +600,7 @@ def test_what_a_class_must_not_do() -> None:
     model = shard(seeded(case.build), case)
     for cls, error, text in (
         (Replaces, StateError, "replaced or resized"),
-        (OfAll, StateError, "made d of param group 0 of all parameters"),
+        (OfAll, StateError, "computed d of param group 0 over all parameters"),
     ):
         optimizer = fsdp2.optim.whole(cls, model.parameters())
         with pytest.raises((error, fsdp2.UnsupportedError), match=text):
@@ -607,9 +610,9 @@ def test_what_a_class_must_not_do() -> None:
     train_on(model, optimizer)
     train_on(model, optimizer)
     assert optimizer.param_groups[0]["k"] == 2
-    with pytest.raises(fsdp2.ConfigError, match="LBFGS computes something of all parameters"):
+    with pytest.raises(fsdp2.ConfigError, match="LBFGS computes something from all parameters"):
         fsdp2.optim.whole(torch.optim.LBFGS, model.parameters())
-    with pytest.raises(fsdp2.ConfigError, match=r"max_grad_norm=1\.0 takes a norm of all"):
+    with pytest.raises(fsdp2.ConfigError, match=r"max_grad_norm=1\.0 computes a norm of all"):
         fsdp2.optim.whole(Clips, model.parameters(), max_grad_norm=1.0)
     fsdp2.optim.whole(Clips, model.parameters())
     extra = {"params": [nn.Parameter(torch.ones(3))], "cls": torch.optim.AdamW}
@@ -624,10 +627,8 @@ def test_what_a_class_must_not_do() -> None:
 
 
 @ranks(2)
-def test_states_of_batches_go_through_checkpoints() -> None:
+def test_states_of_batches_go_through_checkpoints(tmp_path: Path) -> None:
     """The state of a 3-D parameter is stacked, and loads from files."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
     models = [fsdp2.fully_shard(seeded(Experts), mesh=make_mesh()) for _ in range(2)]
     one, two = (fsdp2.optim.whole(torch.optim.Muon, [m.experts], lr=0.1) for m in models)
 
@@ -636,15 +637,13 @@ def test_states_of_batches_go_through_checkpoints() -> None:
             torch.manual_seed(step)
             model(torch.randn(ROWS, 13)).pow(2).mean().backward()
             model.bias.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
 
     train(models[0], one, range(3))
     for owner in (models[0], models[1]):
         owner.bias.requires_grad_(False)
-    path = Path(folder[0]) / "saved"
-    fsdp2.checkpoint.save(path, models[0], one)
-    fsdp2.checkpoint.load(path, models[1], two)
+    fsdp2.checkpoint.save(tmp_path / "saved", models[0], one)
+    fsdp2.checkpoint.load(tmp_path / "saved", models[1], two)
     for model, optimizer in zip(models, (one, two), strict=True):
         train(model, optimizer, range(3, 5))
     assert torch.equal(whole(models[0].experts), whole(models[1].experts))
@@ -671,14 +670,12 @@ def test_with_clipping_scaling_averages_and_late_groups(offloads: bool) -> None:
         scaler.scale(loss_of(model(*batch.args, **batch.kwargs))).backward()
         scaler.unscale_(ours)
         fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-        for param, leaf in zip(model.parameters(), leaves, strict=True):
-            leaf.grad = whole(param.grad).clone()
+        give_gradients(model, leaves)
         scaler.step(ours)
         scaler.update()
         reference.step()
         average.update()
-        for param, leaf in zip(model.parameters(), leaves, strict=True):
-            assert torch.equal(whole(param), leaf)
+        assert_are(model, leaves)
         model.zero_grad()
         if step == 1:
             ours.add_param_group({"params": rest, "lr": 0.02})
@@ -703,18 +700,16 @@ def test_plain_parameters_and_low_precision() -> None:
     reference = torch.optim.Adafactor(leaves, lr=0.1)
     for _ in range(3):
         model(torch.randn(5, 29, dtype=torch.bfloat16)).pow(2).mean().backward()
-        for param, leaf in zip(model.parameters(), leaves, strict=True):
-            leaf.grad = whole(param.grad).clone()
+        give_gradients(model, leaves)
         ours.step()
         reference.step()
         ours.zero_grad()
-        for param, leaf in zip(model.parameters(), leaves, strict=True):
-            assert torch.equal(whole(param), leaf)
+        assert_are(model, leaves)
 
 
 @ranks(4)
 def test_a_mesh_that_is_a_part_of_the_world() -> None:
-    """Parameters of two meshes, one of them half of the ranks: each has a crew of its own."""
+    """Parameters of two meshes, one of them half of the ranks: each has peers of its own."""
     half = dist.get_rank() // 2
     inner = shared_mesh((2, 2), ("pair", "shard"))["shard"]
     model = nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 5))
@@ -730,22 +725,19 @@ def test_a_mesh_that_is_a_part_of_the_world() -> None:
     reference = Factors(leaves)
     for _ in range(3):
         model(torch.randn(8, 13)).pow(2).mean().backward()
-        for param, leaf in zip(model.parameters(), leaves, strict=True):
-            leaf.grad = whole(param.grad).clone()
+        give_gradients(model, leaves)
         ours.step()
         reference.step()
         ours.zero_grad()
-        for param, leaf in zip(model.parameters(), leaves, strict=True):
-            assert torch.equal(whole(param), leaf)
-    assert sorted(fleet.crew.size for fleet in ours._fleets) == [2, 4]
+        assert_are(model, leaves)
+    assert sorted(fleet.peers.size for fleet in ours._fleets) == [2, 4]
     Fails.on = 3
     failing = fsdp2.optim.whole(Fails, model.parameters())
     before = [whole(param).clone() for param in model.parameters()]
     model(torch.randn(8, 13)).pow(2).mean().backward()
     with pytest.raises(StateError, match="no inverse"):
         failing.step()
-    for param, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(whole(param), value)
+    assert_are(model, before)
 
 
 @ranks(4)
@@ -763,9 +755,7 @@ def test_what_travels_is_what_must(monkeypatch: pytest.MonkeyPatch) -> None:
         return exchange(received, given, *args, **kwargs)
 
     model = nn.Sequential(nn.Linear(130, 71), nn.Linear(71, 29), nn.Linear(29, 130))
-    for layer in model:
-        fsdp2.fully_shard(layer, mesh=make_mesh())
-    fsdp2.fully_shard(model, mesh=make_mesh())
+    shard_each(*model, model, mesh=make_mesh())
     optimizer = fsdp2.optim.whole(Factors, model.parameters())
     totals = []
     monkeypatch.setattr(dist, "all_to_all_single", counted)
@@ -819,8 +809,7 @@ def test_several_classes_go_through_files(tmp_path: Path) -> None:
     fsdp2.checkpoint.load(tmp_path / "saved", other, fresh)
     for one, its in ((model, optimizer), (other, fresh)):
         train(one, its, 2)
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(whole(mine), whole(its))
+    assert_same_bits(model, other)
 
 
 # --- found by attackers ---------------------------------------------------------------------------
@@ -881,15 +870,11 @@ def test_an_option_that_is_a_tensor_is_changed_once_a_step() -> None:
     many = fsdp2.optim.whole(Remembers, models[0].parameters(), max_bytes=1, scale=scale[0])
     few = fsdp2.optim.whole(Remembers, models[1].parameters(), scale=scale[1])
     for _ in range(3):
-        batch = case.batch(ROWS).chunk(dist.get_rank(), 2)
-        for model, optimizer in zip(models, (many, few), strict=True):
-            loss_of(model(*batch.args, **batch.kwargs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        backward_on(case, *models)
+        advance(many, few)
     for optimizer in (many, few):
         assert float(optimizer.param_groups[0]["scale"]) == pytest.approx(1.0001**3, rel=1e-12)
-    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(whole(mine), whole(other))
+    assert_same_bits(models[0], models[1])
 
 
 @ranks(2)
@@ -902,8 +887,7 @@ def test_any_write_is_seen() -> None:
     for value in (eye, eye.flip(0), eye[[1, 0, *range(2, 8)]], signs, -signs, eye, eye.T.flip(1)):
         fsdp2.checkpoint.load_full_state(model, {"model": {"weight": value}})
         model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         assert torch.equal(whole(model.weight), value)
 
 
@@ -923,8 +907,7 @@ def test_ranks_of_other_meshes_are_told(kind: str) -> None:
         model[0].bias.grad = None
     with pytest.raises(fsdp2.ConfigError, match="parameters with gradients"):
         optimizer.step()
-    for param, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param.to_local(), value)  # type: ignore[attr-defined]
+    assert_shards_are(model, before)
     optimizer.zero_grad()
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -953,8 +936,7 @@ def test_rank_local_states_of_any_shape_load_again() -> None:
     fsdp2.checkpoint.load_local_state(other, state, fresh)
     for one, its in ((model, optimizer), (other, fresh)):
         train(one, its, 2)
-    for mine, second in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(whole(mine), whole(second))
+    assert_same_bits(model, other)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -980,5 +962,4 @@ def test_torchs_helpers_for_states(flat: bool) -> None:
         expected, its = make(2)
         for one, two in ((expected, its), (other, fresh)):
             train(one, two, 2)
-        for mine, second in zip(expected.parameters(), other.parameters(), strict=True):
-            assert torch.equal(whole(mine), whole(second)), steps
+        assert_same_bits(expected, other)

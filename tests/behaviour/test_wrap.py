@@ -194,7 +194,7 @@ def test_what_is_refused() -> None:
     """Nothing is sharded when a policy or a keyword is wrong."""
     model = Stack()
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        ({"Block"}, {}, "expected classes of modules"),
+        ({"Block"}, {}, "expected policy to contain module classes"),
         (set(), {}, "found none"),
         (Block, {}, "a set of module classes"),
         ("Block", {}, "a set of module classes"),

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 import fsdp2
 from fsdp2._core.base import torch_dtensor
+from tests.kit.in_turn import shard_each
 from tests.kit.parity import assert_same, make_mesh, whole
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import slow
@@ -95,9 +96,7 @@ def build(seed: int) -> nn.Module:
 
 def sharded(seed: int, *shape: int, **kwargs: Any) -> nn.Module:
     model = build(seed)
-    for layer in (model[0], model[4]):
-        fsdp2.fully_shard(layer, mesh=make_mesh(*shape), **kwargs)
-    return fsdp2.fully_shard(model, mesh=make_mesh(*shape), **kwargs)
+    return shard_each(model[0], model[4], model, mesh=make_mesh(*shape), **kwargs)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -166,7 +165,7 @@ def test_what_a_class_lacks_is_told() -> None:
 
     for kind, text in (
         (Opaque, r"base: is a Opaque.*dequantize"),
-        (Shuffled, r"base: is a Shuffled.*does not dequantize\(\) to its rows"),
+        (Shuffled, r"base: is a Shuffled.*does not dequantize\(\) to its own rows"),
     ):
         module = Adapted(8, 13)
         module.base = nn.Parameter(kind.of(torch.randn(13, 8)), requires_grad=False)
@@ -174,5 +173,5 @@ def test_what_a_class_lacks_is_told() -> None:
             fsdp2.fully_shard(module, mesh=make_mesh())
     module = Adapted(8, 13)
     module.base.requires_grad_(True)
-    with pytest.raises(fsdp2.ConfigError, match=r"base: is a Packed, of which no shard"):
+    with pytest.raises(fsdp2.ConfigError, match=r"base: is a Packed, which cannot be sharded"):
         fsdp2.fully_shard(module, mesh=make_mesh())

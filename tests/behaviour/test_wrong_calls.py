@@ -43,6 +43,8 @@ def test_wrong_calls(family: str, values: str, rank: int) -> None:
             world.call(wrong)
         except fsdp2.FSDPError as error:
             refusal = error
+        except TimeoutError:
+            continue  # documented: a wait of `weights.Files` or of a handle
         except Exception as error:
             if "Error(s) in loading state_dict" in str(error):
                 continue  # torch's own, of missing names: programs know it

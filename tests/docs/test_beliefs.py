@@ -13,6 +13,7 @@ PLACES = (
     "docs/**/*.md",
     "benchmarks/README.md",
     "fsdp2/_tools/plan/*.py",
+    "fsdp2/_tools/plan/*.json",
     "fsdp2/_core/base/*.py",
 )
 MARK = re.compile(

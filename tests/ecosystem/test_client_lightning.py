@@ -254,7 +254,7 @@ def test_an_optimizer_made_before_the_setup_says_so() -> None:
         trained.keep(model.module)
         return trained
 
-    with fsdp2.replace_torch(), pytest.raises(fsdp2.StateError, match="Make optimizers after"):
+    with fsdp2.replace_torch(), pytest.raises(fsdp2.StateError, match="Create optimizers after"):
         run()
     state = run().state
     assert all(

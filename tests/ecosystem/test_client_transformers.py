@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import fsdp2
 from tests.ecosystem._clients import LIBRARIES, run_program
 from tests.ecosystem._programs import adamw, tokens, transformers
+from tests.kit.in_turn import advance
 from tests.kit.models import seeded
 from tests.kit.parity import assert_same, names_of, whole
 from tests.kit.pool import ranks
@@ -92,8 +93,7 @@ def train(model: nn.Module, numbers: range = range(3)) -> Run:
         torch.manual_seed(100 * number + dist.get_rank() // copies)
         loss = model(**tokens(2).kwargs).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         run.losses.append(loss.detach())
     run.weights = {name: whole(p).clone() for name, p in names_of(model).items()}
     return run
@@ -216,8 +216,7 @@ def plain_training(source: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
         for index in range(count):
             torch.manual_seed(100 * number + index)
             (model(**tokens(2).kwargs).loss / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return names_of(model)
 
 

@@ -143,45 +143,39 @@ def test_a_few_steps(name: str) -> None:
     pair_of(name).train(steps=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("name", MODELS)
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_many_steps(name: str, backend: str) -> None:
     """Losses and parameters are the eager model's, from one graph that the first step made."""
     pair_of(name, backend=backend).train(MANY_STEPS if name == "llama" else STEPS)
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_experts_one_after_the_other() -> None:
     """Mixtral's plain kernel loops over the experts that rows chose: graphs end there."""
     case = Case(partial(mixtral, "eager"), each_layer, batch_of)
     CompiledPair(case, loss=own_loss, fullgraph=False).train(MANY_STEPS, warm_up=12)
 
 
-@pytest.mark.slow
-@ranks(3, limit_s=300)
+@ranks(slow(3), limit_s=300)
 def test_three_ranks() -> None:
     pair_of("tied_llama").train()
 
 
-@pytest.mark.slow
-@ranks(4, limit_s=300)
+@ranks(slow(4), limit_s=300)
 def test_hybrid_sharding() -> None:
     pair_of("llama", mesh=make_mesh(2, 2)).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_bf16(name: str) -> None:
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     pair_of(name, mp_policy=policy, rtol=RTOL_BF16).train()
 
 
-@pytest.mark.slow
-@ranks(2, limit_s=300)
+@ranks(slow(2), limit_s=300)
 def test_batches_and_lengths_that_change() -> None:
     """With ``dynamic=True`` one graph serves all sizes."""
     batches = [batch_of(rows, length) for rows, length in [(12, 7), (4, 9), (8, 5), (16, 11)]]

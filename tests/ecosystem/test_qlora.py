@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2._core.base import torch_dtensor
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.parity import assert_same, make_mesh, whole
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
@@ -109,9 +110,7 @@ def build(label: str, seed: int) -> nn.Module:
 
 def sharded(label: str, seed: int, *shape: int) -> nn.Module:
     model = build(label, seed)
-    for layer in model:
-        fsdp2.fully_shard(layer, mesh=make_mesh(*shape))
-    return fsdp2.fully_shard(model, mesh=make_mesh(*shape))
+    return shard_each(*model, model, mesh=make_mesh(*shape))
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -125,8 +124,7 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int, share: bool =
         if share:
             x = x.chunk(dist.get_world_size())[dist.get_rank()]
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
 
 @pytest.mark.parametrize("label", with_slow(BASES, DEFAULT))

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, register_fsdp_forward_method
+from benchmarks.kit.engine_rules import LLAMA, QWEN3, QWEN3_MOE_STACKED
+from fsdp2 import MixedPrecisionPolicy, register_fsdp_forward_method, weights
 from tests.ecosystem._programs import (
     VOCABULARY,
     Program,
@@ -270,3 +271,17 @@ def test_padded_batches_of_ranks_train_alike() -> None:
     assert_same_gradients(program.model, program.reference, program.rtol)
     program.step()
     program.check()
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "Qwen3MoeConfig"])
+def test_an_engine_is_laid_out_from_a_config_alone(kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 4, "moe_intermediate_size": 24} if "Moe" in kind else {}
+    config = getattr(transformers, kind)(**sizes, **heads, **experts)
+    rules = {"L": LLAMA, "Q": QWEN3}[kind[0]] if not experts else QWEN3_MOE_STACKED
+    layout = weights.tensor_parallel(config, 4, rules)
+    at = "model.layers.1."
+    assert layout[3][f"{at}self_attn.qkv_proj.weight"].shape == (16 + 8 + 8, 64)
+    if experts:
+        assert layout[3][f"{at}mlp.experts.w13_weight"].shape == (4, 2 * 6, 64)

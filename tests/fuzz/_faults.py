@@ -1,6 +1,6 @@
 """Show the power of the fuzzer: plant faults in copies of the package, count examples till found.
 
-`scripts/fuzz --faults` does it. Most of them are from `tests/lab/faults.py`.
+`scripts/fuzz --faults` does it. Most of them are from `tests/lab/faults.txt`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ OWN = (
         "unsynced-gradients-dropped",
         "fsdp2/_core/params/reduce.py",
         "Reducer.reduce",
-        "self._widen_gradients(plan, with_graph)",
-        "self._take_gradients(plan, with_graph)",
+        "self.hold_gradients(plan, with_graph)",
+        "self.take_gradients(plan, with_graph)",
         "Gradients of a backward without sync are lost.",
         near=(),
     ),
     Fault(
         "sum-of-accumulated-lost",
         "fsdp2/_core/params/reduce.py",
-        "Reducer._take_gradients",
+        "Reducer.take_gradients",
         """
         for whole in wholes:
             if whole is not None:

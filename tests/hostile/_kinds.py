@@ -170,7 +170,7 @@ def extra(folder: Path) -> Case:
     path, meta = folder / "__0_0.distcp", folder / ".metadata"
     content, described = path.read_bytes(), meta.read_bytes()
     pickled, told = split(described)
-    from fsdp2.checkpoint._saved import read as read_metadata
+    from fsdp2.checkpoint._files import read as read_metadata
 
     entries = read_metadata(folder, verify=True, trust=False).entries
     (part,) = next(entry.parts for entry in entries if entry.key == "fsdp2_extra")

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2 import weights
 from fsdp2._core.engine.tree import unit_of
 from fsdp2.optim._local import LocalOptimizer
 
@@ -115,8 +116,10 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "Advice",
     "Collective",
     "Arrivals",
+    "BitsRecording",
     "ClockOffset",
     "CompiledModel",
+    "Figures",
     "GroupInfo",
     "GroupPlan",
     "IncompatibleKeys",
@@ -127,6 +130,7 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "RecordedStep",
     "Recording",
     "Recordings",
+    "SameBits",
     "SaveHandle",
     "ShardInfo",
     "StepPlan",
@@ -180,6 +184,8 @@ def callees() -> Iterator[Callee]:
             yield Callee(name, None, _parameters(value))
             continue
         if issubclass(value, Exception) or inspect.isabstract(value):
+            continue
+        if value is fsdp2.GraphedStep:  # needs a device: tests/sim/test_graphs.py calls its methods
             continue
         is_made = value.__name__ in MADE_BY_CALLS or value in (fsdp2.FSDPModule, LocalOptimizer)
         if not is_made and value.__init__ is not object.__init__:
@@ -271,6 +277,25 @@ class Net(nn.Module):
 
 RIGHT: dict[str, Callable[[World], object]] = {
     "Aligned.dim": lambda w: 0,
+    "Box.name": lambda w: "0.weight",
+    "Box.start": lambda w: (0, 0),
+    "Box.shape": lambda w: (1, 1),
+    "Cut.name": lambda w: "0.weight",
+    "Files.rank": lambda w: 0,
+    "begin.rank": lambda w: 0,
+    "receive.rank": lambda w: 0,
+    "send.rank": lambda w: 0,
+    "buffer": lambda w: torch.ones(4, dtype=torch.uint8),
+    "hardware": lambda w: fsdp2.plan.hardware["h100-nvlink-ib"],
+    "Receiver.text": lambda w: w.engine_plan().to_json(),
+    "Receiver.index": lambda w: 0,
+    "receive.group": lambda w: weights.Files("engine", timeout=1.0),
+    "Spec.shape": lambda w: (1,),
+    "Spec.dtype": lambda w: torch.float32,
+    "plan.destination": lambda w: w.destination(),
+    "tensor_parallel.model_or_config": lambda w: w.model,
+    "tensor_parallel.size": lambda w: 1,
+    "tensor_parallel.rules": lambda w: {},
     "Owners.owners": lambda w: (0,),
     "Owners.costs": lambda w: (1.0,),
     "Owners.nbytes": lambda w: (4,),
@@ -327,6 +352,11 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "plan.model": lambda w: w.plain,
     "policy": lambda w: {nn.Linear},
     "ranks": lambda w: 2,
+    "same_bits.a": lambda w: "bits",
+    "same_bits.b": lambda w: "bits",
+    "slots": lambda w: 4,
+    "tensor": lambda w: torch.ones(2),
+    "values": lambda w: [1.0, 2.0],
     "trace.path": lambda w: "trace.json",
     "rows.path": lambda w: "rows.jsonl",
     "html.path": lambda w: "page.html",
@@ -355,8 +385,14 @@ RECEIVERS: dict[type, Callable[[World], object]] = {
     fsdp2.UnshardHandle: lambda w: w.model.unshard(async_op=True),
     fsdp2.checkpoint.NeighbourCopies: lambda w: w.copies,
     fsdp2.checkpoint.SaveHandle: lambda w: w.handle,
+    fsdp2.debug.BitsRecording: lambda w: fsdp2.debug.record_bits(w.model, "bits"),
     fsdp2.debug.OrderCheck: lambda w: fsdp2.debug.check_order(w.model),
     fsdp2.optim.EMA: lambda w: w.ema,
+    weights.Figures: lambda w: w.engine_plan().figures,
+    weights.Files: lambda w: w.files(),
+    weights.Plan: lambda w: w.engine_plan(),
+    weights.Receiver: lambda w: weights.Receiver(w.engine_plan().to_json(), 0),
+    weights.SendHandle: lambda w: w.engine_plan().send(weights.Files("engine"), background=True),
     LocalOptimizer: lambda w: w.optimizer,
 }
 
@@ -392,6 +428,20 @@ class World:
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [param.detach() for param in self.model.parameters()]
+
+    def destination(self) -> list[dict[str, weights.Spec]]:
+        """Return the layout of an engine of one rank that needs one weight."""
+        shape = tuple(self.model.inp.weight.shape)
+        box = weights.Box("inp.weight", (0, 0), shape)
+        return [{"weight": weights.Spec(shape, torch.float32, boxes=[box])}]
+
+    def files(self) -> weights.Files:
+        transport = weights.Files("engine", timeout=0.1)
+        transport.begin(dist.get_rank())
+        return transport
+
+    def engine_plan(self) -> weights.Plan:
+        return weights.plan(self.model, self.destination())
 
     def _write_files(self) -> None:
         self.handle = fsdp2.checkpoint.save("saved", self.model, self.optimizer, background=True)

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
+from tests.kit.in_turn import advance
 from tests.kit.models import Batch, Case, loss_of, seeded
 from tests.kit.parity import ROWS, assert_same, assert_sharded, global_mean, names_of, shard
 
@@ -89,9 +90,7 @@ class CompiledPair:
             losses.append(global_mean(loss))  # every rank compares the same, and none fails alone
         if not self.scale:
             self.check()  # gradients, of which AdamW forgets the scale
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*self.optimizers)
         self.scale = max(self.scale, losses[1].abs().item())
         assert_same(losses[0], losses[1], "loss", self.rtol, self.scale)
         return losses[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.parity import make_mesh
 
 aten = torch.ops.aten
@@ -281,8 +282,7 @@ def make(middles: tuple[int, ...] = MIDDLES, kind: type[Bare] | None = Int8Weigh
 
 
 def shard(model: Any, library: Any = fsdp2, **kwargs: Any) -> Any:
-    for block in model:
-        library.fully_shard(block, mesh=kwargs.get("mesh", make_mesh()), **_but_mesh(kwargs))
+    shard_each(*model, library=library, mesh=kwargs.get("mesh", make_mesh()), **_but_mesh(kwargs))
     return library.fully_shard(model, mesh=kwargs.get("mesh", make_mesh()), **_but_mesh(kwargs))
 
 
@@ -338,9 +338,7 @@ def train(model: Any, reference: Any, steps: int = 3) -> None:
         loss.backward()
         torch.stack(expected).mean().backward()
         compare(model, reference, grads=True, exact=size != 3)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
         compare(model, reference, grads=False, exact=size != 3)
         if size == 3:  # a division rounds elsewhere, and int8 codes are far apart: start alike
             with torch.no_grad():

@@ -293,6 +293,18 @@ class Pair:
         (loss * scale).backward()
         (expected * scale).backward()
 
+    def accumulate(
+        self, count: int = 2, setting: str = "set_requires_gradient_sync", scale: float = 1.0
+    ) -> None:
+        """Run several backwards of both; the setting is true for the last of them alone."""
+        for micro in range(count):
+            getattr(self.model, setting)(micro == count - 1)
+            self.backward(scale=scale)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.reference_optimizer.zero_grad()
+
     def step(self) -> None:
         """Compare the gradients, step both optimizers and clear the gradients."""
         assert_same_gradients(self.model, self.reference, self.rtol)

@@ -1,6 +1,6 @@
 """Plant faults in copies of the package and say which of them the tests find: `scripts/mutants`.
 
-A fault (`tests/lab/faults.py`) is one change of a function. Each gets a copy of the repository.
+A fault (`tests/lab/faults.txt`) is one change of a function. Each gets a copy of the repository.
 First the one test runs there that found it last (`tests/lab/detectors.json`). If that passes, the
 tests run that are about what breaks, until one fails. Both need no map. A fault that they let pass
 meets the tests that enter its function, those first that have most to do with the file for their
@@ -327,7 +327,7 @@ def main() -> int:
     given = parser.parse_args()
     unknown = set(given.names) - {fault.name for fault in FAULTS}
     if unknown:
-        parser.error(f"no fault is called {', '.join(sorted(unknown))}; see tests/lab/faults.py")
+        parser.error(f"no fault is called {', '.join(sorted(unknown))}; see tests/lab/faults.txt")
     faults = [f for f in FAULTS if not given.names or f.name in given.names]
     tests = collect(given.suite, given.root)
     noted = given.root / DETECTORS

@@ -1,6 +1,6 @@
 """Find the place that a fault names in the package, and change the source there.
 
-A fault (`tests/lab/faults.py`) names a function or class, and Python that stands inside it. Both
+A fault (`tests/lab/faults.txt`) names a function or class, and Python that stands inside it. Both
 are looked up in syntax trees, so the fault still fits after its code was laid out anew or moved to
 another file, and after a local name was changed. The rules of a pattern:
 

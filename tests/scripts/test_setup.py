@@ -1,4 +1,4 @@
-"""`scripts/_setup.sh`: `--torch` chooses an environment, and what goes wrong is said.
+"""`scripts/_setup.sh`: `--torch` and `--python` choose an environment, and what goes wrong is said.
 
 Interpreters are shell scripts here, so that nothing is installed and no torch is imported.
 """
@@ -68,13 +68,15 @@ def run(checkout: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
         ("--torch 2.15 -k ties", ".venvs/torch-2.15.0", "torch==2.15.0", "-k ties"),
         ("--torch=2.11 -x", ".venvs/torch-2.11.0", "torch==2.11.0", "-x"),
         ("--torch 2.14.0", ".venvs/torch-2.14.0", "torch==2.14.0", ""),
+        ("--python 3.10 -x", ".venvs/python-3.10", None, "-x"),
+        ("--torch 2.15 --python=3.13", ".venvs/torch-2.15.0-python-3.13", "torch==2.15.0", ""),
         ("-k ties --torch", ".venv", None, "-k ties --torch"),
     ],
 )
 def test_an_environment_for_a_version(
     checkout: Path, arguments: str, folder: str, torch: str | None, left: str
 ) -> None:
-    """The option is the first argument; a second run finds what the first one made."""
+    """Options are the first arguments; a second run finds what the first one made."""
     for _ in range(2):
         ended = run(checkout, *arguments.split())
         assert ended.stdout == f"{checkout}/{folder}/bin/python | {left}\n", ended.stderr

@@ -13,9 +13,12 @@ FOLDERS = ("behaviour", "unit", "sim", "docs", "pages")
 POOL_ONLY = {
     "tests/behaviour/test_compiled_buckets.py": "all of it compiles with inductor",
     "tests/behaviour/test_compiled_overlap.py": "too long; test_traced.py has an overlapped step",
+    "tests/behaviour/test_same_bits.py": "trains twice for each; pages of the manual compare runs",
+    "tests/behaviour/test_same_bits_with.py": "trains on one, two and four ranks for each feature",
     "tests/docs/test_installed.py": "builds a wheel; in the stage of CI that has the site",
     "tests/docs/test_site.py": "needs the generator; a stage of CI of its own",
     "tests/pages/test_browser.py": "needs a browser",
+    "tests/sim/test_stage.py": "asks every question of a stage of scripts/gpu",
     "tests/sim/test_clock.py": "plays whole models; test_device_clock.py has the rules",
 }
 REMEDY = "run scripts/choose, or write a line `seconds test` into tests/default.txt"

@@ -36,7 +36,6 @@ ON_A_CPU = {
     "has_lanes": False,
     "pins": False,
     "is_away": False,
-    "_is_away": False,
     "is_pinned": False,
     "is_released": False,  # of gradients, where it is asked of a buffer
     "_waits_for_copy": False,

@@ -71,6 +71,14 @@ class World:
     def current_stream(self) -> Any:
         return torch.accelerator.current_stream() if self.is_simulated else NoStream()
 
+    @contextmanager
+    def beside(self, stream: Any) -> Iterator[None]:
+        """Order what is inside, in another stream, after what is before and before what follows."""
+        stream.wait_stream(self.current_stream)
+        with stream:
+            yield
+        self.current_stream.wait_stream(stream)
+
     def build(self, make: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
         """Return a model of the same values on every rank and in both worlds."""
         return seeded(make, seed)  # on the device, whose numbers are the host's
@@ -81,8 +89,10 @@ class World:
         return torch.randn(*shape, generator=generator, device="cpu").to(self.device)
 
     def shard(self, model: nn.Module, units: Any = (), **kwargs: Any) -> nn.Module:
-        """Shard units and the root over ``mesh``; lanes get their names in reports."""
-        kwargs.setdefault("mesh", self.mesh())
+        """Shard units and the root over ``mesh``, or one of that shape; reports name its lanes."""
+        mesh = kwargs.setdefault("mesh", ())
+        if isinstance(mesh, tuple):
+            kwargs["mesh"] = self.mesh(*mesh)
         for unit in units:
             fsdp2.fully_shard(unit, **kwargs)
         fsdp2.fully_shard(model, **kwargs)

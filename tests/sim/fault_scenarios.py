@@ -9,91 +9,87 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import Shard
 from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2._core.base import torch_comm
-from tests.kit.models import WIDTH, Block, Stack, each_block, loss_of, stack
+from tests.kit.in_turn import advance
+from tests.kit.models import WIDTH, Block, Stack, each_block, loss_of, no_units, stack
 from tests.sim._world import Values, World, scenario
+from tests.sim.scenarios._training import (
+    LR,
+    ROWS,
+    SGD,
+    Training,
+    each_step,
+    learn,
+    sets,
+    train,
+    trained,
+)
+from tests.sim.scenarios.comms import AsyncScatter, FreshMemory, made
+from tests.sim.scenarios.graphs import COUNTED, loads
+from tests.sim.scenarios.streams import optimizer_elsewhere
 
 STACK = stack(count=2)
-ROWS, LR = 3, 0.05
-SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 ON_HOST = "the optimizer runs on the host"
 WRITES = "the host writes to shards, and waits until nothing reads them"
 COARSE = 2e-2  # for sums in bf16
+BF16 = torch.bfloat16
+
+reach = functools.partial(trained, slow=True, make=STACK, steps=5)
 
 
-def learn(model: Any, x: Tensor) -> None:
-    loss_of(model(x)).backward()
-
-
-def sharded(
-    world: World,
-    make: Callable[[], nn.Module] = STACK,
-    units: Callable[[nn.Module], Any] = each_block,
-    **kwargs: Any,
-) -> Any:
+def sharded(world: World, make: Callable[[], nn.Module] = STACK, **kwargs: Any) -> Any:
     model = world.build(make)
-    return world.shard(model, units(model), **kwargs)
+    return world.shard(model, each_block(model), **kwargs)
 
 
 def batches(world: World, count: int) -> list[Tensor]:
     return [world.tensor(ROWS, WIDTH, seed=step) for step in range(count)]
 
 
-def train(
-    world: World,
-    model: Any,
-    steps: int = 5,
-    do: Callable[..., None] = learn,
-) -> Values:
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, steps)
-    for step in world.steps(steps):
-        do(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
-    return world.values(model)
-
-
 # Reductions.
 
 
-@scenario(4, slow=True, tolerance=COARSE)
-def reach_sums_kept_apart(world: World) -> Values:
-    """HSDP with late sums in a dtype that no gradient is kept in: they lie in the wire's memory."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    model = sharded(world, mesh=world.mesh(2, 2), mp_policy=policy)
+def learn_twice(model: Any, x: Tensor) -> None:
+    for is_last in (False, True):
+        model.set_requires_all_reduce(is_last)
+        learn(model, x)
 
-    def learn_twice(model: Any, x: Tensor) -> None:
-        for is_last in (False, True):
-            model.set_requires_all_reduce(is_last)
-            learn(model, x)
 
-    return train(world, model, do=learn_twice)
+# HSDP with late sums in a dtype that no gradient is kept in: they lie in the wire's memory.
+reach(
+    "reach_sums_kept_apart",
+    4,
+    tolerance=COARSE,
+    mesh=(2, 2),
+    mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16),
+    each=learn_twice,
+)
 
 
 @scenario(2, slow=True)
 def reach_a_hook_on_a_stream(world: World) -> Values:
     """An all-reduce hook in a stream of the user's, which computes a factor there."""
-    model = sharded(world)
     stream = torch.Stream(world.device) if world.is_simulated else None
     factor = world.tensor(1, by_rank=False)
 
     def scale(reduced: Tensor) -> None:
         reduced.mul_(factor)
 
-    for unit in (*model.blocks, model):
-        unit.set_all_reduce_hook(scale, stream=stream)
+    def set_up(model: Any) -> None:
+        for unit in (*model.blocks, model):
+            unit.set_all_reduce_hook(scale, stream=stream)
+
     if stream is not None:
         stream.wait_stream(torch.accelerator.current_stream())
 
@@ -105,7 +101,7 @@ def reach_a_hook_on_a_stream(world: World) -> Values:
                 factor.mul_(0.5)
         learn(model, x)
 
-    return train(world, model, do=learn_by)
+    return train(world, STACK, steps=5, set_up=set_up, each=learn_by)
 
 
 class Idle(Block):
@@ -116,25 +112,20 @@ class Idle(Block):
         self.idle = nn.Linear(WIDTH, WIDTH)
 
 
-@scenario(2, slow=True)
-def reach_unused_parameters_that_are_reduced(world: World) -> Values:
-    """Zeros stand for gradients that miss; the host has nothing to look at."""
-    model = sharded(world, stack(Idle, 2))
-    model.set_reduce_scatter_unused_params(True)
-    return train(world, model)
-
-
-@scenario(2, slow=True, may_wait="the host looks whether anybody had a gradient")
-def reach_unused_parameters(world: World) -> Values:
-    """A parameter that nobody used has no gradient: weight decay would show one."""
-    model = sharded(world, stack(Idle, 2))
-    optim = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.5)
-    inputs = batches(world, 3)
-    for step in world.steps(3):
-        learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
-    return world.values(model)
+# Zeros stand for gradients that miss; the host has nothing to look at.
+reach(
+    "reach_unused_parameters_that_are_reduced",
+    make=stack(Idle, 2),
+    set_up=sets(reduce_scatter_unused_params=True),
+)
+# A parameter that nobody used has no gradient: weight decay would show one.
+reach(
+    "reach_unused_parameters",
+    may_wait="the host looks whether anybody had a gradient",
+    make=stack(Idle, 2),
+    steps=3,
+    optimizer=functools.partial(torch.optim.SGD, weight_decay=0.5),
+)
 
 
 class Transposed(nn.Module):
@@ -149,10 +140,8 @@ class Transposed(nn.Module):
         return torch.tanh(x @ self.weight + self.bias)
 
 
-@scenario(1, slow=True)
-def reach_permuted_gradients(world: World) -> Values:
-    """One rank, which packs each gradient whole."""
-    return train(world, sharded(world, Transposed, units=lambda _: []))
+# One rank, which packs each gradient whole.
+reach("reach_permuted_gradients", 1, make=Transposed, units=no_units)
 
 
 class Gain(nn.Module):
@@ -177,59 +166,30 @@ class Empty(nn.Module):
         return x + self.none.sum()
 
 
-@scenario(2, slow=True)
-def reach_a_unit_that_gathers_nothing(world: World) -> Values:
-    """One whose parameter every rank keeps, and one whose parameter has no elements."""
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Gain(), Empty(), nn.Linear(WIDTH, 3))
-
-    return train(world, sharded(world, make, units=lambda model: [model[1], model[2]]))
-
-
-@scenario(2, slow=True, tolerance=COARSE)
-def reach_gradients_that_travel_narrow(world: World) -> Values:
-    model = sharded(world)
-    model.set_gradient_wire_dtype(torch.bfloat16)
-    return train(world, model)
+# One whose parameter every rank keeps, and one whose parameter has no elements.
+reach(
+    "reach_a_unit_that_gathers_nothing",
+    make=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Gain(), Empty(), nn.Linear(WIDTH, 3)),
+    units=lambda model: [model[1], model[2]],
+)
+reach("reach_gradients_that_travel_narrow", tolerance=COARSE, set_up=sets(gradient_wire_dtype=BF16))
 
 
-class Scatter(fsdp2.ReduceScatter):
-    """A collective of the user's that is asynchronous, whatever it is asked for."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool
-    ) -> Any:
-        return torch_comm.reduce_scatter_single(output_tensor, input_tensor, op, group, True)
-
-
-@scenario(2, slow=True)
-def reach_custom_collectives(world: World) -> Values:
-    model = sharded(world)
+def scatter_asynchronously(model: Any) -> None:
     for unit in (*model.blocks, model):
-        unit.set_custom_reduce_scatter(Scatter())
-    return train(world, model)
+        unit.set_custom_reduce_scatter(made(FreshMemory, AsyncScatter))
 
 
-@scenario(2, slow=True)
-def reach_kept_gradients(world: World) -> Values:
-    """Gradients in a narrower dtype than they are reduced in are copied out of the sum."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    return train(world, sharded(world, mp_policy=policy))
+reach("reach_custom_collectives", set_up=scatter_asynchronously)
+# Gradients in a narrower dtype than they are reduced in are copied out of the sum.
+reach("reach_kept_gradients", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
 
 
 # Gathers.
 
 
-@scenario(2, slow=True)
-def reach_copy_free(world: World) -> Values:
-    """Parameters travel by themselves, right into the memory where they are used."""
-    model = sharded(world)
-    model.set_copy_free_min_bytes(1)
-    return train(world, model)
+# Parameters travel by themselves, right into the memory where they are used.
+reach("reach_copy_free", set_up=sets(copy_free_min_bytes=1))
 
 
 class Detour(Stack):
@@ -244,27 +204,24 @@ class Detour(Stack):
         return self.out(x)
 
 
-@scenario(2, slow=True, may_wait="ranks tell each other what they do where the order changes")
-def reach_gathers_in_vain(world: World) -> Values:
+@each_step(
+    slow=True,
+    may_wait="ranks tell each other what they do where the order changes",
+    unsteady=8,
+    make=lambda: Detour(count=3),
+    steps=10,
+    set_up=sets(copy_free_min_bytes=1),
+)
+def reach_gathers_in_vain(run: Training, step: int) -> None:
     """A prefetched unit does not run: its gather, into the memory of the whole, is dropped."""
-    model = sharded(world, lambda: Detour(count=3))
-    model.set_copy_free_min_bytes(1)
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 10)
-    for step in world.steps(10, unsteady=8):
-        model.is_straight = step % 2 == 0
-        with torch.no_grad():
-            loss_of(model(inputs[step]))  # in memory that the dropped gather may have had
-        model.is_straight = True
-        learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
-    return world.values(model)
+    run.model.is_straight = step % 2 == 0
+    with torch.no_grad():
+        loss_of(run.model(run.inputs[step]))  # in memory that the dropped gather may have had
+    run.model.is_straight = True
+    run.train(step)
 
 
-@scenario(4, slow=True)
-def reach_a_smaller_mesh(world: World) -> Values:
-    return train(world, sharded(world, reshard_after_forward=2))
+reach("reach_a_smaller_mesh", 4, reshard_after_forward=2)
 
 
 @scenario(1, slow=True, tolerance=COARSE)
@@ -290,44 +247,17 @@ def reach_replaced_parameters(world: World) -> Values:
     return world.values(model, **found)
 
 
-@scenario(2, slow=True)
-def reach_gathers_by_hand(world: World) -> Values:
+@each_step(slow=True, make=STACK)
+def reach_gathers_by_hand(run: Training, step: int) -> None:
     """Units are gathered right after the optimizer, before their forward."""
-    model = sharded(world)
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 4)
-    for step in world.steps(4):
-        learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
-        for block in model.blocks:
-            block.unshard(async_op=True)
-    return world.values(model)
-
-
-def stepped_on_a_stream(world: World, model: Any) -> Values:
-    """Train with an optimizer beside the compute; the next forward's gathers wait for its event."""
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 4)
-    beside = torch.Stream(world.device) if world.is_simulated else None
-    for step in world.steps(4):
-        learn(model, inputs[step])
-        if beside is None:
-            optim.step()
-        else:
-            beside.wait_stream(torch.accelerator.current_stream())
-            with beside:
-                optim.step()
-            model.set_post_optim_event(beside.record_event())
-        optim.zero_grad()
-    if beside is not None:
-        torch.accelerator.current_stream().wait_stream(beside)
-    return world.values(model)
+    run.train(step)
+    for block in run.model.blocks:
+        block.unshard(async_op=True)
 
 
 @scenario(2, slow=True)
 def reach_an_optimizer_on_a_stream(world: World) -> Values:
-    return stepped_on_a_stream(world, sharded(world))
+    return optimizer_elsewhere(world, own=False, make=STACK)
 
 
 class Blocks(nn.Module):
@@ -347,23 +277,16 @@ class Blocks(nn.Module):
 @scenario(2, slow=True)
 def reach_an_optimizer_beside_a_root_of_none(world: World) -> Values:
     """A root without parameters: compute waits for no gather, and so not for the optimizer."""
-    return stepped_on_a_stream(world, sharded(world, Blocks))
+    return optimizer_elsewhere(world, own=False, make=Blocks)
 
 
-@scenario(2, slow=True)
-def reach_stand_ins(world: World) -> Values:
-    """A tensor stands in for a parameter during one forward, and is gathered by itself."""
-    model = sharded(world)
-    model.set_reduce_scatter_unused_params(True)
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 5)
-    name = "blocks.0.up.weight"
-    for step in world.steps(5):
-        scaled = dict(model.named_parameters())[name] * 0.5
-        loss_of(functional_call(model, {name: scaled}, (inputs[step],))).backward()
-        optim.step()
-        optim.zero_grad()
-    return world.values(model)
+def learn_scaled(model: Any, x: Tensor, name: str = "blocks.0.up.weight") -> None:
+    scaled = dict(model.named_parameters())[name] * 0.5
+    loss_of(functional_call(model, {name: scaled}, (x,))).backward()
+
+
+# A tensor stands in for a parameter during one forward, and is gathered by itself.
+reach("reach_placeholders", set_up=sets(reduce_scatter_unused_params=True), each=learn_scaled)
 
 
 def pre_all_gather(self: Tensor, mesh: Any) -> Any:
@@ -387,31 +310,18 @@ def extend(model: nn.Module) -> None:
         local.fsdp_post_all_gather = MethodType(post_all_gather, local)  # type: ignore[operator]
 
 
-@scenario(1, slow=True)
-def reach_a_late_extension(world: World) -> Values:
-    """Methods are set on shards: the first gather moves these to memory of their own."""
-    model = sharded(world)
-    extend(model)
-    return train(world, model, steps=2)
+# Methods are set on shards: the first gather moves these to memory of their own.
+reach("reach_a_late_extension", 1, set_up=extend, steps=2)
+reach("reach_an_extension", set_up=extend)
 
 
-@scenario(2, slow=True)
-def reach_an_extension(world: World) -> Values:
-    model = sharded(world)
-    extend(model)
-    return train(world, model)
+def learn_and_decay(model: Any, x: Tensor) -> None:
+    decay = sum(param.square().mean() for param in model.parameters())
+    (loss_of(model(x)) + decay.full_tensor()).backward()
 
 
-@scenario(2, slow=True)
-def reach_gradients_from_outside(world: World) -> Values:
-    """A term of the loss is of the shards: autograd adds to gradients that are being reduced."""
-    model = sharded(world)
-
-    def learn_and_decay(model: Any, x: Tensor) -> None:
-        decay = sum(param.square().mean() for param in model.parameters())
-        (loss_of(model(x)) + decay.full_tensor()).backward()
-
-    return train(world, model, do=learn_and_decay)
+# A term of the loss is of the shards: autograd adds to gradients that are being reduced.
+reach("reach_gradients_from_outside", each=learn_and_decay)
 
 
 # Offloading.
@@ -433,92 +343,73 @@ def reach_offloaded_without_sync(world: World) -> Values:
         model.set_is_last_backward(True)
         model.set_requires_gradient_sync(True)
         learn(model, inputs[4 + step])
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     world.name_lanes()
     return world.values(model)
 
 
-@scenario(2, slow=True, may_wait=ON_HOST)
-def reach_offloaded_on_another_dim(world: World) -> Values:
-    """Gradients that the host copies once more, because they travel by another dim first."""
-    from torch.distributed.tensor import Shard
-
-    def place(param: nn.Parameter) -> Shard:
-        return Shard(param.dim() - 1)
-
-    model = sharded(world, offload_policy=CPUOffloadPolicy(), shard_placement_fn=place)
-    return train(world, model)
+# Gradients that the host copies once more, because they travel by another dim first.
+reach(
+    "reach_offloaded_on_another_dim",
+    may_wait=ON_HOST,
+    offload_policy=CPUOffloadPolicy(),
+    shard_placement_fn=lambda param: Shard(param.dim() - 1),
+)
 
 
-def overwritten(world: World, before: Callable[[Any, Tensor], None]) -> Values:
-    """The host writes to offloaded shards right after something that gathered them."""
-    model = sharded(world, offload_policy=CPUOffloadPolicy())
-    inputs = batches(world, 3)
-    learn(model, inputs[0])
-    for step in world.steps(3):
-        before(model, inputs[step])
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.9)
-    return world.values(model)
+def overwritten(before: Callable[[Any, Tensor], None]) -> None:
+    """Add a scenario: the host writes to offloaded shards right after what gathered them."""
+
+    @functools.wraps(before)
+    def program(world: World) -> Values:
+        model = sharded(world, offload_policy=CPUOffloadPolicy())
+        inputs = batches(world, 3)
+        learn(model, inputs[0])
+        for step in world.steps(3):
+            before(model, inputs[step])
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+        return world.values(model)
+
+    scenario(2, slow=True, may_wait=WRITES)(program)
 
 
-@scenario(2, slow=True, may_wait=WRITES)
-def reach_writes_after_an_evaluation(world: World) -> Values:
-    def evaluate(model: Any, x: Tensor) -> None:
-        with torch.no_grad():
-            model(x)
-
-    return overwritten(world, evaluate)
+@overwritten
+def reach_writes_after_an_evaluation(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
 
 
-@scenario(2, slow=True, may_wait=WRITES)
-def reach_writes_after_a_lost_graph(world: World) -> Values:
-    def run(model: Any, x: Tensor) -> None:
-        model(x)  # its graph is gone at once
-
-    return overwritten(world, run)
+@overwritten
+def reach_writes_after_a_lost_graph(model: Any, x: Tensor) -> None:
+    model(x)  # its graph is gone at once
 
 
-@scenario(2, slow=True, may_wait=WRITES)
-def reach_writes_after_a_gather_by_hand(world: World) -> Values:
-    def gather(model: Any, x: Tensor) -> None:
-        model.unshard()
-        model.reshard()
-
-    return overwritten(world, gather)
+@overwritten
+def reach_writes_after_a_gather_by_hand(model: Any, x: Tensor) -> None:
+    model.unshard()
+    model.reshard()
 
 
-@scenario(2, slow=True, may_wait=WRITES)
-def reach_writes_after_a_state(world: World) -> Values:
-    def look(model: Any, x: Tensor) -> None:
-        model.unshard()
-        model.state_dict()
-
-    return overwritten(world, look)
+@overwritten
+def reach_writes_after_a_state(model: Any, x: Tensor) -> None:
+    model.unshard()
+    model.state_dict()
 
 
-@scenario(2, slow=True, may_wait=WRITES)
-def reach_writes_without_sync(world: World) -> Values:
-    kept = []
-
-    def add_up(model: Any, x: Tensor) -> None:
-        model.set_requires_gradient_sync(False)
-        kept.append(model(x))  # its graph lives on
-        loss_of(kept[-1]).backward()
-
-    return overwritten(world, add_up)
+@overwritten
+def reach_writes_without_sync(model: Any, x: Tensor) -> None:
+    model.set_requires_gradient_sync(False)
+    kept = vars(model).setdefault("kept", [])
+    kept.append(model(x))  # its graph lives on
+    loss_of(kept[-1]).backward()
 
 
 # Ends of steps.
 
 
-@scenario(2, slow=True)
-def reach_few_reductions(world: World) -> Values:
-    model = sharded(world, stack(count=4))
-    model.set_memory("low")
-    return train(world, model)
+reach("reach_few_reductions", make=stack(count=4), set_up=sets(memory="low"))
 
 
 class Fails(Stack):
@@ -540,33 +431,33 @@ class Fails(Stack):
         raise ArithmeticError
 
 
-@scenario(2, slow=True, may_wait="a step that failed leaves work in flight")
-def reach_recovery(world: World) -> Values:
-    model = sharded(world, lambda: Fails(count=3))
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 6)
-    for step in world.steps(6):
-        model.where = {1: "forward", 3: "backward"}.get(step, "")
-        try:
-            learn(model, inputs[step])
-            optim.step()
-        except ArithmeticError:
-            pass
-        optim.zero_grad()  # whatever was reduced before it failed
-    return world.values(model)
+@each_step(
+    slow=True,
+    may_wait="a step that failed leaves work in flight",
+    make=lambda: Fails(count=3),
+    steps=6,
+)
+def reach_recovery(run: Training, step: int) -> None:
+    run.model.where = {1: "forward", 3: "backward"}.get(step, "")
+    try:
+        run.learn(step)
+        run.optim.step()
+    except ArithmeticError:
+        pass
+    run.optim.zero_grad()  # whatever was reduced before it failed
 
 
-@scenario(2, slow=True)
-def reach_finalization_by_hand(world: World) -> Values:
-    """The caller ends backwards, and waits for the reductions later."""
-    model = sharded(world)
-    model.set_manual_backward_finalization(True)
+def learn_by_hand(model: Any, x: Tensor) -> None:
+    learn(model, x)
+    model.finalize_backward(async_op=True).wait()
 
-    def learn_by_hand(model: Any, x: Tensor) -> None:
-        learn(model, x)
-        model.finalize_backward(async_op=True).wait()
 
-    return train(world, model, do=learn_by_hand)
+# The caller ends backwards, and waits for the reductions later.
+reach(
+    "reach_finalization_by_hand",
+    set_up=sets(manual_backward_finalization=True),
+    each=learn_by_hand,
+)
 
 
 class Embedded(nn.Module):
@@ -599,49 +490,38 @@ def reach_parts_of_a_root(world: World) -> Values:
     ]
     for step in world.steps(8, unsteady=7):
         loss_of(model(inputs[step])).backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return {name: part[:8] for name, part in world.values(model).items()}
 
 
 # Between steps.
 
 
-@scenario(2, slow=True)
-def reach_clipping(world: World) -> Values:
-    model = sharded(world)
-
-    def learn_little(model: Any, x: Tensor) -> None:
-        learn(model, x)
-        fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-
-    return train(world, model, do=learn_little)
+def learn_little(model: Any, x: Tensor) -> None:
+    learn(model, x)
+    fsdp2.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@scenario(2, slow=True)
-def reach_whole_parameters(world: World) -> Values:
+reach("reach_clipping", each=learn_little)
+
+
+@each_step(slow=True, make=STACK, steps=3)
+def reach_whole_parameters(run: Training, step: int) -> Mapping[str, Tensor]:
     """Whole parameters are gathered in buckets right after the optimizer."""
-    model = sharded(world)
-    optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 3)
-    found = {}
-    for step in world.steps(3, unsteady=3):
-        learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
-        for name, whole in fsdp2.full_params(model, max_bytes=1 << 12):
-            found[f"{step} {name}"] = whole * 2.0
-    return {name: whole.to("cpu") for name, whole in found.items()}
+    run.train(step)
+    found = fsdp2.full_params(run.model, max_bytes=1 << 12)
+    return {name: whole * 2.0 for name, whole in found}
 
 
-@scenario(2, slow=True)
-def reach_local_optimizers(world: World) -> Values:
-    """Runs of shards that lie side by side are stepped as one tensor."""
-    model = sharded(world)
-    optim = fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr=LR, momentum=0.9)
-    inputs = batches(world, 4)
-    for step in world.steps(4):
-        learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
-    return world.values(model)
+# Runs of shards that lie side by side are stepped as one tensor.
+reach(
+    "reach_local_optimizers",
+    steps=4,
+    optimizer=functools.partial(fsdp2.optim.local, torch.optim.SGD, momentum=0.9),
+)
+
+
+@scenario(2, slow=True, tolerance=COUNTED)
+def reach_a_loaded_optimizer(world: World) -> Values:
+    run, taken = loads(world)
+    return taken.values(run)

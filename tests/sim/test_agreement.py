@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdp2 import StateError
 from tests.kit import sim
+from tests.kit.in_turn import advance
 from tests.kit.models import WIDTH, Stack, each_block, loss_of
 from tests.kit.pool import ranks
 from tests.sim._world import World
@@ -69,8 +70,7 @@ def train(world: World, model: nn.Module, go_astray: Callable[[Any], None]) -> t
             loss_of(model(inputs[step])).backward()
         except StateError as error:
             return step, str(error)
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return STEPS, "no error"
 
 

@@ -24,6 +24,7 @@ import fsdp2
 from fsdp2._core.base.torch_dtensor import local_part
 from fsdp2.optim import _offload
 from tests.kit import sim
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.pool import RunOnRanks, make_request
 from tests.sim.test_scenarios import simulator
@@ -47,8 +48,7 @@ MODELS = ["stack", "few_rows", "scalars", "partly_frozen", "tied_within", "non_c
 
 def model_of(case: Any) -> Any:
     model = seeded(case.build, 1).to("sim")
-    for unit in case.units(model):
-        fsdp2.fully_shard(unit)
+    shard_each(*case.units(model))
     return fsdp2.fully_shard(model)
 
 
@@ -145,8 +145,7 @@ def deep(count: int = 6, width: int = 32) -> Any:
 
 def step(model: Any, optim: Any) -> None:
     model(torch.ones(2, 32, device="sim")).square().mean().backward()
-    optim.step()
-    optim.zero_grad()
+    advance(optim)
 
 
 @body

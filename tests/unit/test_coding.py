@@ -20,6 +20,7 @@ from fsdp2._core.params.layout import (
     ShardLayout,
 )
 from tests.unit._loopback import same_bits
+from tests.unit._packed import garbage, gathered, sent_by_all
 from tests.unit._strategies import Spec, specs
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -79,38 +80,9 @@ def test_gathered_parameters_are_rounded_and_lie_as_they_did(
     size, group, items = drawn
     layouts = [GatherLayout.plan_with_tail(items, size, tail, rank=rank) for rank in range(size)]
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
-    sent = []
-    for rank, layout in enumerate(layouts):
-        shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
-        for index, whole in enumerate(wholes):
-            mine = packing.shard_of(whole, layout.items[index].shard, rank)
-            packing.own_shard(shards, layout, index, rank).copy_(mine)
-        send = torch.full((layout.send_nbytes,), 0xA5, dtype=torch.uint8)
-        if layout.casts:
-            packing.cast_shards(shards, send, layout, rank)
-        else:
-            send = shards
-        sent.append(send)
+    sent = sent_by_all(wholes, layouts)
     layout = layouts[-1]
-    full = torch.full((layout.full_nbytes,), 0xA5, dtype=torch.uint8)
-    behind = torch.empty(size * layout.padded_nbytes(len(layout.items) - 1), dtype=torch.uint8)
-    targets = packing.gather_targets(full, layout, layout.whole.order, behind)
-    if layout.pieces:
-        landing = packing.landing_in(full, layout)
-        if landing is None:
-            landing = torch.empty(layout.landing_numel, dtype=layout.wire_dtype)
-        for piece, send in zip(packing.pieces_of(landing, layout), sent, strict=True):
-            piece.view(torch.uint8).copy_(send[: piece.nbytes])
-        gathered = torch.cat(packing.even_parts(landing, layout))
-        packing.unpack_dealt(landing, layout, packing.dealt_targets(full, layout))
-    else:
-        rows = torch.stack([send[: layout.gather_nbytes] for send in sent])
-        gathered = rows.view(layout.wire_dtype) if rows.numel() else rows
-    if targets and gathered.numel():
-        packing.unpack(gathered, layout, layout.whole, targets)
-    replicated = packing.gather_targets(full, layout, layout.replicated)
-    packing.unpack_replicated(sent[-1], layout, replicated)
-    tensors = packing.full_tensors(full, layout)[: len(group)]
+    tensors = gathered(garbage(layout.full_nbytes), sent, layout, size - 1)[: len(group)]
     for tensor, whole, item in zip(tensors, wholes, items, strict=True):
         assert same_bits(tensor, expected(whole, item))
         assert tensor.stride() == item.shard.stride

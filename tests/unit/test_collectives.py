@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from fsdp2._core.base import torch_modes
+from fsdp2._core.base import torch_dtensor
 from fsdp2._core.comm import wire
 from fsdp2._core.comm.mesh import MeshAxis
 from fsdp2._core.comm.wire import Wire as Sender
@@ -152,8 +152,8 @@ def test_kept_memory_has_a_limit() -> None:
 
 
 def test_groups_over_one_process_group_share_kept_memory() -> None:
-    axis = MeshAxis("shard", 2, 0, torch.nn.Module())  # type: ignore[arg-type]  # a stand-in
+    axis = MeshAxis("shard", 2, 0, torch.nn.Module())  # type: ignore[arg-type]  # a placeholder
     other = MeshAxis("shard", 2, 0, torch.nn.Module())  # type: ignore[arg-type]
     assert wire.memory_of(axis) is wire.memory_of(axis) is not wire.memory_of(other)
-    with torch_modes.without_memory():  # fake tensors and real ones must not meet
+    with torch_dtensor.without_memory():  # fake tensors and real ones must not meet
         assert wire.memory_of(axis) is not wire.memory_of(axis)

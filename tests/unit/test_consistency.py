@@ -61,7 +61,7 @@ class Recorded(Agreement):
         numbers = [self.others.get(rank, number) for rank in range(self.over.size)]
         return Sent(torch.tensor(numbers), [], None)
 
-    def _stand_in(self, expected: Operation, number: int) -> None:
+    def _placeholder(self, expected: Operation, number: int) -> None:
         self.stood_in_for.append(expected.number)
         axis = expected.over.axis
         self.compare(number, [self.others.get(r, number) for r in range(axis.size)], axis)
@@ -77,7 +77,22 @@ def knowing(agreement: Recorded, count: int = 3, over: int = 2) -> list[int]:
     for number in numbers:
         known: Any = (number, "gather", (8,), torch.float32, torch.float32, 0, lambda: None)
         known += (Over(axis_of(over)),)
-        agreement.register(Operation(*known))
+        agreement.operations[number] = Operation(*known)
+    return numbers
+
+
+def known(**kwargs: Any) -> Recorded:
+    """Return an agreement that knows some operations."""
+    agreement = Recorded(**kwargs)
+    knowing(agreement)
+    return agreement
+
+
+def alternating(agreement: Recorded) -> list[int]:
+    """Let the agreement know three operations, and predict the first two in turn."""
+    numbers = knowing(agreement)
+    for number in numbers[:2] * (CONTEXT + 2):
+        agreement.before(number)
     return numbers
 
 
@@ -152,9 +167,7 @@ def test_a_program_that_repeats_itself_stops_to_exchange() -> None:
 def test_a_place_where_ranks_agree_on_something_new_is_uncertain() -> None:
     """They stand in for what was predicted once, and exchange there from then on."""
     agreement = Recorded()
-    first, second, third = knowing(agreement)
-    for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number)
+    first, second, third = alternating(agreement)
     agreement.before(third)
     assert agreement.stood_in_for == [first]
     known = agreement.exchanges
@@ -166,8 +179,7 @@ def test_a_place_where_ranks_agree_on_something_new_is_uncertain() -> None:
 
 def test_another_number_breaks_the_agreement_for_good() -> None:
     """The error names every rank and unit, and comes again without any exchange."""
-    agreement = Recorded(others={1: 2})
-    knowing(agreement)
+    agreement = known(others={1: 2})
     match = r"rank 0: unit 0 .*; rank 1: unit 1 .*`if rank == 0:`.*conditional=True"
     with pytest.raises(StateError, match=match):
         agreement.before(1)
@@ -180,9 +192,7 @@ def test_another_number_breaks_the_agreement_for_good() -> None:
 def test_another_number_in_place_of_what_was_predicted() -> None:
     """This rank does what the others may be doing, and finds out what they did."""
     agreement = Recorded()
-    first, second, third = knowing(agreement)
-    for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number)
+    first, _, third = alternating(agreement)
     agreement.others = {1: first}
     with pytest.raises(StateError, match=r"rank 0: unit 2 .*; rank 1: unit 0 "):
         agreement.before(third)
@@ -199,13 +209,13 @@ def test_a_process_group_that_is_gone_where_others_may_wait_in_it() -> None:
             raise ReferenceError("the process group is gone")
 
     class Standing(Recorded):
-        def _stand_in(self, expected: Operation, number: int) -> None:
-            Agreement._stand_in(self, dataclasses.replace(expected, over=Gone(axis_of(2))), number)
+        def _placeholder(self, expected: Operation, number: int) -> None:
+            Agreement._placeholder(
+                self, dataclasses.replace(expected, over=Gone(axis_of(2))), number
+            )
 
     agreement = Standing()
-    first, second, third = knowing(agreement)
-    for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number)
+    _, _, third = alternating(agreement)
     with pytest.raises(StateError, match=r"unit 2 .*did not take part.*group is gone"):
         agreement.before(third)
 
@@ -213,9 +223,7 @@ def test_a_process_group_that_is_gone_where_others_may_wait_in_it() -> None:
 def test_a_retired_operation_is_not_expected_again() -> None:
     """Where it was predicted, ranks exchange, and learn what comes there now."""
     agreement = Recorded()
-    first, second, third = knowing(agreement)
-    for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number)
+    first, second, third = alternating(agreement)
     agreement.retire(first)
     known = agreement.exchanges
     for number in (third, second) * (CONTEXT + 4):
@@ -233,14 +241,12 @@ def test_a_retired_operation_is_not_expected_again() -> None:
 
 def test_a_wire_that_carries_nothing_is_not_checked() -> None:
     """The rank's own stamp is missing: a benchmark replaced the collectives."""
-    agreement = Recorded()
-    knowing(agreement)
+    agreement = known()
     agreement.compare(1, [None, None], axis_of(2))
     assert agreement.is_silent
     agreement.before(2)
     assert agreement.exchanges == 0
-    other = Recorded()
-    knowing(other)
+    other = known()
     other.compare_sum(1, [0.0] * STAMP_NUMEL, axis_of(2))
     assert other.is_silent
 
@@ -254,8 +260,7 @@ def total_of(numbers: list[int], divide_by: int = 1) -> list[Any]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_two_ranks_a_sum_tells_what_the_other_did(rank: int, divide_by: int) -> None:
     """Own code known, the other's follows from the sum, or the mean."""
-    agreement = Recorded()
-    knowing(agreement)
+    agreement = known()
     numbers = [1, 3]
     with pytest.raises(StateError, match=r"rank 0: unit 0 .*; rank 1: unit 2 "):
         agreement.compare_sum(numbers[rank], total_of(numbers, divide_by), axis_of(2, rank))
@@ -263,8 +268,7 @@ def test_of_two_ranks_a_sum_tells_what_the_other_did(rank: int, divide_by: int) 
 
 def test_of_three_ranks_a_sum_tells_that_one_differs() -> None:
     """Not which: the error names what this rank did."""
-    agreement = Recorded()
-    knowing(agreement)
+    agreement = known()
     agreement.compare_sum(2, total_of([2, 2, 2]), axis_of(3))
     with pytest.raises(StateError, match=r"rank 0: unit 1 .*; rank 1: something else"):
         agreement.compare_sum(2, total_of([2, 3, 2]), axis_of(3))
@@ -288,12 +292,12 @@ def test_every_trait_has_bits_of_its_own() -> None:
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "members": ({"members": (1,)}, "set .* of parameters; .*trainable"),
-    "alone": ({"alone": 0}, "3 by themselves; .* 0 by themselves.*set_copy_free_min_bytes"),
+    "alone": ({"alone": 0}, "3 sent separately; .* 0 sent separately.*set_copy_free_min_bytes"),
     "dtypes": (
         {"dtypes": (torch.bfloat16, torch.float32)},
         "sends float32; .*sends bfloat16, sums float32.*set_gradient_wire_dtype",
     ),
-    "is_custom": ({"is_custom": True}, "by the library; .*by a function of the user's"),
+    "is_custom": ({"is_custom": True}, "by the library; .*by a user-supplied function"),
     "is_partial": ({"is_partial": True}, "then over the replicas; .*without the replicas"),
 }
 
@@ -305,19 +309,15 @@ def test_ranks_that_send_the_same_differently_are_told_how(name: str, size: int)
     changes, match = CHANGES[name]
     numbers = [numbered(1), *[numbered(1, **changes)] * (size - 1)]
     expected = pytest.raises(StateError, match=f"unit 0 .*send it differently .*{match}")
-    agreement, other = Recorded(), Recorded()
-    knowing(agreement)
     with expected:
-        agreement.compare(numbers[0], [*numbers], axis_of(size))
-    knowing(other)
+        known().compare(numbers[0], [*numbers], axis_of(size))
     with expected:
-        other.compare_sum(numbers[0], total_of(numbers), axis_of(size))
+        known().compare_sum(numbers[0], total_of(numbers), axis_of(size))
 
 
 def test_last_words_say_where_and_why() -> None:
     """Whoever meets them in a later operation is told of the one in which ranks differ."""
-    agreement = Recorded()
-    knowing(agreement)
+    agreement = known()
     word = last_word(numbered(2), [1])
     assert word < 1 << STAMP_BITS
     match = "unit 2 .*rank 1: nothing, after an error in unit 1 .*set_copy_free_min_bytes"
@@ -348,8 +348,7 @@ def test_a_collective_that_fails_is_the_last_one() -> None:
 
 def test_a_rank_that_gave_up_is_named() -> None:
     """Its last word is the number of no operation."""
-    agreement = Recorded()
-    knowing(agreement)
+    agreement = known()
     with pytest.raises(StateError, match="rank 1: nothing, after an error"):
         agreement.compare(1, [1, GAVE_UP], axis_of(2))
 
@@ -368,8 +367,8 @@ def test_a_number_in_use_is_not_handed_out_again() -> None:
         assert not set(copy) & set(live)
         for number in copy[:5]:
             agreement.before(number)
-        most = max(most, len(agreement._operations))
-    assert {*live} <= agreement._operations.keys()
+        most = max(most, len(agreement.operations))
+    assert {*live} <= agreement.operations.keys()
     assert most < 2.5 * RENEWED
     assert len(agreement.names) < 2.5 * RENEWED
     assert agreement.describe(live[0]) == "unit 0 (all-gather)"
@@ -380,13 +379,13 @@ def test_an_operation_that_was_idle_for_long_is_known_again() -> None:
     wire, stamp = Wire(), Stamp(axis_of(2), "gather")
     stamp.enroll("encoder")
     stamp.register(wire, (8,), torch.float32, torch.float32, 0)
-    agreement = stamp._agreement
+    agreement = stamp.agreement
     agreement.is_silent = True  # there are no ranks
     for _ in range(2 * RENEWED):
         agreement.number("a copy")
-    assert not agreement.knows(stamp.number)
+    assert stamp.number not in agreement.operations
     stamp.before()
-    assert agreement.knows(stamp.number)
+    assert stamp.number in agreement.operations
     assert agreement.describe(stamp.number) == "encoder (all-gather)"
 
 

@@ -27,6 +27,7 @@ from fsdp2._core.params.layout import (
     align,
 )
 from tests.unit._loopback import same_bits
+from tests.unit._packed import garbage, gathered, sent_by_all
 from tests.unit._strategies import Spec, specs, whole_numbers
 
 CPU = torch.device("cpu")
@@ -73,52 +74,28 @@ def test_gathered_parameters_are_the_original_ones(
     size, group, shards = drawn
     layouts = layouts_of(size, group, shards, tail)
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
-    if not layouts[0].pieces:
+    if not layouts[0].landing.pieces:
         return
-    sent = []
+    sent = sent_by_all(wholes, layouts)
     for rank, layout in enumerate(layouts):
-        shard_buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
-        for index, whole in enumerate(wholes):
-            mine = packing.shard_of(whole, layout.items[index].shard, rank)
-            packing.own_shard(shard_buffer, layout, index, rank).copy_(mine)
-        send = torch.full((layout.send_nbytes,), 0xA5, dtype=torch.uint8)
-        if layout.casts:
-            packing.cast_shards(shard_buffer, send, layout, rank)
-        else:
-            send = shard_buffer
-        sent.append(send)
         dealt = [
             wholes[index].narrow(shard.dim or 0, *shard.span(rank)).numel()
             * spec.compute_dtype.itemsize
             for index, (spec, shard) in enumerate(zip(group, shards, strict=True))
             if shard.deal is not None
         ]
-        assert layout.pieces[rank] == layout.packed_nbytes + sum(map(align, dealt))
-        assert layout.pieces[rank] == layout.gather_nbytes
-        assert layout.pieces == layouts[0].pieces
+        assert layout.landing.pieces[rank] == layout.packed_nbytes + sum(map(align, dealt))
+        assert layout.landing.pieces[rank] == layout.gather_nbytes
+        assert layout.landing.pieces == layouts[0].landing.pieces
         assert layout.full_offsets == layouts[0].full_offsets
         assert layout.packed_nbytes == layouts[0].packed_nbytes
         assert layout.wire_dtype is layouts[0].wire_dtype
     for rank in (0, size - 1):
         layout = layouts[rank]
-        full = torch.full((layout.full_nbytes,), 0xA5, dtype=torch.uint8)
-        landing = packing.landing_in(full, layout)
+        full = garbage(layout.full_nbytes)
         are_owned = all(s.deal is None or s.deal.owner is not None for s in shards)
-        assert (landing is not None) == are_owned
-        if landing is None:
-            landing = torch.empty(layout.landing_numel, dtype=layout.wire_dtype)
-        for piece, send in zip(packing.pieces_of(landing, layout), sent, strict=True):
-            piece.view(torch.uint8).copy_(send[: piece.nbytes])
-        last = layout.size * layout.padded_nbytes(len(layout.items) - 1)
-        behind = torch.empty(last, dtype=torch.uint8)
-        targets = packing.gather_targets(full, layout, layout.whole.order, behind)
-        if targets:
-            even = torch.cat(packing.even_parts(landing, layout))
-            packing.unpack(even, layout, layout.whole, targets)
-        packing.unpack_dealt(landing, layout, packing.dealt_targets(full, layout))
-        replicated = packing.gather_targets(full, layout, layout.replicated)
-        packing.unpack_replicated(sent[rank], layout, replicated)
-        tensors = packing.full_tensors(full, layout)[: len(group)]
+        assert (packing.landing_in(full, layout) is not None) == are_owned
+        tensors = gathered(full, sent, layout, rank)[: len(group)]
         for tensor, whole, spec, shard in zip(tensors, wholes, group, shards, strict=True):
             assert same_bits(tensor, whole.to(spec.compute_dtype))
             assert tensor.stride() == shard.stride

@@ -58,13 +58,9 @@ def test_a_forward_of_three_units() -> None:
     marks.after(COMPUTE, GATHER)
     clock.kernel(COMPUTE, 5.0, "c")
     assert clock.finish() == 18.0
-    found = spans(clock)
-    assert found["gather a"] == (0.0, 3.0)
-    assert found["gather b"] == (3.0, 6.0)
-    assert found["a"] == (3.0, 8.0)
-    assert found["b"] == (8.0, 13.0)
-    assert found["gather c"] == (8.0, 11.0)
-    assert found["c"] == (13.0, 18.0)
+    gathers = {"gather a": (0.0, 3.0), "gather b": (3.0, 6.0), "gather c": (8.0, 11.0)}
+    units = {"a": (3.0, 8.0), "b": (8.0, 13.0), "c": (13.0, 18.0)}
+    assert spans(clock) == gathers | units
 
 
 def test_a_backward_whose_link_decides() -> None:
@@ -85,11 +81,14 @@ def test_a_backward_whose_link_decides() -> None:
     marks.after(REDUCE, COMPUTE)
     clock.collective(REDUCE, 7, NEAR, 6.0, "reduce a")
     assert clock.finish() == 20.0
-    found = spans(clock)
-    assert found["b"] == (4.0, 6.0)
-    assert found["a"] == (8.0, 10.0)
-    assert found["reduce b"] == (8.0, 14.0)
-    assert found["reduce a"] == (14.0, 20.0)
+    assert spans(clock) == {
+        "gather b": (0.0, 4.0),
+        "gather a": (4.0, 8.0),
+        "b": (4.0, 6.0),
+        "a": (8.0, 10.0),
+        "reduce b": (8.0, 14.0),
+        "reduce a": (14.0, 20.0),
+    }
 
 
 def test_sums_over_replicas_have_a_link_of_their_own() -> None:

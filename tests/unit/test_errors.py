@@ -13,12 +13,13 @@ from fsdp2._core.base.errors import (
     ConfigError,
     ConfigTypeError,
     FSDPError,
+    LostRank,
     StateError,
     UnsupportedError,
+    known_of,
 )
-from fsdp2._core.comm.process_mesh import LostRank, known_of
 
-CLOSED = "it closed the connection. Its program came to its end (had it fewer batches?)"
+CLOSED = "it closed the connection. Its program ended (did it have fewer batches?)"
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
 
 
@@ -80,8 +81,8 @@ def test_a_message_ends_with_its_code() -> None:
     assert (error.code, error.text) == ("FS301", "save: called during a backward.")
     lost = LostRank("some words")
     assert lost.code == "FS402"
-    assert str(lost).startswith("a collective: another rank did not take part. It has ended")
-    assert str(lost).endswith("The backend said: some words [FS402]")
+    assert str(lost).startswith("a collective: another rank did not take part. It has exited")
+    assert str(lost).endswith("The backend reported: some words [FS402]")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_message_ends_with_its_code() -> None:
 def test_what_a_backend_tells_comes_first(cause: str, known: str) -> None:
     """A peer that is gone, or how long nothing came, before any guess at the program."""
     if known.endswith(" s"):
-        known = f"nothing came from it for {known}."
+        known = f"no data came from it for {known}."
     assert known_of(cause).startswith(known)
     assert bool(known_of(cause)) == bool(known)
     text = str(LostRank(cause, ("save",)))
@@ -121,7 +122,10 @@ def test_what_a_backend_tells_comes_first(cause: str, known: str) -> None:
 def test_a_traceback_says_how_to_look_a_code_up() -> None:
     error = StateError("FS301", "save: called during a backward.")
     assert "explain FS301" not in str(error)
-    assert traceback.format_exception(error)[-1] == "`python -m fsdp2 explain FS301` says more.\n"
+    assert (
+        traceback.format_exception(error)[-1]
+        == "For details, run `python -m fsdp2 explain FS301`.\n"
+    )
     assert copy.copy(error).__notes__ == error.__notes__  # once
 
 

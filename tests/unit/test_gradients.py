@@ -46,13 +46,18 @@ CASES: dict[str, Callable[[], LoopbackGroup]] = {
 KINDS = pytest.mark.parametrize("case", CASES)
 
 
-def backward(ranks: LoopbackGroup, value: float) -> None:
-    """Do what a backward does in which every gradient is `value`."""
+def whole_gradients(ranks: LoopbackGroup, value: float) -> None:
+    """Gather parameters, and leave gradients of `value` in them."""
     ranks.gather()
     for module in ranks.modules:
         for param in module.parameters():
             param.grad = torch.full_like(param, value)
     ranks.reshard()
+
+
+def backward(ranks: LoopbackGroup, value: float) -> None:
+    """Do what a backward does in which every gradient is `value`."""
+    whole_gradients(ranks, value)
     ranks.reduce()
 
 
@@ -198,11 +203,7 @@ def test_two_reductions_of_one_group_in_flight() -> None:
     ranks = CASES["fp32"]()
     started = []
     for value in (1.0, 2.0):
-        ranks.gather()
-        for module in ranks.modules:
-            for param in module.parameters():
-                param.grad = torch.full_like(param, value)
-        ranks.reshard()
+        whole_gradients(ranks, value)
         started.append(ranks.each(reduced))
         for reduction in started[-1]:
             reduction.start()

@@ -91,6 +91,40 @@ def states(ranks: LoopbackGroup) -> set[Any]:
     return set(ranks.each(lambda group: group.state))
 
 
+def give(ranks: LoopbackGroup, weight: float, bias: float | None = None) -> None:
+    """Give the unsharded parameters of every rank gradients of one value."""
+    for module in ranks.modules:
+        module.weight.grad = torch.full_like(module.weight, weight)
+        if bias is not None:
+            module.bias.grad = torch.full_like(module.bias, bias)
+
+
+def assert_reduced(ranks: LoopbackGroup, weight: Any, bias: float | None = None) -> None:
+    """Assert that the shards' gradients have these values everywhere; no bias: it has none."""
+    for group in ranks.groups:
+        first, second = (param.sharded.grad for param in group.params)
+        assert local_of(first).eq(weight).all()
+        assert second is None if bias is None else local_of(second).eq(bias).all()
+
+
+def assert_no_gradients(ranks: LoopbackGroup) -> None:
+    assert all(p.sharded.grad is None for group in ranks.groups for p in group.params)
+
+
+def assert_whole(ranks: LoopbackGroup, name: str = "weight") -> None:
+    """Assert that every rank has the original parameter."""
+    for module in ranks.modules:
+        assert same_bits(getattr(module, name), getattr(ranks.original, name))
+
+
+def set_trained(ranks: LoopbackGroup, trained: bool) -> None:
+    for module in ranks.modules:
+        module.weight.requires_grad_(trained)
+
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
 # --- sharding -------------------------------------------------------------------------------------
 
 
@@ -241,14 +275,13 @@ def test_waiting_without_an_unshard_issues_it() -> None:
     ranks = LoopbackGroup(nn.Linear(4, 5), 1)
     ranks.wait()
     assert states(ranks) == {WHOLE}
-    assert same_bits(ranks.modules[0].weight, ranks.original.weight)
+    assert_whole(ranks)
 
 
 def test_one_rank_sends_nothing() -> None:
     ranks = linear(1)
     ranks.gather()
-    for param in ranks.parameters(0):
-        param.grad = torch.ones_like(param)
+    give(ranks, 1.0, 1.0)
     ranks.reduce()
     assert ranks.wire().kinds == []
     assert ranks.groups[0].params[0].sharded.grad is not None
@@ -265,8 +298,7 @@ def test_parameters_are_registered_only_once_they_are_whole() -> None:
     assert isinstance(ranks.modules[0].weight, DTensor)
     ranks.groups[1].unshard()
     ranks.wait()
-    for module in ranks.modules:
-        assert same_bits(module.weight, ranks.original.weight)
+    assert_whole(ranks)
 
 
 def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
@@ -280,8 +312,7 @@ def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
     assert states(ranks) == {SHARDED}
     assert not any(group.state is GATHERING for group in ranks.groups)
     ranks.gather()
-    for module in ranks.modules:
-        assert same_bits(module.weight, ranks.original.weight)
+    assert_whole(ranks)
 
 
 def test_reshard_of_sharded_parameters_does_nothing() -> None:
@@ -367,8 +398,7 @@ def test_from_the_smaller_mesh_back_to_the_whole_axis() -> None:
     assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * 4
     ranks.gather()
     assert ranks.wire().kinds == ["all_gather"] * 2
-    for module in ranks.modules:
-        assert same_bits(module.weight, ranks.original.weight)
+    assert_whole(ranks)
 
 
 def test_without_a_smaller_mesh_parameters_reshard_fully() -> None:
@@ -443,10 +473,7 @@ def test_who_had_a_gradient_travels_along() -> None:
     ranks.gather()
     ranks.modules[2].weight.grad = torch.full((5, 4), 8.0)
     ranks.reduce()
-    for group in ranks.groups:
-        weight, bias = (param.sharded for param in group.params)
-        assert local_of(weight.grad).eq(2.0).all()
-        assert bias.grad is None
+    assert_reduced(ranks, 2.0)
 
 
 def test_ranks_without_any_gradient_join_the_collective() -> None:
@@ -454,25 +481,22 @@ def test_ranks_without_any_gradient_join_the_collective() -> None:
     ranks.gather()
     ranks.reduce()
     assert ranks.wire().kinds == ["all_gather", "reduce_scatter"]
-    assert all(p.sharded.grad is None for group in ranks.groups for p in group.params)
+    assert_no_gradients(ranks)
 
 
 def test_gradients_of_two_backwards_add_up() -> None:
     ranks = linear(2)
     for _ in range(2):
         ranks.gather()
-        for module in ranks.modules:
-            module.weight.grad = torch.ones(5, 4)
+        give(ranks, 1.0)
         ranks.reshard()
         ranks.reduce()
-    for group in ranks.groups:
-        assert local_of(group.params[0].sharded.grad).eq(2.0).all()
+    assert_reduced(ranks, 2.0)
 
 
 def test_accumulation_without_sync_sends_nothing_and_adds_up_exactly() -> None:
     """In the reduce dtype: 1 + 2^-9 four times is lost in bf16, not in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ranks = linear(2, policy=policy)
+    ranks = linear(2, policy=LOW)
     for step in range(4):
         ranks.gather()
         for module in ranks.modules:
@@ -482,12 +506,10 @@ def test_accumulation_without_sync_sends_nothing_and_adds_up_exactly() -> None:
         ranks.reduce(Settings(reduce_grads=step == 3, all_reduce_grads=step == 3))
         if step < 3:
             assert "reduce_scatter" not in ranks.wire().kinds
-            assert all(group.params[0].sharded.grad is None for group in ranks.groups)
+            assert_no_gradients(ranks)
+    assert_reduced(ranks, 2.0 + 2.0**-8)
     for group in ranks.groups:
-        grad = local_of(group.params[0].sharded.grad)
-        assert grad.dtype == torch.float32
-        assert grad.eq(2.0 + 2.0**-8).all()
-        assert group.params[1].sharded.grad is None
+        assert group.params[0].sharded.grad.dtype == torch.float32
 
 
 def test_without_all_reduce_partial_sums_wait() -> None:
@@ -500,16 +522,13 @@ def test_without_all_reduce_partial_sums_wait() -> None:
         ranks.reduce(Settings(all_reduce_grads=last))
         if not last:
             assert ranks.replicate_wire().kinds == []
-            assert all(group.params[0].sharded.grad is None for group in ranks.groups)
+            assert_no_gradients(ranks)
     assert ranks.replicate_wire().kinds == ["all_reduce"]
-    for group in ranks.groups:
-        assert local_of(group.params[0].sharded.grad).eq(2 * (1 + 2 + 3 + 4) / 4).all()
-        assert group.params[1].sharded.grad is None
+    assert_reduced(ranks, 2 * (1 + 2 + 3 + 4) / 4)
 
 
 def test_discard_forgets_unreduced_gradients() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ranks = linear(2, policy=policy)
+    ranks = linear(2, policy=LOW)
     ranks.gather()
     whole_gradients(ranks)
     ranks.reduce(Settings(reduce_grads=False))
@@ -517,7 +536,7 @@ def test_discard_forgets_unreduced_gradients() -> None:
     ranks.each(lambda group: group.reducer.discard())
     assert not any(group.reducer.has_local_gradients for group in ranks.groups)
     ranks.reduce()
-    assert all(p.sharded.grad is None for group in ranks.groups for p in group.params)
+    assert_no_gradients(ranks)
 
 
 @pytest.mark.parametrize("ranks_count", [2, 3])
@@ -561,12 +580,9 @@ def test_complex_gradients_keep_their_imaginary_part(
 def test_fp32_is_scaled_once_exactly() -> None:
     ranks = linear(3)
     ranks.gather()
-    for module in ranks.modules:
-        module.weight.grad = torch.full((5, 4), 0.1)
+    give(ranks, 0.1)
     ranks.reduce()
-    summed = torch.tensor(0.1) + torch.tensor(0.1) + torch.tensor(0.1)
-    for group in ranks.groups:
-        assert local_of(group.params[0].sharded.grad).eq(summed / 3).all()
+    assert_reduced(ranks, (torch.tensor(0.1) + torch.tensor(0.1) + torch.tensor(0.1)) / 3)
 
 
 # --- what users do between steps ------------------------------------------------------------------
@@ -637,8 +653,7 @@ def test_requires_grad_is_carried_over() -> None:
     ranks = linear(2)
     ranks.gather()
     ranks.reshard()
-    for module in ranks.modules:
-        module.weight.requires_grad_(False)
+    set_trained(ranks, False)
     ranks.gather()
     for module in ranks.modules:
         assert not module.weight.requires_grad
@@ -649,43 +664,16 @@ def test_requires_grad_is_carried_over() -> None:
         assert group.params[0].sharded.grad is None
         assert local_of(group.params[1].sharded.grad).eq(1.0).all()
     ranks.reshard()
-    for module in ranks.modules:
-        module.weight.requires_grad_()
+    set_trained(ranks, True)
     ranks.gather()
     assert all(module.weight.requires_grad for module in ranks.modules)
 
 
-def test_freezing_while_gradients_are_accumulated_is_refused_and_changes_nothing() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ranks = linear(2, policy=policy)
-    ranks.gather()
-    for module in ranks.modules:
-        module.weight.grad = torch.ones(5, 4).bfloat16()
-        module.bias.grad = torch.ones(5).bfloat16()
-    ranks.reshard()
-    ranks.reduce(Settings(reduce_grads=False))
-    for module in ranks.modules:
-        module.weight.requires_grad_(False)
-    for group in ranks.groups:
-        for _ in range(2):  # asking twice does not make it legal
-            with pytest.raises(StateError, match="run a backward with gradient sync"):
-                group.inspect()
-        assert group.state is SHARDED
-    for module in ranks.modules:
-        module.weight.requires_grad_(True)
-    ranks.gather()
-    ranks.reduce()
-    for group in ranks.groups:
-        assert all(local_of(param.sharded.grad).eq(1.0).all() for param in group.params)
-
-
-def waiting_gradients() -> LoopbackGroup:
+def waiting_gradients(**kwargs: Any) -> LoopbackGroup:
     """Leave gradients of 1 without sync: autograd keeps them in the unsharded parameters."""
-    ranks = linear(2)
+    ranks = linear(2, **kwargs)
     ranks.gather()
-    for module in ranks.modules:
-        module.weight.grad = torch.ones(5, 4)
-        module.bias.grad = torch.ones(5)
+    give(ranks, 1.0, 1.0)
     ranks.reshard()
     ranks.reduce(Settings(reduce_grads=False))
     return ranks
@@ -700,21 +688,27 @@ def test_gradients_that_wait_for_sync_survive_a_new_plan() -> None:
         module.weight.grad.add_(2.0)
     ranks.reshard()
     ranks.reduce()
+    assert_reduced(ranks, 3.0, 1.0)
     for group in ranks.groups:
-        weight, bias = (param.sharded for param in group.params)
-        assert local_of(weight.grad).eq(3.0).all()
-        assert local_of(bias.grad).eq(1.0).all()
-        assert weight.grad.dtype == weight.dtype
+        assert group.params[0].sharded.grad.dtype == group.params[0].sharded.dtype
 
 
-def test_freezing_while_gradients_wait_is_refused() -> None:
-    ranks = waiting_gradients()
-    for module in ranks.modules:
-        module.weight.requires_grad_(False)
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), LOW], ids=["fp32", "bf16"])
+def test_freezing_while_gradients_wait_is_refused(
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """In fp32 they wait in the unsharded parameters, and in bf16 as sums in the reduce dtype."""
+    ranks = waiting_gradients(policy=policy)
+    set_trained(ranks, False)
     for group in ranks.groups:
-        for _ in range(2):
+        for _ in range(2):  # asking twice does not make it legal
             with pytest.raises(StateError, match="run a backward with gradient sync"):
                 group.inspect()
+        assert group.state is SHARDED
+    set_trained(ranks, True)
+    ranks.gather()
+    ranks.reduce()
+    assert_reduced(ranks, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -754,8 +748,7 @@ def test_a_group_gives_parameters_up_to_another() -> None:
         assert same_bits(module.weight, ranks.original.weight)
         assert isinstance(module.bias, DTensor)
     ranks.gather()
-    for module in ranks.modules:
-        assert same_bits(module.bias, ranks.original.bias)
+    assert_whole(ranks, "bias")
     others.reshard()
     for module, weight in zip(ranks.modules, weights, strict=True):
         assert module.weight is weight

@@ -127,7 +127,7 @@ def test_the_default_is_all_ranks() -> None:
             lambda: init_device_mesh("cpu", (1, 2, 3), mesh_dim_names=("a", "b", "c")),
             "found 3 dims",
         ),
-        (lambda: init_device_mesh("cpu", (2, 3)), "expected names on a 2-D mesh"),
+        (lambda: init_device_mesh("cpu", (2, 3)), "expected a 2-D mesh with dim names"),
     ],
     ids=["a string", "a tuple", "three dims", "no names"],
 )

@@ -45,6 +45,13 @@ def sharded(checkpointed: bool = False, **kwargs: Any) -> nn.Module:
     return model
 
 
+def stepped(**kwargs: Any) -> nn.Module:
+    """Return a model whose order of units is known: it has done a step."""
+    model = sharded(**kwargs)
+    model(inputs()).sum().backward()
+    return model
+
+
 def inputs(grad: bool = True) -> Tensor:
     return torch.ones(3, 4, requires_grad=grad)
 
@@ -57,10 +64,24 @@ def trace() -> Iterator[list[str]]:
         yield lines
 
 
+def told(lines: list[str]) -> str:
+    """Write events in their order, one line for each run of events of one unit in one phase."""
+    runs: list[str] = []
+    for line in lines:
+        phase, _, event = line.partition(": ")
+        kind, _, unit = event.partition(" ")
+        head = f"{phase} {unit}:"
+        if event and runs and runs[-1].startswith(head):
+            runs[-1] += f" {kind}"
+        else:
+            runs.append(f"{head} {kind}" if event else line)
+    return "\n".join(runs)
+
+
 def step_of(model: nn.Module, grad: bool = True) -> str:
     with trace() as lines:
         model(inputs(grad)).sum().backward()
-    return "\n".join(lines)
+    return told(lines)
 
 
 @ranks(1, 2)
@@ -69,67 +90,39 @@ def test_the_first_step() -> None:
     assert_expected_inline(
         step_of(sharded()),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: unshard a
-forward: wait_for_unshard a
-forward: reshard a
-forward: unshard b
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: unshard wait_for_unshard reshard
+forward b: unshard wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
 @ranks(1, 2)
 def test_the_second_step_prefetches_in_forward_too() -> None:
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     assert_expected_inline(
         step_of(model),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
 @ranks(2)
 def test_every_later_step_is_the_second() -> None:
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     second = step_of(model)
     assert [step_of(model) for _ in range(2)] == [second] * 2
 
@@ -137,96 +130,57 @@ def test_every_later_step_is_the_second() -> None:
 @ranks(2)
 def test_inputs_without_gradients() -> None:
     """The first unit has no marked input: the end of backward reshards and reduces it."""
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     assert_expected_inline(
         step_of(model, grad=False),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reduce a
-backward: reshard a
-backward: reduce <root>
-backward: reshard <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reduce reshard
+backward <root>: reduce reshard wait_for_reduce""",
     )
 
 
 @ranks(1, 2)
 def test_without_reshard_after_forward() -> None:
     """Backward gathers nothing."""
-    model = sharded(reshard_after_forward=False)
-    model(inputs()).sum().backward()
+    model = stepped(reshard_after_forward=False)
     assert_expected_inline(
         step_of(model),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: wait_for_unshard b
-backward: reshard b
-backward: reduce b
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard wait_for_unshard
+backward b: reshard reduce
+backward a: reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
 @ranks(2)
 def test_the_root_told_to_reshard_after_forward() -> None:
-    model = sharded(reshard_after_forward=True)
-    model(inputs()).sum().backward()
+    model = stepped(reshard_after_forward=True)
     assert_expected_inline(
         step_of(model),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-forward: reshard <root>
-backward: unshard <root>
-backward: wait_for_unshard <root>
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+forward <root>: reshard
+backward <root>: unshard wait_for_unshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
@@ -242,8 +196,7 @@ def test_resharding_to_neighbours() -> None:
 @ranks(1, 2)
 def test_accumulation_without_sync() -> None:
     """Nothing is reduced until the step that syncs."""
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     model.set_requires_gradient_sync(False)
     with trace() as lines:
         model(inputs()).sum().backward()
@@ -251,60 +204,36 @@ def test_accumulation_without_sync() -> None:
         lines.append("--- sync")
         model(inputs()).sum().backward()
     assert_expected_inline(
-        "\n".join(lines),
+        told(lines),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reshard <root>
-backward: wait_for_reduce <root>
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard
+backward a: wait_for_unshard reshard
+backward <root>: reshard wait_for_reduce
 --- sync
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
 @ranks(2)
 def test_without_reshard_after_backward() -> None:
     """The step after it gathers nothing in forward."""
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     model.set_reshard_after_backward(False)
     with trace() as lines:
         model(inputs()).sum().backward()
@@ -312,44 +241,26 @@ def test_without_reshard_after_backward() -> None:
         lines.append("--- the next step")
         model(inputs()).sum().backward()
     assert_expected_inline(
-        "\n".join(lines),
+        told(lines),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reduce b
-backward: wait_for_unshard a
-backward: reduce a
-backward: reduce <root>
-backward: wait_for_reduce <root>
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reduce
+backward a: wait_for_unshard reduce
+backward <root>: reduce wait_for_reduce
 --- the next step
-forward: reshard a
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward a: reshard
+forward b: reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
@@ -362,29 +273,19 @@ def test_a_forward_without_gradients() -> None:
         lines.append("--- again")
         model(inputs())
     assert_expected_inline(
-        "\n".join(lines),
+        told(lines),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: unshard a
-forward: wait_for_unshard a
-forward: reshard a
-forward: unshard b
-forward: wait_for_unshard b
-forward: reshard b
-forward: reshard <root>
+forward <root>: unshard wait_for_unshard
+forward a: unshard wait_for_unshard reshard
+forward b: unshard wait_for_unshard reshard
+forward <root>: reshard
 --- again
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-forward: reshard <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+forward <root>: reshard""",
     )
 
 
@@ -407,28 +308,13 @@ def test_prefetch_lists_replace_the_recorded_order() -> None:
     assert_expected_inline(
         step_of(model),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch b
-forward: unshard b
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: reshard b
-backward: reduce b
-backward: unshard a
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: prefetch unshard wait_for_unshard reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard reshard reduce
+backward a: unshard wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
@@ -450,62 +336,37 @@ def test_a_prefetch_that_nobody_used_is_dropped() -> None:
 @ranks(2)
 def test_two_forwards_before_a_backward_reduce_once() -> None:
     """The second gathers the root again: nobody can see whether it was written to in between."""
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     with trace() as lines:
         (model(inputs()).sum() + model(inputs()).sum()).backward()
     assert_expected_inline(
-        "\n".join(lines),
+        told(lines),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-forward: reshard <root>
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: wait_for_unshard a
-backward: reshard a
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: wait_for_unshard a
-backward: reshard a
-backward: reduce a
-backward: reshard <root>
-backward: reduce <root>
-backward: wait_for_reduce <root>""",
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+forward <root>: reshard unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard
+backward a: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward a: wait_for_unshard reshard reduce
+backward <root>: reshard reduce wait_for_reduce""",
     )
 
 
 @ranks(2)
 def test_unshard_and_reshard_by_hand() -> None:
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     with trace() as lines:
         handle = model.a.unshard(async_op=True)
         handle.wait()
@@ -517,22 +378,16 @@ def test_unshard_and_reshard_by_hand() -> None:
         with torch.no_grad():
             model(inputs())
     assert_expected_inline(
-        "\n".join(lines),
+        told(lines),
         """\
-idle: unshard a
-idle: wait_for_unshard a
-idle: unshard b
-idle: wait_for_unshard b
-idle: reshard b
+idle a: unshard wait_for_unshard
+idle b: unshard wait_for_unshard reshard
 --- forward
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-forward: reshard <root>""",
+forward <root>: unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+forward <root>: reshard""",
     )
 
 
@@ -542,8 +397,7 @@ class Provoked(Exception):  # noqa: N818  # not an error of the model's
 
 @ranks(1, 2)
 def test_an_exception_in_forward_and_the_recovery() -> None:
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     clean = step_of(model)
 
     def fail(*_: Any) -> None:
@@ -557,31 +411,24 @@ def test_an_exception_in_forward_and_the_recovery() -> None:
         lines.append("--- the next step")
         model(inputs()).sum().backward()
     assert_expected_inline(
-        "\n".join(lines[: lines.index("--- the next step") + 4]),
+        told(lines[: lines.index("--- the next step") + 4]),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-idle: reshard <root>
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+idle <root>: reshard
 --- the next step
-idle: recover <root>
-forward: unshard <root>
-forward: wait_for_unshard <root>""",
+idle <root>: recover
+forward <root>: unshard wait_for_unshard""",
     )
     assert step_of(model) == clean
 
 
 @ranks(1, 2)
 def test_an_exception_in_backward_and_the_recovery() -> None:
-    model = sharded()
-    model(inputs()).sum().backward()
+    model = stepped()
     clean = step_of(model)
 
     def fail(grad: Tensor) -> None:
@@ -595,31 +442,21 @@ def test_an_exception_in_backward_and_the_recovery() -> None:
         lines.append("--- the next step")
         model(inputs()).sum().backward()
     assert_expected_inline(
-        "\n".join(lines[: lines.index("--- the next step") + 5]),
+        told(lines[: lines.index("--- the next step") + 5]),
         """\
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a
-forward: unshard a
-forward: wait_for_unshard a
-forward: prefetch b
-forward: unshard b
-forward: reshard a
-forward: wait_for_unshard b
-forward: reshard b
-backward: prefetch b
-backward: unshard b
-backward: wait_for_unshard b
-backward: prefetch a
-backward: unshard a
-backward: reshard b
-backward: reduce b
-backward: reshard <root>
+forward <root>: unshard wait_for_unshard
+forward a: prefetch unshard wait_for_unshard
+forward b: prefetch unshard
+forward a: reshard
+forward b: wait_for_unshard reshard
+backward b: prefetch unshard wait_for_unshard
+backward a: prefetch unshard
+backward b: reshard reduce
+backward <root>: reshard
 --- the next step
-backward: recover <root>
-forward: unshard <root>
-forward: wait_for_unshard <root>
-forward: prefetch a""",
+backward <root>: recover
+forward <root>: unshard wait_for_unshard
+forward a: prefetch""",
     )
     assert step_of(model) == clean
 

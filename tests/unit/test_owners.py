@@ -23,6 +23,7 @@ from fsdp2._core.transfer.owners import (
 )
 from fsdp2.optim import plan_owners
 
+DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 GRIDS = ((1,), (2,), (3,), (4,), (2, 2), (3, 2))
 
 
@@ -39,12 +40,13 @@ def fleets(draw: st.DrawFn) -> tuple[int, list[Cargo]]:
         lead = draw(st.none() | st.integers(0, shape[0] - 1)) if shape and shape[0] else None
         cut = Cut(Blocks(shape, counts, cuts), places, lead)
         owner = draw(st.integers(0, len(places) - 1))
-        found.append(Cargo(cut, owner, draw(st.sampled_from([1, 2, 4, 8]))))
+        found.append(Cargo(cut, owner, draw(st.sampled_from(DTYPES))))
     return len(places), found
 
 
 def routes(ranks: int, cargos: list[Cargo], to_owners: bool) -> list[Route]:
-    return [route(rank, ranks, tuple(cargos), to_owners) for rank in range(ranks)]
+    ways = tuple(cargo if to_owners else cargo.back for cargo in cargos)
+    return [route(rank, ranks, ways) for rank in range(ranks)]
 
 
 @given(fleets(), st.booleans())
@@ -92,6 +94,22 @@ def test_every_element_arrives_once_at_its_owner_and_goes_to_all_who_hold_it(
             own = [part.region for part in way.received if part.index == number]
             expected = cargo.cut.part(rank)
             assert own == ([] if expected is None else [expected])
+
+
+@given(fleets(), st.booleans())
+def test_parts_lie_in_the_boxes_of_both_ends(
+    fleet: tuple[int, list[Cargo]], to_owners: bool
+) -> None:
+    """`at` is in a rank's own tensor what `region` is in the whole."""
+    ranks, cargos = fleet
+    for rank, way in enumerate(routes(ranks, cargos, to_owners)):
+        for parts, is_sent in ((way.sent, True), (way.received, False)):
+            for part in parts:
+                cargo = cargos[part.index] if to_owners else cargos[part.index].back
+                box = cargo.source(rank) if is_sent else cargo.target(rank)
+                assert box is not None
+                whole = torch.arange(cargo.cut.numel).view(cargo.cut.shape)
+                assert torch.equal(whole[box.slices][part.at], whole[part.region.slices])
 
 
 @given(fleets(), st.sampled_from([1, 64, 1 << 20]))

@@ -15,6 +15,7 @@ from fsdp2._core.comm.wire import Kept
 from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
+from tests.unit._packed import garbage, send_buffer, shard_buffer
 from tests.unit._strategies import (
     Spec,
     groups_of_specs,
@@ -25,32 +26,15 @@ from tests.unit._strategies import (
 )
 
 CPU = torch.device("cpu")
-GARBAGE = 0xA5
-
-
-def garbage(nbytes: int) -> Tensor:
-    return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
 
 
 def shard_buffers(wholes: list[Tensor], layout: GatherLayout) -> list[Tensor]:
     """Return every rank's shard buffer."""
-    buffers = []
-    for rank in range(layout.size):
-        buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
-        for index, (whole, item) in enumerate(zip(wholes, layout.items, strict=True)):
-            mine = packing.shard_of(whole, item.shard, rank)
-            packing.own_shard(buffer, layout, index, rank).copy_(mine)
-        buffers.append(buffer)
-    return buffers
+    return [shard_buffer(wholes, layout, rank) for rank in range(layout.size)]
 
 
 def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
-    if not layout.casts:
-        return buffers
-    sends = [garbage(layout.send_nbytes) for _ in buffers]
-    for rank, (buffer, send) in enumerate(zip(buffers, sends, strict=True)):
-        packing.cast_shards(buffer, send, layout, rank)
-    return sends
+    return [send_buffer(buffer, layout, rank) for rank, buffer in enumerate(buffers)]
 
 
 def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apart: bool) -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint._pickle_machine import RefusedError
+from fsdp2.checkpoint._pickle_machine import RefusedError, plain_names, unpickle
 from fsdp2.checkpoint._torch_files import read_torch_file
-from fsdp2.checkpoint._unpickling import plain_names, unpickle
 
 PLAIN = [
     *(1, -5, 70_000, 2**70, -(2**70), 1.5, True, None, "x\ud800é", "", b"abc", b"", 1j),

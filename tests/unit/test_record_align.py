@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp2._tools.pages.content import Span
-from fsdp2._tools.record.align import Delay, align, arrivals, delays
+from fsdp2._tools.record.align import Delay, align
 from fsdp2._tools.record.bounds import blamed, caused, delays_of, late_spans, stragglers
 from fsdp2._tools.record.rows import RankFile
 
@@ -87,7 +87,7 @@ def test_ranks_that_nothing_connects() -> None:
     one, other = two_ranks(3, [0, 0], (0, 0))
     found = align([one, file_of(1, [])])
     assert found.clocks[1].accuracy_s == float("inf")
-    assert arrivals(found)[0].counted == 0
+    assert found.arrivals[0].counted == 0
     assert align([other]).clocks[0].accuracy_s == 0
 
 
@@ -117,21 +117,22 @@ def test_a_chain_of_axes() -> None:
 
 def test_a_straggler_is_told_from_chance() -> None:
     files = two_ranks(60, [0, 4 * MS], (0, -2 * MS))
-    (worst, other) = found = arrivals(align(files))
+    aligned = align(files)
+    (worst, other) = aligned.arrivals
     assert (worst.rank, worst.last, worst.counted, worst.expected) == (1, 40, 40, 20.0)
     assert worst.median_late_s == pytest.approx(0.004)
     assert worst.late_s == pytest.approx(0.16)
     assert (other.rank, other.last, other.late_s) == (0, 0, 0.0)
-    assert stragglers(files, found) == (worst,)
+    assert stragglers(aligned) == (worst,)
 
 
 def test_a_wait_is_laid_at_the_door_of_the_rank_that_was_late() -> None:
     files = two_ranks(60, [0, 4 * MS], (0, -2 * MS))
     aligned = align(files)
-    found = delays_of(stragglers(files, arrivals(aligned)), delays(aligned))
+    found = delays_of(stragglers(aligned), aligned)
     assert len(found) == 40
     assert caused(found) == {("a", "all_gather"): pytest.approx(0.16)}
-    assert delays_of((), delays(aligned)) == []
+    assert delays_of((), aligned) == []
     wait = Span("compute", "wait for all_gather a", 0.010, 0.015, 0, "all_gather a", "by a")
     assert blamed(wait, 0, found, 0).cause == "rank 1, all_gather a"
     assert blamed(wait, 1, found, 0) is wait  # its own
@@ -168,7 +169,7 @@ def test_two_that_take_turns_are_no_stragglers() -> None:
         for rank in (0, 1):
             rows[rank].append(gather(number, came[rank], max(came) + MS))
     files = [file_of(rank, [*rows[rank], step_row(0.6)]) for rank in (0, 1)]
-    assert stragglers(files, arrivals(align(files))) == ()
+    assert stragglers(align(files)) == ()
 
 
 def test_what_ranks_saw_differently_is_left_out() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2._tools.record.align import align, arrivals
+from fsdp2._tools.record.align import align
 from fsdp2._tools.record.rows import RankFile
 from fsdp2._tools.record.summary import page
 
@@ -117,8 +117,7 @@ def test_the_cause_comes_first(cause: str) -> None:
     """What follows from it is not said again as the fault of a unit."""
     given, expected, headline = CAUSES[cause]
     files = [recording(rank, **given) for rank in (0, 1)]
-    aligned = align(files)
-    made = page(files, aligned, arrivals(aligned), 1, None)
+    made = page(align(files), 1, None)
     found = [one.about for one in made.advice]
     assert found[:1] == expected[:1]
     assert set(found) <= set(expected)
@@ -134,8 +133,7 @@ def test_one_long_step_is_told_and_hides_nothing() -> None:
     next(row for row in files[1].rows if row["kind"] == "step" and row["step"] == 7)["seconds"] = (
         2.0
     )
-    aligned = align(files)
-    made = page(files, aligned, arrivals(aligned), 1, None)
+    made = page(align(files), 1, None)
     (typical,) = (fact for fact in made.facts if fact.name == "a step")
     assert (typical.value, typical.note.rpartition("; ")[2]) == (
         "21 ms",

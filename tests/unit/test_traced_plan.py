@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp2._compiled.plan import TracedPlan
+from fsdp2._compiled.plan import Joining, TracedPlan
 from fsdp2._core.base.capabilities import ROW_NBYTES
 from fsdp2._core.base.policy import Overlap
 from fsdp2._core.params.layout import GatherItem, GatherLayout, ShardLayout, contiguous_stride
@@ -33,11 +33,8 @@ def plan(
         recompute=False,
         trainable=(True,) * count,
         widened=(None,) * count,
-        reduce_dtype=torch.float32,
-        gradient_wire_dtype=torch.float32,
+        reduction=Joining(torch.float32, torch.float32, (1.0, 1.0), "avg"),
         grad_dtypes=(torch.bfloat16,) * count,
-        scale=(1.0, 1.0),
-        op="avg",
         counts_used=counts_used,
         overlap=Overlap(),
     )

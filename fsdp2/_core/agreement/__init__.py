@@ -1,1 +1,1 @@
-"""How ranks find out, without a wait, that they do the same things in the same order."""
+"""Verify without waiting that ranks issue the same operations in the same order."""

@@ -1,55 +1,47 @@
-"""Ranks issue the same collectives in the same order, or every one of them gets an error.
+"""Ranks issue the same collectives in the same order, or each of them raises an error.
 
-Owns, for each axis of ranks, the numbers of the operations on it, what followed what so far, and
-what happens where something else follows: ranks exchange numbers, stand in for what others issue,
-or give up. It must not know parameters, groups or hooks. A steady step does not enter this file.
+For each axis of ranks: the numbers of its operations, the observed sequences, and the handling of
+deviations. A steady step does not enter this file.
 
 [Note: agreement]
-Two ranks that gather different blocks of one size would mix them silently; of different sizes, gloo
-ends the process. So no rank may issue an operation that another does not, and none may wait to
-find out. What all ranks did so far is the same on all; so is any prediction made from it. Each rank
-compares what it is about to do with the prediction for the last few operations:
-
-- It is what was predicted: go on. The operation carries its number in a few elements of its own
-  buffer (its *stamp*), and who receives it compares (``Stamp``).
-- Nothing is predicted, or what followed differed in the past, and not in turns that repeat: all
-  ranks know that, and exchange the numbers in one tiny collective first. Turns that repeat are
-  those of microbatches: the last one is synchronised, the others are not.
-- Something else is predicted: the others may be issuing that. So this rank does too, with nothing
-  in it but a stamp that says what it wants. If all ranks came here for the same reason, they agree,
-  mark the place as uncertain, and go on; if not, everybody sees the stamps and raises.
-
-A rank that raises also says so on the other process groups of its units: the replicas of its shards
-agree among themselves and would wait for it.
+If two ranks gather different blocks of one size, data is mixed silently; if the sizes differ, gloo
+kills the process. So no rank may issue an operation that the others do not, and no rank may wait to
+find out. The history of operations is the same on all ranks, and so are predictions from it. Each
+rank compares its next operation with the prediction from the last few:
+- Equal: continue. The operation carries its number in a few elements of its own buffer (its
+  *stamp*), which receivers compare (``Stamp``).
+- No prediction, or successors differed before and not in repeating turns (as with microbatches, of
+  which the last is synchronised): all ranks first exchange the numbers in one tiny collective.
+- Different: the others may be issuing the predicted operation. So this rank issues it as well, as a
+  placeholder: empty except for a stamp with the number of the operation that this rank wants. If
+  all ranks want the same one, they mark the place as uncertain and continue; if not, all find
+  differing stamps and raise. A rank that raises also reports it on the other process groups of its
+  units: the replicas of its shards agree among themselves and would wait for it.
 
 [Note: several groups of some ranks]
-Reductions may have a process group of their own, and so have neighbours that hold a whole parameter
-together between forward and backward. One rank may be about to reduce over the one group, another
-to gather over the other: they would wait for each other until the groups' time-outs. So the ranks
-of the axis agree on what is issued over all of its groups, in one order, and exchange numbers over
-the axis.
-What travels among neighbours is seen by these alone. A rank that wants something else stands in for
-operation after operation, until all ranks of the axis have taken part in one. A rank that gives up
-goes on as far.
+Reductions may have a separate process group, and so may neighbours that share a full parameter
+between forward and backward. If one rank reduces over one group while another gathers over the
+other, they wait for each other until the groups' time-outs. So the ranks of the axis agree on one
+order of operations over all of its groups, and exchange numbers over the axis. Only neighbours see
+the operations among themselves. A rank that wants another operation issues placeholders until all
+ranks of the axis have taken part in one, and so does a rank that gives up.
 
-Part of a number is in which way the operation travels (``Signature``): ranks of which one changed a
-setting alone want different operations, and what is issued meanwhile is what was before.
+A number includes how the operation is sent (``Signature``): ranks of which only one changed a
+setting want different operations, and the placeholders use the previous setting. After its first
+steps, a program that repeats its steps exchanges nothing but its own collectives.
+On a device the host does not wait for the check: stamps of gathers are copied to it once a step,
+and checked mostly a step later (``LateLook``). Until then the others continue as predicted. So a
+rank that gives up continues as well, with empty operations, until all others have detected it.
 
-A program that repeats its steps exchanges nothing beside its own collectives after the first ones.
-
-On a device the host does not wait to look: what came with gathers is copied to it once a step, and
-looked at when that is there, mostly a step later (``LateLook``). Until then the others go on with
-what was predicted. So a rank that gives up goes on with that too, one empty operation after the
-other, until all others have seen it.
-A wire that carries nothing (a benchmark that replaces collectives by no-ops) is recognised by the
-missing stamp of the rank itself, and is not checked.
+A wire that carries nothing (a benchmark without collectives) is recognised by the missing stamp of
+the rank itself, and is not checked.
 
 [Note: numbers that are free again]
-Models are copied, run and dropped, and there are 65,535 numbers. When which object dies differs
-between ranks, so it says nothing. What all ranks know is what was issued: after every ``RENEWED``
-numbers, an operation that was issued by no rank since the last time, and is no younger, gives its
-number back, and is forgotten. Its stamp makes it known again if it comes back after all. What ranks
-expect is forgotten at that moment too, so the next step exchanges its numbers.
+A program may copy, run and drop many models, and there are 65,535 numbers. Object lifetimes differ
+between ranks; the history of operations does not. So after every ``RENEWED`` numbers, an operation
+that no rank has issued since the last time is dropped, and its number is free. If it is issued
+after all, its stamp registers it again. Predictions are dropped too: the next step exchanges its
+numbers.
 """
 
 from __future__ import annotations
@@ -65,32 +57,30 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fsdp2._core.base import torch_autograd, torch_comm, torch_modes
-from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.errors import StateError, known_of
 from fsdp2._core.comm.late_look import LateLook
 from fsdp2._core.comm.mesh import MeshAxis
-from fsdp2._core.comm.process_mesh import known_of
 from fsdp2._core.comm.wire import Wire
 
-# What a collective carries to say which operation it belongs to: numbers, and their encodings.
+# Encoding of operation numbers in collectives.
 
 NUMBER_BITS = 16
 TRAIT_BITS = (12, 6, 8, 1, 1)
-"""Of what ranks must agree on beside the operation: see ``Signature``."""
+"""Widths of the traits of ``Signature``, on which ranks must agree besides the operation."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
-"""Elements that say which operation a reduction belongs to: bits and their complements."""
+"""Elements that identify the operation of a reduction: bits and their complements."""
 
-DIGIT_BITS = 3
-"""Bits of a stamp in an element that is gathered, not summed: any dtype holds these exactly."""
+DIGIT_BITS = 3  # bits of a stamp per gathered (not summed) element, exact in any dtype
 GATHER_STAMP_NUMEL = 1 + -(-STAMP_BITS // DIGIT_BITS)
-"""Elements that say which operation a gather belongs to: a mark, and digits."""
+"""Elements that identify the operation of a gather: a mark, and digits."""
 
 NAMES = {
     "gather": "all-gather",
@@ -99,38 +89,33 @@ NAMES = {
     "reduce_outer": "reduce-scatter over the outer dim",
 }
 
-
 DTYPES = (
     *(torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex32, torch.complex64, torch.complex128),
 )
-"""Dtypes of collectives; messages of other ones are told apart by what takes part."""
+"""Dtypes of collectives that messages can name; ``members`` distinguishes others."""
 
 NamedShape = tuple[str, tuple[int, ...]]
-MOST_TENSORS = 12
-"""In a message."""
-
+MOST_TENSORS = 12  # upper bound in a message
 DIFFERENCES = (
     "which parameters are trainable, or their shapes or dtypes: freeze, cast and replace "
-    "parameters alike on all ranks",
-    "which parameters travel by themselves: call set_copy_free_min_bytes alike on all ranks",
+    "parameters identically on all ranks",
+    "which parameters are sent separately: set the same set_copy_free_min_bytes on all ranks",
     "the dtypes that are sent and summed: use one mixed precision policy, one "
     "set_gradient_wire_dtype and one mode, train() or eval(), on all ranks",
-    "who carries it: set custom collectives and hooks on all ranks",
-    "whether replicas are summed behind it: call set_requires_all_reduce alike on all ranks",
+    "the custom collectives or hooks: set the same ones on all ranks",
+    "whether an all-reduce over replicas follows: set the same set_requires_all_reduce on all "
+    "ranks",
 )
-"""What it means, and what to do, that ranks differ in a trait; in the order of ``TRAIT_BITS``."""
+"""For each trait in ``TRAIT_BITS``: the meaning of a difference between ranks, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What ranks have to agree on for their parts of an operation to fit.
-
-    ``members``: anything whose ``repr`` tells what takes part; ``alone``: how many of these travel
-    in collectives of their own; ``dtypes``: what is sent, and what it is summed in;
+    """Properties of an operation on which ranks must agree. The ``repr`` of ``members`` identifies
+    the participants, of which ``alone`` are sent separately; ``dtypes``: sent, and summed in;
     ``is_partial``: no sum over replicas follows, for which other process groups would wait;
-    ``tensors``: the names and shapes of those that take part, for messages.
-    """
+    ``tensors``: names and shapes, for messages."""
 
     members: object
     alone: int
@@ -154,23 +139,20 @@ class Signature:
 
 
 def describe_tensors(tensors: Sequence[NamedShape]) -> str:
-    """Say what takes part on this rank: other ranks say theirs, and who reads both can compare."""
+    """List this rank's tensors, for users to compare with the messages of other ranks."""
     shown = ", ".join(f"{name} {tuple(shape)}" for name, shape in tensors[:MOST_TENSORS])
     more = len(tensors) - MOST_TENSORS
     return f" On this rank it has {shown or 'none'}{f' and {more} more' if more > 0 else ''}."
 
 
 def last_word(number: int, traits: Sequence[int]) -> int:
-    """Return what a rank sends that gives up: where, and in which traits ranks differ there.
-
-    It is the number of no operation.
-    """
+    """Return the number that a rank sends when it gives up: the place, and differing traits."""
     differing = sum(1 << index for index in traits)
     return (differing << NUMBER_BITS | number % (1 << NUMBER_BITS)) << NUMBER_BITS
 
 
 def fields_of(number: int) -> list[int]:
-    """Return an operation's own number, and each trait, out of its number with traits."""
+    """Split a number with traits into the operation's own number and each trait."""
     fields = []
     for width in (NUMBER_BITS, *TRAIT_BITS):
         fields.append(number % (1 << width))
@@ -179,16 +161,15 @@ def fields_of(number: int) -> list[int]:
 
 
 def describe_trait(index: int, value: int) -> str:
-    """Say what a rank's operation is like in one trait."""
     if index == 0:
         return f"set {value:x} of parameters"
     if index == 1:
-        return f"{value} by themselves"
+        return f"{value} sent separately"
     if index == 2:
         sent, summed = (_dtype_name(code) for code in divmod(value, 16))
         return f"sends {sent}" if sent == summed else f"sends {sent}, sums {summed}"
     if index == 3:
-        return "by a function of the user's" if value else "by the library"
+        return "by a user-supplied function" if value else "by the library"
     return "without the replicas" if value else "then over the replicas"
 
 
@@ -198,17 +179,13 @@ def _dtype_name(code: int) -> str:
 
 
 def code_of(number: int) -> list[float]:
-    """Return a number's bits followed by their complements: half of the elements are 1.
-
-    No sum of such codes over ranks, in whatever precision, is zero where one of them is 1; so a
-    rank sees in a sum of codes that another one sent a different number.
-    """
+    """Return a number's bits and their complements. A sum over ranks, in any precision, is nonzero
+    wherever a rank has 1, and so reveals a different number."""
     bits = [number >> position & 1 for position in range(STAMP_BITS)]
     return [float(bit) for bit in bits] + [float(1 - bit) for bit in bits]
 
 
 def number_of(code: list[Any]) -> int | None:
-    """Return the number that a code stands for, or None if it is none."""
     bits = [bool(value) for value in code]
     if any(bit == other for bit, other in zip(bits[:STAMP_BITS], bits[STAMP_BITS:], strict=True)):
         return None
@@ -216,13 +193,12 @@ def number_of(code: list[Any]) -> int | None:
 
 
 def digits_of(number: int) -> list[float]:
-    """Return 1, and then a number's digits: shorter than a code, for what is not summed."""
+    """Return 1 and a number's digits: shorter than ``code_of``, for data that is not summed."""
     positions = range(0, STAMP_BITS, DIGIT_BITS)
     return [1.0, *(float(number >> position & (1 << DIGIT_BITS) - 1) for position in positions)]
 
 
 def number_of_digits(digits: list[Any]) -> int | None:
-    """Return the number that digits stand for, or None if they are none."""
     mark, *values = map(abs, digits)
     if mark != 1 or any(value not in range(1 << DIGIT_BITS) for value in values):
         return None
@@ -230,49 +206,37 @@ def number_of_digits(digits: list[Any]) -> int | None:
 
 
 def stamp_of(kind: str, number: int) -> list[float]:
-    """Return what a collective of a kind carries for a number."""
     return digits_of(number) if kind == "gather" else code_of(number)
 
 
-# What follows what in a program that repeats itself, learned from what it did.
+# Prediction of operations from the history of a program that repeats itself.
 
-CONTEXT = 4
-"""How many operations a prediction looks back."""
-
-LONG_RUN = 3
-"""What followed this often in a row is expected again."""
-
-MAX_RUN = 4096
-"""How often in a row the same thing followed, as far as that is counted."""
-
+CONTEXT = 4  # number of operations on which a prediction is based
+LONG_RUN = 3  # an operation that followed this often in a row is predicted again
+MAX_RUN = 4096  # upper bound of counts of equal successors in a row
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
 
-DOUBTED = 1 - LONG_RUN
-"""How much a turn is trusted that was another one this time: from 1 on it is expected."""
-
+DOUBTED = 1 - LONG_RUN  # trust in a turn that just deviated; predictions need at least 1
 Recent = tuple[int, ...]  # the last operations, the newest one at the end
-Runs = dict[Recent, tuple[int, int]]  # where several things followed: the last one, how often
-
+Runs = dict[Recent, tuple[int, int]]  # last successor and its repetitions, if it had several
 _NO_RUN = (UNCERTAIN, 0)
 
 
+@dataclass(eq=False)
 class Predictions:
-    """What comes next, by the last operations.
+    """Predicts the next operation from the last ones. If these had different successors, the most
+    recent successor and its repetitions count, too, to tell the last of several microbatches from
+    the others. A turn that deviated once (an evaluation in between) is predicted again after
+    ``LONG_RUN`` times in a row."""
 
-    Where different things followed these, what counts besides is which one did last, and how often
-    in a row: so the last of several microbatches, which is synchronised, is told from the others.
-    A turn that was once another one (an evaluation in between) is expected again when it has come
-    ``LONG_RUN`` times in a row.
-    """
-
-    def __init__(self) -> None:
-        self.first: dict[Recent, int] = {}  # by the last operations alone
-        self._turns: dict[tuple[Recent, int, int], tuple[int, int]] = {}  # what came, and its trust
-        self._runs: Runs = {}
+    first: dict[Recent, int] = field(default_factory=dict)  # based on the last operations only
+    # by operations, last successor and its repetitions: the next successor, and its trust
+    _turns: dict[tuple[Recent, int, int], tuple[int, int]] = field(default_factory=dict)
+    _runs: Runs = field(default_factory=dict)
 
     def expect(self, recent: Recent) -> int | None:
-        """Return the number of what comes next, UNCERTAIN, or None: that was never seen."""
+        """Return the number of the next operation, UNCERTAIN, or None if it was never seen."""
         return self._expect(recent, self._runs)
 
     def _expect(self, recent: Recent, runs: Runs) -> int | None:
@@ -284,7 +248,6 @@ class Predictions:
         return number if trust > 0 else None
 
     def learn(self, recent: Recent, number: int) -> None:
-        """Note what came next."""
         if len(self.first) + len(self._turns) >= MAX_PREDICTIONS:
             self.clear()
         known = self.first.get(recent)
@@ -304,7 +267,7 @@ class Predictions:
         _count(self._runs, recent, number)
 
     def after(self, recent: Recent) -> Iterator[int | None]:
-        """Yield what comes next if all goes on as predicted; None where nothing is, at the end."""
+        """Yield the predicted operations, and finally None."""
         runs = dict(self._runs)
         while True:
             predicted = self._expect(recent, runs)
@@ -317,7 +280,6 @@ class Predictions:
             recent = (*recent[1:], predicted)
 
     def forget(self, number: int) -> None:
-        """Never expect an operation again."""
         for recent in [recent for recent, known in self.first.items() if known == number]:
             del self.first[recent]
         for turn in [turn for turn, (known, _) in self._turns.items() if known == number]:
@@ -325,13 +287,11 @@ class Predictions:
 
     @property
     def numbers(self) -> set[int]:
-        """The numbers of all that was learned."""
         runs = {last for last, _ in self._runs.values()}
         turns = {number for number, _ in self._turns.values()}
         return {*self.first.values(), *turns, *runs} - {UNCERTAIN}
 
     def clear(self) -> None:
-        """Forget everything."""
         self.first.clear()
         self._turns.clear()
         self._runs.clear()
@@ -342,32 +302,28 @@ def _count(runs: Runs, recent: Recent, number: int) -> None:
     runs[recent] = (number, min(length + 1, MAX_RUN) if last == number else 1)
 
 
-GAVE_UP = 0
-"""The number of a rank that issues nothing more."""
+GAVE_UP = 0  # the number of a rank that has stopped
 LAST_WORDS = 4
-"""How many operations a rank that gives up goes on with; more than others leave unchecked."""
+"""Operations that a rank issues after giving up: more than the others issue before a check."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
-    "call full_tensor, clip_grad_norm_, save or load, as under `if rank == 0:`? Do that on every "
-    "rank. Has one fewer batches? Give all as many. If some ranks skip a unit on purpose, pass "
-    "conditional=True to fully_shard for it."
+    "call full_tensor, clip_grad_norm_, save or load, such as under `if rank == 0:`? Do that on "
+    "every rank. Does one have fewer batches? Give all ranks the same number. If some ranks skip a "
+    "unit on purpose, pass conditional=True to fully_shard for it."
 )
-"""What to ask and to do, the commonest mistake first."""
+"""Remedies, the most common mistake first."""
 
 LAST_NUMBER = (1 << NUMBER_BITS) - 1
-RENEWED = 8192
-"""How many numbers are handed out from one time that idle ones are given back to the next."""
-
+RENEWED = 8192  # how many numbers are issued between two returns of idle ones
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
-"""How many operations a rank of a device that gave up goes on with, and how long one may take."""
-
+"""After giving up on a device: how many operations to continue with, for how long each."""
 
 HOST = torch.device("cpu")
 
 
 class Over:
-    """An axis that something travels over; its process group is not kept alive."""
+    """An axis of an operation; does not keep its process group alive."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self._group = None if axis.pg is None else weakref.ref(axis.pg)
@@ -389,13 +345,10 @@ class Over:
 
 @dataclass(frozen=True)
 class Operation:
-    """The collectives of one move of one group, as every rank of the process group knows them.
-
-    Each rank sends ``numels`` elements of ``dtype``, to each rank for a reduce-scatter, in one
-    collective for each number. What comes back of the first is looked at in ``seen_as``: there the
-    stamp begins at element ``stamp``. ``pieces``: elements that each rank sends, or that are
-    reduced for each rank, in one collective, where that is not as much for every rank.
-    """
+    """The collectives of one move of one group, one for each of ``numels``: the elements of
+    ``dtype`` that each rank sends (to each rank for a reduce-scatter). The first one's result has
+    the stamp at ``stamp``, in elements of ``seen_as``. ``pieces``: elements sent by, or reduced
+    for, each rank in one uneven collective."""
 
     number: int
     kind: str
@@ -412,13 +365,13 @@ class Operation:
 
     @property
     def sender(self) -> Wire:
-        """What other ranks send it over: ours, if theirs was ours."""
+        """The wire to use: a default one if the operation was registered without a custom one."""
         wire = self.wire()
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
 
 class Enqueued:
-    """What a device was given up to here, as a work."""
+    """A work that completes with all work on the device so far."""
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
@@ -430,32 +383,24 @@ class Enqueued:
         torch.accelerator.current_stream().wait_event(self._event)
 
 
-class _Streams(threading.local):
-    """The stream of each thread in which a device is asked what others want."""
-
-    def __init__(self) -> None:
-        self.of: dict[torch.device, torch.Stream] = {}
-
-
-_streams = _Streams()
+_streams = threading.local()  # per thread, by device: the stream for exchanges of numbers
 
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]:
-    """Issue what is inside beside the compute, which must not wait for ranks that never come.
-
-    Yields if works are asked for, and what makes a work of what was issued.
-    """
+    """Issue collectives concurrently with compute, which must not wait for ranks that are gone.
+    Yields whether to pass ``async_op``, and a function that converts a result to a work."""
     if device == HOST:
         with torch_autograd.without_packing():
             yield True, lambda work: work
         return
-    stream = _streams.of.get(device)
-    if stream is None:
-        stream = _streams.of[device] = torch.Stream(device)
+    streams = vars(_streams)
+    if str(device) not in streams:
+        streams[str(device)] = torch.Stream(device)
+    stream = streams[str(device)]
 
     def end(work: Any) -> Enqueued:
-        if work is not None:  # of a custom collective, which nobody asked for one
+        if work is not None:  # a synchronous custom collective
             work.wait()
         return Enqueued(stream.record_event())
 
@@ -473,103 +418,146 @@ class Sent:
 
 
 class Member(Protocol):
-    """What has a number here, and its neighbours, which may have theirs in other agreements."""
+    """The owner of a number, with the other owners of its group, also of other agreements."""
 
     def beside(self) -> Iterable[Member]: ...
 
     def give_up(self, why: str, word: int) -> Follower | None: ...
 
 
+@dataclass(eq=False)
+class Numbers:
+    """The numbers of operations. See [Note: numbers that are free again]."""
+
+    last: int = 0  # the last one issued
+    young: list[int] = field(default_factory=list)  # issued since idle ones were returned
+    in_use: set[int] = field(default_factory=set)  # those that were not
+
+    def next(self) -> int:
+        number = self.last % LAST_NUMBER + 1
+        while number in self.in_use:
+            number = number % LAST_NUMBER + 1
+        self.last = number
+        self.young.append(number)
+        return number
+
+
+@dataclass(eq=False)
+class Rehearsal:
+    """The operations of a captured step, with the operations before each of them."""
+
+    numbers: list[int] = field(default_factory=list)
+    recents: list[Recent] = field(default_factory=list)
+    end: Recent = ()  # the last operations after it
+
+
 class Agreement:
-    """What the ranks of one axis did, and what they expect of each other."""
+    """The operations of the ranks of one axis, and their predictions of each other."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.over = Over(axis)
         self.names: dict[int, str] = {}
-        # names and shapes of the tensors that an operation sends
-        self.tensors: dict[int, tuple[NamedShape, ...]] = {}
-        self._last = 0  # the number that was handed out last
-        self._young: list[int] = []  # numbers that were handed out since idle ones were given back
-        self._in_use: set[int] = set()  # numbers that were not given back then
-        self._operations: dict[int, Operation] = {}
+        self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # keyed by operation
+        self._numbers = Numbers()
+        self.operations: dict[int, Operation] = {}
         self._predictions = Predictions()
-        # what is certain to follow; it is looked up before each operation
-        self.predicted = self._predictions.first
+        self.predicted = self._predictions.first  # certain successors
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self.late: LateLook | None = None  # what looks at the stamps of a device, a step late
-        # where gathers leave the stamps of all ranks on a host, by their bytes
-        self.landed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self.late: LateLook | None = None  # checks the stamps of a device, a step late
+        # host memory into which gathers receive stamps, by size in bytes
+        self.landed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._last_words: list[Sent] = []
-        # operations that are issued in place of another one, with what came before each
-        self._issued: list[tuple[Recent, int]] = []
+        self._issued: list[tuple[Recent, int]] = []  # placeholders, with preceding operations
+        self._rehearsal: Rehearsal | None = None  # of a step that is captured now
 
     def number(self, name: str) -> int:
-        """Return the number of a new operation. Ranks must ask in the same order."""
-        if len(self._young) == RENEWED:
+        """Return the number of a new operation. Ranks must call it in the same order."""
+        if len(self._numbers.young) == RENEWED:
             self._give_back()
-        number = self._last % LAST_NUMBER + 1
-        while number in self._in_use:
-            number = number % LAST_NUMBER + 1
-        self._last = number
-        self._young.append(number)
+        number = self._numbers.next()
         self.names[number] = name
         return number
 
     def _give_back(self) -> None:
-        """Forget what no rank issues any more. See [Note: numbers that are free again]."""
+        """Drop idle operations. See [Note: numbers that are free again]."""
         issued = {fields_of(number)[0] for number in self._predictions.numbers}
-        kept = issued.union(self._young)
-        self._in_use = kept if len(kept) < LAST_NUMBER else set()
-        self._young = []
+        kept = issued.union(self._numbers.young)
+        self._numbers.in_use = kept if len(kept) < LAST_NUMBER else set()
+        self._numbers.young = []
         self.names = {own: name for own, name in self.names.items() if own in kept}
         self.tensors = {own: found for own, found in self.tensors.items() if own in kept}
-        known = self._operations.items()
-        self._operations = {n: operation for n, operation in known if fields_of(n)[0] in kept}
+        known = self.operations.items()
+        self.operations = {n: operation for n, operation in known if fields_of(n)[0] in kept}
         self._predictions.clear()
 
-    def register(self, operation: Operation) -> None:
-        """Learn how an operation travels; again if its group's plan changed."""
-        self._operations[operation.number] = operation
-
-    def knows(self, number: int) -> bool:
-        return number in self._operations
-
     def retire(self, number: int) -> None:
-        """Never expect an operation again: its group sends over another process group now."""
-        self._operations.pop(number, None)
+        """Drop an operation and its predictions: its group now uses another process group."""
+        self.operations.pop(number, None)
         self.tensors.pop(fields_of(number)[0], None)
         self._predictions.forget(number)
 
     def look_late(self) -> LateLook:
-        """Return what looks at the stamps of a device."""
         if self.late is None:
             self.late = LateLook()
         return self.late
 
     def before(self, number: int, device: torch.device = HOST) -> None:
-        """Make sure that every rank is about to issue this operation.
-
-        ``device``: where it works.
-
-        Raises:
-            StateError: one is not; or one was not, earlier.
-        """
+        """Raise StateError unless every rank is about to issue this operation, on ``device``."""
         recent = self.recent
-        if self.predicted.get(recent) != number:
+        if self._rehearsal is not None:
+            self._rehearsal.recents.append(recent)
+            self._rehearsal.numbers.append(number)
+        elif self.predicted.get(recent) != number:
             self._settle(number, device)
         self.recent = (*recent[1:], number)
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[Rehearsal]:
+        """Yield a record of the operations inside, which are captured and not issued: nothing is
+        exchanged or learned. ``expects`` returns whether they may be issued."""
+        recent, rehearsal = self.recent, Rehearsal()
+        self._rehearsal, self.predicted = rehearsal, {}  # so that no operation is certain
+        try:
+            yield rehearsal
+        finally:
+            rehearsal.end = self.recent
+            self._rehearsal, self.predicted = None, self._predictions.first
+            self.recent = recent
+
+    def expects(self, rehearsal: Rehearsal) -> bool:
+        """Return True if these operations may follow without an exchange between ranks."""
+        if self.is_silent or self.broken is not None:
+            return self.broken is None
+        if self._is_certain(rehearsal):
+            return True
+        coming = self._predictions.after(self.recent)
+        return all(next(coming) == number for number in rehearsal.numbers)
+
+    def _is_certain(self, rehearsal: Rehearsal) -> bool:
+        """Return True if each of these was always the successor of those before it."""
+        recents = rehearsal.recents
+        if not recents or recents[0] != self.recent:
+            return not recents
+        return list(map(self.predicted.get, recents)) == rehearsal.numbers
+
+    def follow(self, rehearsal: Rehearsal) -> None:
+        """Record operations that were issued after ``expects`` returned True."""
+        if self._is_certain(rehearsal):
+            self.recent = rehearsal.end if rehearsal.numbers else self.recent
+            return
+        for number in rehearsal.numbers:
+            if self.predicted.get(self.recent) != number:
+                self._predictions.learn(self.recent, number)
+            self.recent = (*self.recent[1:], number)
 
     def _settle(self, number: int, device: torch.device) -> None:
         if self.broken is not None:
             raise StateError("FS401", self.broken)
         recent = self.recent
-        predicted = self._predictions.expect(recent)
-        if self.is_silent or predicted == number:
-            pass
-        else:
+        if not self.is_silent and self._predictions.expect(recent) != number:
             try:
                 self._ask(number, device)
             finally:
@@ -577,29 +565,26 @@ class Agreement:
         self._predictions.learn(recent, number)
 
     def _ask(self, number: int, device: torch.device) -> None:
-        """Let every rank see what this one wants, in place of what is predicted, or beside it."""
-        # operations of neighbours alone may follow each other without end
-        for _ in range(len(self._operations) + 1):
+        """Send this rank's operation to all ranks, in placeholders or separately."""
+        # bounded, because operations of neighbours alone may be predicted endlessly
+        for _ in range(len(self.operations) + 1):
             predicted = self._predictions.expect(self.recent)
-            expected = None if predicted is None else self._operations.get(predicted)
+            expected = None if predicted is None else self.operations.get(predicted)
             if predicted is None or expected is None:
                 break
             self._issued.append((self.recent, predicted))
-            self.recent = (*self.recent[1:], predicted)  # that is what was issued, if this raises
-            self._stand_in(expected, number)
-            if self._is_seen_by_all(expected):
+            self.recent = (*self.recent[1:], predicted)  # issued, even if the check raises
+            self._placeholder(expected, number)
+            if expected.over.size == self.over.size:  # all ranks see it
                 return
         sent = self.send_number(number, device)
         self.compare(number, [*self._wait(number, sent).tolist()], self.over.axis)
 
-    def _is_seen_by_all(self, operation: Operation) -> bool:
-        return operation.over.size == self.over.size
-
-    def _stand_in(self, expected: Operation, number: int) -> None:
-        """Issue what the others may be issuing, with a stamp that says what this rank wants."""
+    def _placeholder(self, expected: Operation, number: int) -> None:
+        """Issue the predicted operation of the others, with the stamp of this rank's operation."""
         try:
             sent = self.send_stamp(expected, number)
-        except ReferenceError as error:  # its group is gone here, and others may wait in it
+        except ReferenceError as error:  # the group no longer exists here; others may wait in it
             raise self.lose(number, error) from error
         output = self._wait(number, sent)
         start, axis = expected.stamp, expected.over.axis
@@ -658,8 +643,12 @@ class Agreement:
                 work = wire.all_reduce(own, expected.reduction, axis, async_op)
             return Sent(pairs[0][0].view(seen_as), pairs, end(work))
 
-    def compare(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
-        """Raise StateError unless every rank of the axis wants the same."""
+    def compare(
+        self,
+        number: int,
+        numbers: list[int | None],
+        axis: MeshAxis,
+    ) -> None:
         others = [n for rank, n in enumerate(numbers) if rank != axis.rank]
         if numbers[axis.rank] != number or all(other is None for other in others):
             self.is_silent = True
@@ -667,21 +656,20 @@ class Agreement:
             self._break(number, numbers, axis)
 
     def compare_sum(self, number: int, total: list[Any], axis: MeshAxis) -> None:
-        """The same for a sum (or a mean) of codes."""
         own = code_of(number)
         if not all(abs(value) > 0 for value, bit in zip(total, own, strict=True) if bit):
             self.is_silent = True
         elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
             both = max(abs(value) for value in total)
             code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
-            other = number_of(code)  # if only one differs, or all others alike
+            other = number_of(code)  # known if one rank differs, or all others in the same way
             others: list[int | None] = [other if axis.size == 2 else None] * axis.size
             others[axis.rank] = number
             self._break(number, others, axis, self._foreign_bits(total, own), other)
 
     @staticmethod
     def _foreign_bits(total: list[Any], own: list[float]) -> int:
-        """Return the bits of a number in which a sum shows other ones than a rank's own."""
+        """Return the bits in which other ranks' numbers in a sum differ from this rank's."""
         foreign = [value != 0 and not bit for value, bit in zip(total, own, strict=True)]
         bits = zip(foreign[:STAMP_BITS], foreign[STAMP_BITS:], strict=True)
         return sum(any(pair) << position for position, pair in enumerate(bits))
@@ -707,11 +695,8 @@ class Agreement:
         differing: int | None = None,
         another: int | None = None,
     ) -> None:
-        """Raise the error of ranks that want different things.
-
-        ``differing`` are the bits that do, ``another`` the number of some rank, if these are not to
-        be seen in ``numbers``.
-        """
+        """Raise the error of ranks that want different operations. ``differing`` bits and
+        ``another`` rank's number are passed if ``numbers`` does not contain them."""
         known = [n for n in (*numbers, another) if n is not None]
         if differing is None:
             differing = functools.reduce(operator.or_, [n ^ number for n in known], 0)
@@ -738,24 +723,24 @@ class Agreement:
         if word is None:
             word = last_word(number, traits)
         raise self._give_up_everywhere(
-            f"{self.describe(number)}: {why} Nothing was mixed, but the ranks are out of step for "
-            "good: end this run, or make a new process group.",
+            f"{self.describe(number)}: {why} No data was corrupted, but the ranks are permanently "
+            "out of sync: end this run, or create a new process group.",
             word,
         )
 
     def lose(self, number: int, error: Exception) -> StateError:
-        """Return the error for a collective that failed, the last one of this process group."""
+        """Return the error for a failed collective, the last one of this process group."""
         known = known_of(str(error))
-        first = f"{known}. Look first at what the others printed" if known else "it has ended"
+        first = f"{known}. First check the output of the other ranks" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: another rank did not take part: {first}. Else ranks differ: "
-            f"{SAME_ON_EVERY_RANK} The backend said: {error}",
+            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks differ: "
+            f"{SAME_ON_EVERY_RANK} The backend reported: {error}",
             last_word(number, ()),
         )
 
     def _give_up_everywhere(self, why: str, word: int) -> StateError:
-        """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
-        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other operations have the numbers
+        """Stop communicating, and inform ranks that wait for this one over any process group."""
+        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # numbers are per agreement
         members = [other for own in self.members for other in own.beside()]
         followers = [self.give_up(why, word)]
         followers += [member.give_up(why, elsewhere) for member in members]
@@ -765,29 +750,28 @@ class Agreement:
         return StateError("FS401", why)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Say that this rank does not go on, where the others expect its next operations.
-
-        They may have issued several before they look at one. Nobody waits here: those others may
-        have failed too. They see ``word`` (see ``last_word``), and give up in turn. On a device
-        they look later, and what is returned goes on until then.
-        """
+        """Report to ranks that this one has stopped: issue the operations that they expect next,
+        with ``word`` (see ``last_word``). They may issue several before they check one, and then
+        give up in turn. Do not wait here: they may have failed, too. On a device they check later,
+        and the returned follower continues until then."""
         if self.broken is not None or self.is_silent:
             return None
-        for recent, issued in self._issued:  # ranks that wanted it learned it, and expect by that
+        # the other ranks have recorded these operations, and predict from them
+        for recent, issued in self._issued:
             self._predictions.learn(recent, issued)
         self.broken, predictions = why, self._predictions
         self._predictions = Predictions()
-        self.predicted = self._predictions.first  # whatever comes next is looked at, and refused
+        self.predicted = self._predictions.first  # every further operation is checked, and rejected
         following = predictions.after(self.recent)
-        device = next((known.device for known in self._operations.values()), HOST)
+        device = next((known.device for known in self.operations.values()), HOST)
         if device != HOST:
-            known = dict(self._operations)
+            known = dict(self.operations)
             operations = (None if number is None else known.get(number) for number in following)
             return Follower(self, operations, word, device)
-        said: Counter[int] = Counter()  # by the size of what it travels over
-        with contextlib.suppress(Exception):  # the error that is being raised says more
+        said: Counter[int] = Counter()  # keyed by number of ranks
+        with contextlib.suppress(Exception):  # the error being raised is more informative
             for predicted in itertools.islice(following, FOLLOWED):
-                expected = None if predicted is None else self._operations.get(predicted)
+                expected = None if predicted is None else self.operations.get(predicted)
                 if expected is None:
                     self._last_words.append(self.send_number(word, device))
                     break
@@ -799,12 +783,14 @@ class Agreement:
         return None
 
 
-def _send_uneven(expected: Operation, code: Tensor, async_op: bool, end: Any) -> Sent:
-    """Send a stamp and zeros where ranks send pieces. See [Note: dealt parameters] in ``layout``.
-
-    The stamp lies as far from the start of each piece that is gathered, and as far from the end of
-    each that is reduced.
-    """
+def _send_uneven(
+    expected: Operation,
+    code: Tensor,
+    async_op: bool,
+    end: Any,
+) -> Sent:
+    """Send a stamp and zeros in uneven pieces. See [Note: dealt parameters] in ``layout``. The
+    stamp's distance to the start of gathered pieces, and to the end of reduced ones, is fixed."""
     axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
     dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
     if expected.kind == "gather":
@@ -824,7 +810,6 @@ def _send_uneven(expected: Operation, code: Tensor, async_op: bool, end: Any) ->
 
 
 def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
-    """Return the numbers in what a gather brought."""
     start, end = expected.stamp, expected.stamp + GATHER_STAMP_NUMEL
     if expected.pieces:
         sent, seen = expected.dtype.itemsize, expected.seen_as.itemsize
@@ -835,11 +820,8 @@ def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
 
 
 class Follower:
-    """Goes on with what the others of one process group of a device expect, with nothing in it.
-
-    Each has a thread of its own: who waits for this rank in one process group may be waited for in
-    another one.
-    """
+    """Issues the operations that other ranks expect on a device's process group, without data. Each
+    has a thread, because ranks that wait in one process group may block another."""
 
     def __init__(
         self,
@@ -852,20 +834,20 @@ class Follower:
         self._following = following
         self._word = word
         self._device = device
-        # a thread begins on device 0, and would make a context there
+        # a thread starts on device 0 and would create a context there
         self._index = None if device.type == "cpu" else torch.accelerator.current_device_index()
-        self._answered = time.monotonic()  # the last time
+        self._answered = time.monotonic()  # time of the last answer
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the others know, or have not answered for a while."""
+        """Wait until the others are informed, or have not answered for a while."""
         while self._thread.is_alive() and time.monotonic() - self._answered < FOLLOWED_S:
             self._thread.join(0.01)
 
     def _run(self) -> None:
         send, word = self._agreement, self._word
-        with contextlib.suppress(Exception):  # the error that is being raised says more
+        with contextlib.suppress(Exception):  # the error being raised is more informative
             if self._index is not None:
                 torch.accelerator.set_device_index(self._index)
             for operation in itertools.islice(self._following, FOLLOWED):
@@ -877,10 +859,9 @@ class Follower:
                     return
 
     def _wait(self, sent: Sent) -> bool:
-        """Return whether the others took part."""
         while not sent.work.is_completed():
             if time.monotonic() - self._answered > FOLLOWED_S:
-                _unanswered.append(sent)  # it may still be read
+                _unanswered.append(sent)  # its memory may still be read
                 return False
             time.sleep(0.001)
         self._answered = time.monotonic()
@@ -888,11 +869,10 @@ class Follower:
         return True
 
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
-        # ranks that take no part in this operation may go on
-        if operation.over.size < self._agreement.over.size:
+        if operation.over.size < self._agreement.over.size:  # ranks outside of it may continue
             return True
-        if operation.kind != "gather":
-            return any(output[operation.stamp :][:NUMBER_BITS].tolist())  # who gave up sends none
+        if operation.kind != "gather":  # a rank that gave up sends no bits
+            return any(output[operation.stamp :][:NUMBER_BITS].tolist())
         axis = operation.over.axis
         numbers = numbers_in(output, operation)
         others = [n for rank, n in enumerate(numbers) if rank != axis.rank]
@@ -900,13 +880,11 @@ class Follower:
 
 
 _unanswered: list[Sent] = []
-
-
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
 
 def agreement_of(axis: MeshAxis) -> Agreement:
-    """Return the agreement of an axis' ranks; groups over the same process group share it."""
+    """Return the agreement of an axis's ranks, shared by all groups over a process group."""
     whole = axis.whole or axis
     if whole.pg is None:
         return Agreement(whole)

@@ -1,8 +1,7 @@
-"""The numbers that collectives carry behind their data, and the look at those that came back.
+"""The numbers that collectives carry after their data, and the check of received ones.
 
-Owns what a steady step does for agreement: see that this operation is the predicted one, write the
-number, compare. It must not know how a collective travels: the owners of buffers tell each stamp
-(``Stamp.register``). Everything else is in ``agreement``; its [Note: agreement] says how it works.
+Has the agreement code of a steady step; see [Note: agreement] in ``agreement``. Independent of how
+a collective is sent: owners of buffers call ``Stamp.register``.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from fsdp2._core.agreement.agreement import (
     NAMES,
     NUMBER_BITS,
     STAMP_NUMEL,
+    Agreement,
     Follower,
     NamedShape,
     Operation,
@@ -32,7 +32,7 @@ from fsdp2._core.agreement.agreement import (
     number_of_digits,
     stamp_of,
 )
-from fsdp2._core.base import torch_modes
+from fsdp2._core.base import torch_dtensor
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.comm.late_look import LateLook
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
@@ -42,11 +42,8 @@ NO_NUMBER = -2
 
 
 class Stamp:
-    """The number of one operation of one group, and the check of those that came back.
-
-    ``group`` is a weak reference to a function that returns all stamps of the param group, because
-    a rank that gives up on one operation says so on all of them.
-    """
+    """The number of one operation of one group, and the check of received ones. ``group`` returns
+    all stamps of the param group: a rank that gives up on one operation reports it on all."""
 
     def __init__(
         self,
@@ -57,41 +54,40 @@ class Stamp:
     ) -> None:
         self.axis = axis
         self.kind = kind
-        self.device = device  # whose memory it is in
-        self.seen: Tensor | None = None  # where a device leaves the stamps of all ranks, as bytes
-        self._agreement = agreement_of(axis)
+        self.device = device  # the device of the operation's buffers
+        self.seen: Tensor | None = None  # memory of a device for the stamps of all ranks
+        self.agreement = agreement_of(axis)
         self.number = NO_NUMBER
         self.name = ""
         self.tensors: tuple[NamedShape, ...] = ()
-        self.operation: Operation | None = None  # as it was registered
-        self.code = [0.0] * len(stamp_of(kind, NO_NUMBER))
+        self.operation: Operation | None = None  # the registered one
+        self.code = [0.0] * (GATHER_STAMP_NUMEL if kind == "gather" else STAMP_NUMEL)
         self._group = group
-        # Of a gather: the row that this rank sends, where it is sent from, and its length; what
-        # came of all ranks, as bytes, and what should have come.
+        # for a gather: this rank's row and length, received rows, expected bytes of each rank
         self._row = torch.empty(0, dtype=torch.float32, device=HOST)
         self._width = 0
         self._landed = torch.empty(0, dtype=torch.uint8, device=HOST)
-        self._expected = b""  # of each rank
+        self._expected = b""
         self._dtype = torch.uint8
-        self._agreement.members.add(self)
+        self.agreement.members.add(self)
 
     def beside(self) -> Iterable[Stamp]:
-        """Return all stamps of the group, as long as it lives."""
+        """Return all stamps of the group while it lives."""
         stamps = None if self._group is None else self._group()
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:
         """Take a number, and a name for errors. Ranks enroll the same operations in one order."""
         self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
-        self.number = self._agreement.number(self.name)
+        self.number = self.agreement.number(self.name)
         self.code = stamp_of(self.kind, self.number)
 
     def update_signature(self, signature: Signature) -> bool:
-        """Number the operation by its traits, too; return whether the number is another one."""
+        """Add the operation's traits to its number; return whether the number changed."""
         before = self.number
         if before != NO_NUMBER:
             own = before % (1 << NUMBER_BITS)
-            self._agreement.tensors[own] = self.tensors = signature.tensors
+            self.agreement.tensors[own] = self.tensors = signature.tensors
             self.number = own | signature.bits << NUMBER_BITS
             self.code = stamp_of(self.kind, self.number)
         return self.number != before
@@ -106,7 +102,6 @@ class Stamp:
         reduction: Any = None,
         pieces: tuple[int, ...] = (),
     ) -> None:
-        """Say how the operation travels; see ``Operation``."""
         if self.number == NO_NUMBER:
             return
         self.operation = Operation(
@@ -123,47 +118,38 @@ class Stamp:
             self.device,
             pieces,
         )
-        self._agreement.register(self.operation)
+        self.agreement.operations[self.number] = self.operation
 
     def before(self) -> None:
-        """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
-        agreement, number = self._agreement, self.number
+        """Raise StateError unless every rank is about to issue this operation."""
+        agreement, number = self.agreement, self.number
         recent = agreement.recent
-        if agreement.predicted.get(recent) == number:  # what is certain takes no other call
+        if agreement.predicted.get(recent) == number:  # certain: no further call is needed
             agreement.recent = (*recent[1:], number)
         elif number != NO_NUMBER:
-            if not agreement.knows(number):
+            if number not in agreement.operations:
                 self._come_back()
             agreement.before(number, self.device)
 
     def _come_back(self) -> None:
-        """Make the operation known again, if it was idle for so long that it was forgotten."""
+        """Register the operation again if it was dropped as idle."""
         if self.operation is not None and self.operation.number == self.number:
             own = fields_of(self.number)[0]
-            self._agreement.names[own] = self.name
-            self._agreement.tensors[own] = self.tensors
-            self._agreement.register(self.operation)
+            self.agreement.names[own] = self.name
+            self.agreement.tensors[own] = self.tensors
+            self.agreement.operations[self.number] = self.operation
 
     def retire(self) -> None:
-        """No rank issues this operation again."""
-        self._agreement.retire(self.number)
+        self.agreement.retire(self.number)
 
     @property
     def is_checked(self) -> bool:
-        return self.number != NO_NUMBER and not self._agreement.is_silent
+        return self.number != NO_NUMBER and not self.agreement.is_silent
 
-    # Behind the data of a gather.
-
-    @property
-    def numel(self) -> int:
-        """Elements of the row that a rank sends in a gather."""
-        return GATHER_STAMP_NUMEL
+    # After the data of a gather.
 
     def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """Send and expect the number that this has now, in rows of ``numel`` elements of a dtype.
-
-        Behind the number they are 0.
-        """
+        """Set the current number to send and to expect, in zero-padded rows of ``numel``."""
         row = torch.zeros(numel, dtype=torch.float32, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         self._row, self._dtype, self._width = row, dtype, numel
@@ -172,127 +158,104 @@ class Stamp:
             self._look_late()
 
     def write(self, row: Tensor) -> None:
-        """Put the number into the row ``[numel]`` that this rank sends."""
+        """Write the number into the row ``[numel]`` that this rank sends."""
         if self._row.device != row.device:
-            self._row = self._row.to(row.device)  # kept, because the host waits for this copy
+            self._row = self._row.to(row.device)  # once, because the host waits for this copy
         row.copy_(self._row)
 
     def landing(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return the bytes where the rows of all ranks land.
-
-        On a host all stamps over an axis have the same: each looks at once.
-        """
+        """Return the memory for all ranks' rows; on a host, an axis's stamps share it."""
         if device.type not in ("cpu", "meta"):
             return self._look_late().view(torch.uint8)
         landed = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if type(landed) is Tensor and landed.is_cpu:  # real memory, no estimate's
-            landed = self._agreement.landed.setdefault(nbytes, landed)
+        if type(landed) is Tensor and landed.is_cpu:  # real memory, not an estimate's
+            landed = self.agreement.landed.setdefault(nbytes, landed)
         self._landed = landed
         return landed
 
     def arrived(self) -> None:
-        """Compare what a gather brought; on a device, somebody does later.
-
-        Raises:
-            StateError: another rank gathered something else.
-        """
+        """Compare the stamps from a gather; on a device, this happens later."""
         if self.seen is not None:
             return
-        expected = self._expected * self.axis.size  # made here: of many ranks it is large
-        # a fifth of the instructions of torch.equal
+        expected = self._expected * self.axis.size  # not cached: large for many ranks
+        # string_at takes a fifth of the instructions of torch.equal
         if string_at(self._landed.data_ptr(), len(expected)) != expected:
             self.check(self._landed.view(self._dtype).view(self.axis.size, -1))
 
     def _look_late(self) -> Tensor:
-        """Return where a device's gather leaves the stamps ``[W, numel]``; look at it later."""
+        """Return a device gather's memory for stamps ``[W, numel]``, and check it later."""
         shape = self.axis.size, self._width
-        # from the host, which waits until it is there: gathers may be under way in a lane
+        # copied from the host, synchronously: gathers may be in flight in a lane
         row = torch.zeros(self._width, dtype=self._dtype, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         if self.seen is None or (self.seen.dtype, self.seen.shape) != (self._dtype, shape):
             self.seen = torch.empty(shape, dtype=self._dtype, device=self.device)
-        self.seen.copy_(row.expand(shape))  # until a gather brings others
-        self._agreement.look_late().add(self, self._expected, self.axis.size)
+        self.seen.copy_(row.expand(shape))  # until a gather overwrites it
+        self.agreement.look_late().add(self, self._expected, self.axis.size)
         return self.seen
 
     def check(self, seen: Tensor) -> None:
-        """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
-        if not self.is_checked:
-            return
-        numbers = [number_of_digits(row) for row in seen[:, : self.numel].tolist()]
-        self._agreement.compare(self.number, numbers, self.axis)
+        """Check a gather's stamps ``[W, n]`` that are not all equal to this one."""
+        if self.is_checked:
+            numbers = [number_of_digits(row) for row in seen[:, :GATHER_STAMP_NUMEL].tolist()]
+            self.agreement.compare(self.number, numbers, self.axis)
 
     def check_sum(self, seen: Tensor, number: int | None = None) -> None:
-        """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's.
-
-        ``number``: what this one's was, if it has changed since.
-        """
+        """Check a sum of stamps ``[n]`` that differs from the expected one. ``number``: this
+        stamp's number at the time, if it has changed since."""
         if self.is_checked:
             known = self.number if number is None else number
-            self._agreement.compare_sum(known, seen.tolist(), self.axis)
-
-    @property
-    def look(self) -> LateLook | None:
-        """What looks later at the stamps over the axis; None: nothing has to."""
-        return self._agreement.late
+            self.agreement.compare_sum(known, seen.tolist(), self.axis)
 
     def see_sum(self, total: Tensor) -> None:
-        """Look at the sum of the stamps of a device's reduction later: the last one of a step."""
-        self._agreement.look_late().see_sum(self, self.number, total)
+        """Check a device's sum of stamps later: that of the last reduction of a step."""
+        self.agreement.look_late().see_sum(self, self.number, total)
 
     def silence(self, is_silent: bool) -> bool:
-        """Switch checks of the process group off (or on); return whether they were off before."""
-        before, self._agreement.is_silent = self._agreement.is_silent, is_silent
+        """Switch checks of the process group off or on; return whether they were off."""
+        before, self.agreement.is_silent = self.agreement.is_silent, is_silent
         return before
 
-    @property
-    def broken(self) -> str | None:
-        """Why nothing can be sent any more; None if all is well."""
-        return self._agreement.broken
-
     def failed(self, error: Exception) -> StateError:
-        """Return the error for a collective that failed."""
-        return self._agreement.lose(self.number, error)
+        return self.agreement.lose(self.number, error)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Let ranks that wait for this one know that it does not go on."""
-        return self._agreement.give_up(why, word)
+        """Report that this rank has stopped to the ranks that wait for it."""
+        return self.agreement.give_up(why, word)
 
 
 class ReductionStamps:
-    """What a group's reductions carry: the stamp of the reduce-scatter, and of the all-reduce.
-
-    Each is there if ranks see what others send over its axis.
-    """
+    """The stamps of a group's reduce-scatter and all-reduce, each of a covered axis."""
 
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
-        self.numel = len(self.all) * STAMP_NUMEL  # elements, behind the counts of gradients
-        # what makes the error of a reduce-scatter, and of an all-reduce, that failed
+        self.numel = len(self.all) * STAMP_NUMEL  # elements, after the counts of gradients
+        # convert errors of the two collectives
         self.failed = self.all[0].failed if self.all else None
         self.failed_sum = self.all[-1].failed if self.all else None
-        self._joined = b""  # the bytes that the stamps of all ranks add up to
-        self._at = 0  # where these begin, in bytes
-        self._sum = (0, torch.float32)  # elements and dtype of what is reduced
+        self._joined = b""  # the expected sum of all ranks' stamps, as bytes
+        self._at = 0  # byte offset of these
+        self._sum = (0, torch.float32)  # elements and dtype of the reduced data
 
     @property
     def codes(self) -> list[float]:
-        """The elements ``[numel]`` that this rank sends."""
         return [value for stamp in self.all for value in stamp.code]
 
     def number(self, signature_of: Callable[[bool], Signature]) -> bool:
-        """Number reductions by how they travel; return whether some number is another one now.
-
-        ``signature_of`` gets True for the reduce-scatter, False for the all-reduce.
-        """
-        is_reduce = [stamp.kind == "reduce" for stamp in self.all]
-        signatures = map(signature_of, is_reduce)
-        pairs = zip(self.all, signatures, strict=True)
-        changed = [stamp.update_signature(signature) for stamp, signature in pairs]  # all of them
+        """Add traits to the numbers, by ``signature_of(is_reduce)``; return whether any changed."""
+        changed = [
+            stamp.update_signature(signature_of(stamp.kind == "reduce")) for stamp in self.all
+        ]
         return any(changed)
 
-    def expect(self, codes: Sequence[float], ranks: float, dtype: torch.dtype, numel: int) -> None:
-        """Expect the sum of the codes of so many ranks, at the end of ``[numel]``."""
+    def expect(
+        self,
+        codes: Sequence[float],
+        ranks: float,
+        dtype: torch.dtype,
+        numel: int,
+    ) -> None:
+        """Expect the sum of the codes of ``ranks`` ranks, at the end of ``[numel]``."""
         joined = torch.tensor([code * ranks for code in codes], dtype=dtype, device=HOST)
         self._joined = bytes(joined.view(torch.uint8).tolist())
         self._at, self._sum = (numel - self.numel) * dtype.itemsize, (numel, dtype)
@@ -305,11 +268,9 @@ class ReductionStamps:
         reduction: Any,
         pieces: tuple[int, ...] = (),
     ) -> None:
-        """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one.
-
-        ``scattered`` are elements of ``sent_as`` that each rank gets, the first of which end with
-        these; what an all-reduce sums was said by ``expect``. ``pieces``: see ``Operation``.
-        """
+        """Register how reductions are sent. ``scattered`` are the elements of ``sent_as`` per rank
+        and part of a reduce-scatter, the first of which end with the stamps; an all-reduce has one
+        part, see ``expect``. ``pieces``: see ``Operation``."""
         numel, dtype = self._sum
         for position, stamp in enumerate(self.all):
             start = position * STAMP_NUMEL - self.numel
@@ -320,28 +281,20 @@ class ReductionStamps:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 
     def erase(self, partial: Tensor) -> None:
-        """Drop the numbers behind kept sums ``[..., numel]``: the next ones have others."""
+        """Zero the numbers after kept sums ``[..., numel]``, since the next ones differ."""
         if self.all:
             partial[..., -self.numel :] = 0
 
     def before(self) -> None:
-        """A reduce-scatter is about to be issued."""
         if self.all:
             self.all[0].before()
 
     def before_sum(self) -> None:
-        """An all-reduce over replicas is about to be issued."""
         if self.all:
             self.all[-1].before()
 
     def arrived(self, reduced: Tensor) -> None:
-        """Compare the end of what was reduced, ``[numel]``.
-
-        On a device nobody does: the stamps of its gathers tell the same, a step later.
-
-        Raises:
-            StateError: another rank reduced something else.
-        """
+        """Compare the end of the reduced data, ``[numel]``; on a device, a later gather does."""
         if not self.all or not reduced.is_cpu:
             return
         joined = self._joined
@@ -350,25 +303,22 @@ class ReductionStamps:
         seen = reduced[-self.numel :]
         if self.all[0].is_checked:
             for position, stamp in enumerate(self.all):
-                # Other bytes may still be right: those of a sum over several backwards.
+                # different bytes may still be valid: the sum over several backwards
                 stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def arrived_late(self, reduced: Tensor) -> None:
-        """Let a device look later at the sum over replicas, of which gathers tell nothing."""
+        """Check the sum over replicas on a device later, since gathers do not cover it."""
         if self.all and not reduced.is_cpu:
             self.all[-1].see_sum(reduced[-STAMP_NUMEL:])
 
 
-# The stamps of one group: which of its collectives carry one, and when they get their numbers.
-
-
 class CollectiveIds:
-    """The stamps of a group. A rank that gives up on one operation gives up on all."""
+    """The stamps of a group: which of its collectives have one, and when they are numbered."""
 
     def __init__(self, data: DataMesh, device: torch.device) -> None:
         self._device = device
-        self.fqn: str | None = None  # None: no numbers yet, see enroll
-        self.gather = self.make(data.shard, "gather")  # None: ranks see nothing of each other there
+        self.fqn: str | None = None  # None: not numbered yet, see enroll
+        self.gather = self.make(data.shard, "gather")  # None: the axis is not covered
         self.gather_smaller: Stamp | None = None  # between forward and backward
         self.reductions = ReductionStamps()
         self.renew_reductions(data)
@@ -379,22 +329,27 @@ class CollectiveIds:
         return [stamp for stamp in stamps if stamp is not None]
 
     @property
+    def agreements(self) -> list[Agreement]:
+        """The agreements of all axes that the group communicates over."""
+        return [stamp.agreement for stamp in self.all]
+
+    @property
     def looks(self) -> list[LateLook]:
-        """What looks later at what the group sends; nothing does on a CPU."""
-        return [stamp.look for stamp in self.all if stamp.look is not None]
+        looks = [stamp.agreement.late for stamp in self.all]
+        return [look for look in looks if look is not None]
 
     @property
     def broken(self) -> str | None:
-        """Why nothing can be sent any more; None if all is well."""
-        return next((stamp.broken for stamp in self.all if stamp.broken is not None), None)
+        found = [stamp.agreement.broken for stamp in self.all]
+        return next((why for why in found if why is not None), None)
 
     def covers(self, axis: MeshAxis) -> bool:
-        """True if ranks can see what others send over an axis."""
-        is_sent = self._device.type != "meta" and torch_modes.has_real_memory()
+        """Return True if ranks receive each other's data over an axis."""
+        is_sent = self._device.type != "meta" and torch_dtensor.has_real_memory()
         return is_sent and axis.size > 1 and axis.is_real
 
     def make(self, axis: MeshAxis, kind: str) -> Stamp | None:
-        """Return a stamp for one of the group's collectives; None if the axis has none."""
+        """Return a stamp for one of the group's collectives; None if the axis is not covered."""
         if not self.covers(axis):
             return None
         stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside), self._device)
@@ -406,7 +361,7 @@ class CollectiveIds:
         return self.all
 
     def renew_reductions(self, data: DataMesh) -> None:
-        """Number the group's reductions over the axes of ``data`` from now on."""
+        """Renumber the group's reductions, over the axes of ``data``."""
         for stamp in self.reductions.all:
             stamp.retire()
         again = "all_reduce" if data.layers is None else "reduce_outer"

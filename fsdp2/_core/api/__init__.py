@@ -1,1 +1,1 @@
-"""What users call on a model: sharding it, its settings, what it looks like."""
+"""The user-facing API of a model: sharding, settings, inspection."""

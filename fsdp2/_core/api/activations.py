@@ -1,31 +1,28 @@
-"""Activations on the host: what nodes save in chosen modules leaves the device until backward.
+"""Activation offloading: tensors saved by chosen modules stay on the host until backward.
 
-Owns ``offload_activations``, the hooks of saved tensors, which storages travel, and when they come
-back. It must not know how copies are ordered among themselves (``host_memory``).
+``host_memory`` orders the copies among themselves.
 
 [Note: what travels]
-A *group* is what one call of a chosen module saves. Storages travel, not tensors: views of the same
-bytes travel once, and so does what several nodes save. Left where they are: parameters, buffers and
-all that lies in their memory (the engine frees and fills gathered parameters itself), small
-tensors, tensors on another device, small views of large storages, and wrappers of tensors.
+A *group* is the set of storages saved by one call of a chosen module. Copies are per storage:
+views of the same bytes, or bytes saved by several nodes, are copied once. Not copied: parameters,
+buffers and views of their memory (the engine frees and refills gathered parameters itself), small
+tensors, other devices' tensors, small views of large storages, and wrapper tensors.
 
 [Note: when it travels]
-``out``: as soon as a node saves it, beside compute. While a copy runs its source is held; the group
-after the next one makes compute wait for the copy, and lets go. So two groups are on the device at
-a time, and compute waits where the link is slower than it.
-``back``: the first node that reads something of a group brings the rest of that group, and the
-whole group that was made before it: that is needed next. Memory for it comes from compute.
-Groups of the modules in which backward begins stay on the device; reading one brings the group
-before it.
+``out``: as soon as a node saves the tensor. Two groups later, compute waits for the copy and the
+source is dropped. So at most two groups are on the device at a time.
+``back``: the first node that reads from a group brings back the rest of it, and all of the
+preceding group, which is needed next, into memory of the compute stream. Groups of the modules in
+which backward begins stay on the device; reading one brings back the one before.
 
 [Note: a call that Ctrl-C ends]
-Torch runs no hook behind a forward that ended by what is no ``Exception``. So a call knows a frame
-of Python that is on the stack for as long as it runs, and the next call of a chosen module takes
-down the hooks of those whose frames are gone. Hooks and frames are a thread's, so calls are, too.
+Torch runs no forward hook after a forward ended by anything but an ``Exception``. So each call
+stores a Python frame that is on the stack while it runs; the next call of a chosen module removes
+the hooks of calls whose frames are gone. Hooks, frames and therefore calls are per thread.
 
 [Note: a backward that comes again]
-With ``retain_graph`` nodes keep what they saved. The bytes stay with the host then, and what was
-brought to the device is dropped when backward has left the group; the next backward brings it anew.
+With ``retain_graph`` the host copy is retained, the device copy is dropped when backward leaves the
+group, and the next backward copies it again.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -46,9 +44,8 @@ from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, is_container, r
 from fsdp2._core.api.host_memory import CopyLanes, HostMemory
 from fsdp2._core.api.settings import refuse_during_step
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_tensors
-from fsdp2._core.base.arguments import check_count, check_module
 from fsdp2._core.base.capabilities import capabilities
-from fsdp2._core.base.errors import StateError
+from fsdp2._core.base.errors import StateError, check_count, check_module
 from fsdp2._core.base.names import WRAPPERS, class_name
 from fsdp2._core.base.warn import warn
 from fsdp2._core.engine.between_steps import units_below
@@ -57,45 +54,40 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
 ATTRIBUTE = "_fsdp2_activations"
 _ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
 
-LEAST_SHARE = 8
-"""A tensor with less than such a part of its storage stays: the rest may be anything."""
-GROUP_NBYTES = 1 << 29
-"""A call that saves more is several groups: all of one comes back together."""
-
+LEAST_SHARE = 8  # a tensor smaller than 1/8 of its storage stays: it may need little of the rest
+GROUP_NBYTES = 1 << 29  # a larger group is split: it comes back as a whole
+# nodes between a parameter and the tensor that a matmul saves of it under autocast
 CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
-"""Nodes between a parameter and what a product of matrices saves of it under autocast."""
 
 
 def offload_activations(
     model: nn.Module, policy: WrapPolicy, *, keep_last: int = 1, min_bytes: int = 1 << 18
 ) -> list[str]:
-    """Keep on the host what backward needs of the modules that a policy picks.
+    """Keep tensors that the chosen modules save for backward on the host.
 
-    What autograd saves in a call of such a module is copied to pinned memory while the forward goes
-    on, and comes back while backward is in the module that ran after it. Numbers do not change.
+    Tensors that autograd saves during a call of such a module are copied to pinned memory while
+    forward continues, and come back while backward is in the module that ran after it. Results do
+    not change. Parameters, buffers, memory of gathered parameters and small tensors stay. The same
+    bytes are copied once, even if several nodes save them. The model reuses its pinned memory.
 
-    Parameters, buffers and memory of gathered parameters stay, as do small tensors. The same bytes
-    travel once, whoever saves them. Pinned memory is used again from step to step, and belongs to
-    the model.
-
-    A module that is wrapped by activation checkpointing or by ``torch.compile`` is picked with its
-    wrapper: of a checkpoint only what goes in is saved, and that travels. Call this when wrappers
-    are on; it does not matter whether ``fully_shard`` comes before or after.
+    A module wrapped by activation checkpointing or by ``torch.compile`` is picked with its wrapper:
+    a checkpoint saves only its inputs, which are offloaded. Call this after adding wrappers, before
+    or after ``fully_shard``.
 
     Args:
-        model: what the modules are in, sharded or not. Its forward and its backward do not change.
-        policy: what picks modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a
-            function of a module, or a policy of torch's. A function that returns False for every
-            module switches off what an earlier call chose.
-        keep_last: in so many of the picked modules, the last ones in ``model.modules()``, all
-            stays on the device: backward begins there, and the ones before come back meanwhile.
-        min_bytes: a tensor that is smaller stays.
+        model: contains the modules, sharded or not. Its forward and its backward do not change.
+        policy: picks modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a function
+            of a module, or a torch policy. A function that returns False for every module undoes an
+            earlier call.
+        keep_last: this many of the picked modules, the last ones in ``model.modules()``, keep all
+            tensors on the device: backward begins there while earlier ones come back.
+        min_bytes: smaller tensors stay on the device.
 
     Returns:
         The names of the picked modules, in the order of ``model.modules()``.
 
-    On a CPU, and where a device has no streams of its own, all stays where it is. In a step of
-    ``fsdp2.compile`` the compiler decides what is saved, and nothing is offloaded.
+    On a CPU, and on devices without streams, all tensors stay in place. In a step of
+    ``fsdp2.compile`` the compiler decides which tensors to save, and nothing is offloaded.
 
     Raises:
         ConfigError: not a policy, or not a number.
@@ -123,7 +115,7 @@ def offload_activations(
 def _pick(
     module: nn.Module, outer: dict[nn.Module, nn.Module], picked: dict[nn.Module, None]
 ) -> None:
-    """Take a module with its wrappers, or what is in it if it has no forward."""
+    """Pick a module with its wrappers, or the modules in a container without a forward."""
     if is_container(module):
         for child in module.children():
             _pick(child, outer, picked)
@@ -134,7 +126,6 @@ def _pick(
 
 
 def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return what is around each module that a wrapper is around."""
     return {
         child: module
         for module in model.modules()
@@ -144,7 +135,7 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 class Group:
-    """What one call of a module saved, or a part of that. What travelled owns it."""
+    """Tensors saved by (a part of) one call of a module; owned by the offloaded storages."""
 
     __slots__ = ("__weakref__", "nbytes", "number", "storages")
 
@@ -155,7 +146,7 @@ class Group:
 
 
 class Away:
-    """One storage of a group: its bytes with the host, and on the device while they are used."""
+    """One offloaded storage of a group: a host buffer, and a device copy while in use."""
 
     __slots__ = (
         "__weakref__",
@@ -174,10 +165,16 @@ class Away:
         "was_written",
     )
 
-    def __init__(self, tensor: Tensor, group: Group, memory: HostMemory, lanes: CopyLanes) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        group: Group,
+        memory: HostMemory,
+        lanes: CopyLanes,
+    ) -> None:
         storage = tensor.untyped_storage()
-        self.saved: Tensor | None = None  # held until its stream has waited for the departure
-        self.here: Tensor | None = None  # all bytes, when they are back
+        self.saved: Tensor | None = None  # the source, until its stream has waited for the copy
+        self.here: Tensor | None = None  # all bytes, once they are back
         self.arrival: torch.Event | None = None
         self.was_written = False
         self.group = group
@@ -194,20 +191,20 @@ class Away:
         self.memory.give(self.buffer)
 
     def drop(self) -> None:
-        """Hold the bytes on the device no longer; the host has them."""
-        if self.arrival is not None:  # brought in vain: the copy may still write them
+        """Drop the device copy; the host has the bytes."""
+        if self.arrival is not None:  # never read: the copy may still write it
             self.stream.wait_event(self.arrival)
         self.here = self.arrival = None
 
     def let_go(self) -> None:
-        """Hold the source no longer: its stream has the memory again once the copy is over."""
+        """Drop the source, whose memory its stream may reuse after the copy."""
         if self.saved is not None:
             self.stream.wait_event(self.departure)
             self._look_for_writes()
             self.saved = None
 
     def bring(self) -> None:
-        """Begin to come back, unless the bytes are on the device."""
+        """Start the copy back, unless the bytes are on the device."""
         if self.saved is None and self.here is None:
             self.stream = self.lanes.compute
             here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
@@ -215,14 +212,14 @@ class Away:
             self.here = here
 
     def held(self) -> Tensor:
-        """Return a tensor in the storage on the device, for the current stream to read."""
+        """Return a tensor over the storage on the device, which the current stream may read."""
         self._look_for_writes()
         if self.was_written:
             raise StateError(
                 "FS324",
-                "a tensor that backward needs was modified in place after a module of "
-                "offload_activations had saved it, and may have been copied to the host before or "
-                "after that. Modify a clone instead.",
+                "a tensor that backward needs was modified in place after a module with "
+                "offload_activations saved it, so its copy on the host may have old or new values. "
+                "Modify a clone instead.",
             )
         if self.saved is not None:
             return self.saved
@@ -238,7 +235,7 @@ class Away:
 
 
 class _Saved:
-    """What a node has of a tensor whose storage travelled."""
+    """A node's saved value for a tensor whose storage is offloaded."""
 
     __slots__ = ("away", "dtype", "group", "offset", "size", "stride")
 
@@ -254,22 +251,18 @@ class _Saved:
         return away.lanes.view(away.held(), self.dtype, self.size, self.stride, self.offset)
 
 
+@dataclass(eq=False, slots=True)
 class _Kept:
-    """What a node has of a tensor that stays: reading it brings the group before."""
+    """A node's saved value for a tensor that stays; reading it brings back another group."""
 
-    __slots__ = ("group", "kept")
-
-    def __init__(self, tensor: Tensor, group: Group) -> None:
-        self.kept = tensor
-        self.group = group
+    kept: Tensor
+    group: Group
 
     def tensor(self) -> Tensor:
         return self.kept
 
 
 class _Call:
-    """A call of a chosen module that is running."""
-
     __slots__ = ("frame", "group", "hooks", "module", "own", "stays", "units")
 
     def __init__(self, module: nn.Module, group: Group, stays: bool) -> None:
@@ -286,19 +279,19 @@ class _Call:
         }
 
     def holds(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in memory of the module's parameters or buffers."""
+        """Return True if the tensor is in memory of the module's parameters or buffers."""
         if torch_tensors.number_of(tensor.untyped_storage()) in self.own:
             return True
         return any(unit.holds(tensor) for unit in self.units)
 
     @property
     def was_interrupted(self) -> bool:
-        """True if what began it does not run any more."""
+        """Return True if the frame of the call is no longer running."""
         return self.frame is not None and all(frame is not self.frame for frame in _stack())
 
 
 class _Running(threading.local):
-    """The calls that are running in this thread, the innermost one last."""
+    """This thread's running calls, innermost last."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -312,21 +305,20 @@ def _stack() -> Iterator[FrameType]:
 
 
 def _frame_of_call() -> FrameType | None:
-    """Return the frame that runs a module's hooks and its forward."""
     name = nn.Module.__module__
     return next((frame for frame in _stack() if frame.f_globals.get("__name__") == name), None)
 
 
 class Activations:
-    """The chosen modules of one model: their hooks, and all that is away.
+    """A model's ``chosen`` modules (with whether their saved tensors stay on the device), their
+    hooks, and its offloaded storages. Tensors below ``min_nbytes`` stay."""
 
-    Args:
-        model: what the modules are in.
-        chosen: the modules, and whether what each saves stays on the device.
-        min_nbytes: a tensor with less stays.
-    """
-
-    def __init__(self, model: nn.Module, chosen: dict[nn.Module, bool], min_nbytes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: dict[nn.Module, bool],
+        min_nbytes: int,
+    ) -> None:
         self.model = model
         self.chosen = chosen
         self.min_nbytes = min_nbytes
@@ -345,9 +337,9 @@ class Activations:
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[Away]] = []
-        # by the number of a storage: what travelled, while the storage lives
+        # offloaded storages by the number of a living storage
         self._known: dict[int, weakref.ref[Away]] = {}
-        self._read = 0  # the number of the group that backward is in
+        self._read = 0  # number of the group that backward is in
         self._has_warned = False
         # the same objects in each call: a compiler guards on them
         self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
@@ -362,7 +354,7 @@ class Activations:
         return lanes
 
     def _can_copy(self, tensor: Tensor) -> bool:
-        """True if a tensor lies where copies to the host run beside compute, by itself."""
+        """Return True for a plain tensor on a device with asynchronous copies to the host."""
         can = capabilities(tensor.device)
         return type(tensor) is Tensor and can.has_lanes and can.pins
 
@@ -375,7 +367,6 @@ class Activations:
         self._begin()
 
     def remove(self) -> None:
-        """Let modules save as they did before."""
         for handle in self.handles:
             handle.remove()
 
@@ -384,7 +375,7 @@ class Activations:
     @torch_compiler.eager_unless_inlined
     def before(self, module: nn.Module, args: Any) -> None:
         unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is None or unit.runner is None:  # a functional step is traced whole
+        if unit is None or unit.runner is None:  # a functional step is traced as a whole
             self._enter(module)
 
     @torch_compiler.eager_unless_inlined
@@ -396,7 +387,7 @@ class Activations:
     @torch_compiler.always_eager
     def _enter(self, module: nn.Module) -> None:
         if not torch.is_grad_enabled() or torch_autograd.graph_task_id() != -1:
-            return  # nothing is saved; or backward computes again what it reads at once
+            return  # nothing is saved; or a recomputation, whose tensors are read immediately
         if torch_modes.is_under_transforms() or not torch_autograd.packing_is_enabled():
             return
         running = self._running.calls
@@ -420,9 +411,9 @@ class Activations:
             warn(
                 "FS325",
                 f"offload_activations: a {class_name(module)} runs inside an activation "
-                "checkpoint, which saves only what goes in, and outside of the module. So "
-                "nothing of it is copied to the host. Choose the module that calls the "
-                "checkpoint instead, as CheckpointWrapper.",
+                "checkpoint, which saves only its inputs, outside the module, so none of its "
+                "tensors is offloaded. Choose the module that calls the checkpoint instead, such "
+                "as CheckpointWrapper.",
             )
 
     @torch_compiler.always_eager
@@ -432,11 +423,10 @@ class Activations:
             call = running.pop()
             assert call.hooks is not None
             call.hooks.__exit__()
-            if call.stays:  # backward may begin soon: the device is to be as empty as it gets
+            if call.stays:  # backward may begin soon: free device memory early
                 self._let_go(before=self._count + 1)
 
     def _let_go(self, before: int) -> None:
-        """Hold no source any more of groups before one of a number."""
         leaving, self._leaving = self._leaving, []
         for reference in leaving:
             away = reference()
@@ -445,16 +435,15 @@ class Activations:
             elif away is not None:
                 self._leaving.append(reference)
 
-    # What nodes save, and read.
+    # Saving and reading tensors.
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
-        """Return what a node saves for a tensor."""
         is_made_of_one = _is_parameter(tensor)
-        if tensor.grad_fn is not None:  # a node that saves what it made would own itself
+        if tensor.grad_fn is not None:  # a node that saves its output would own itself
             tensor = tensor.detach()
         if not self._running.calls:
-            return tensor  # of a graph that a backward makes within a call, in another thread
+            return tensor  # double backward within a call, in another thread
         call = self._running.calls[-1]
         if call.stays:
             return _Kept(tensor, call.group)
@@ -471,7 +460,7 @@ class Activations:
         return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
 
     def _away(self, tensor: Tensor, call: _Call) -> Away:
-        """Return what travels for a tensor: at once, unless its storage did before."""
+        """Return a tensor's offloaded storage; start a copy unless an earlier one is valid."""
         storage = tensor.untyped_storage()
         number = torch_tensors.number_of(storage)
         known = self._known.get(number)
@@ -494,7 +483,6 @@ class Activations:
 
     @torch_compiler.always_eager
     def unpack(self, saved: Any) -> Any:
-        """Give a node what it saved."""
         if type(saved) is Tensor or isinstance(saved, Tensor):
             return saved
         with torch.no_grad():
@@ -504,7 +492,7 @@ class Activations:
             return saved.tensor()
 
     def _arrive(self, group: Group) -> None:
-        """Begin to bring what backward reads with this group, and after it."""
+        """Start bringing back this group and the preceding one."""
         if self._read == group.number:
             return
         left, self._read = self._groups.get(self._read), group.number
@@ -524,11 +512,11 @@ class Activations:
             away.bring()
 
 
-Activations.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+Activations.__module__ = "fsdp2._pickles"  # in pickles, even if this file moves
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """True for a parameter, a view of one, and one that autocast cast: it keeps those anyway."""
+    """Return True for a parameter, a view of one, or autocast's (cached) cast of one."""
     base = torch_autograd.base_of(tensor)
     if isinstance(tensor if base is None else base, nn.Parameter):
         return True

@@ -1,21 +1,21 @@
-"""Which parameters and buffers a call of ``fully_shard`` takes.
+"""Collect the parameters and buffers for a call of ``fully_shard``.
 
-Owns the checks of arguments, the reading of policies, the walk over the module tree, ties, and
-every check of a parameter. It changes nothing until ``take_ties``. It must not know hooks or
-phases.
+Checks arguments and parameters, interprets policies, and walks over the module tree. Read-only
+until ``take_ties``.
 
 [Note: ties]
-A parameter that is registered in several places is one ``FSDPParam`` with several sites, and stays
-one object under every name. Places in different units are joined as the calls arrive, bottom up:
-the first unit takes the parameter, later ones add their sites, and the first unit that contains
-every path to a site takes it over, because only that unit's forward spans all its uses. A unit may
-contain every site and not every path: another module around it may contain a site, too.
+A parameter registered in several places is one ``FSDPParam`` with several sites, and stays one
+object under every name. Sites in different units are joined call by call, bottom up: the first unit
+takes the parameter, later ones add their sites, and the first unit that contains every path to a
+site takes it over, because only its forward spans all uses. (That it contains every site is not
+enough: a module around the unit may contain the same site.)
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,9 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fsdp2._core.base import torch_modules
-from fsdp2._core.base.arguments import described, wrong_type, wrong_value
-from fsdp2._core.base.errors import ConfigError, ConfigTypeError, StateError
+from fsdp2._core.base import torch_dtensor, torch_modules
+from fsdp2._core.base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    StateError,
+    described,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._core.base.names import class_name
 from fsdp2._core.base.policy import (
     OUTER,
@@ -37,6 +43,7 @@ from fsdp2._core.base.policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Settings,
     Sharding,
 )
 from fsdp2._core.base.rows import Deal
@@ -45,24 +52,15 @@ from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.engine.tree import Unit, unit_of
 from fsdp2._core.params.deals import Claim, deal_blocks, give, given_so_far
-from fsdp2._core.params.extension import (
-    brings_extension,
-    check_extension,
-    dealt_refused,
-    smaller_mesh_refused,
-)
+from fsdp2._core.params.extension import check_extension, needs_extension, refuse_smaller
 from fsdp2._core.params.param import SUMMONED, FSDPParam, OwnerMark
 from fsdp2._core.params.placement import ParamPlacement, claim_of, place, shard_dim, shard_mesh
 from fsdp2._core.params.registration import Site
 
-# Which modules a policy picks: classes, a function, or a policy of torch's.
-
-# What a call of ``fully_shard`` leaves alone: ``ignored_params`` and ``ignored_states``.
-
 
 @dataclass(frozen=True)
 class Ignored:
-    """Parameters and buffers (``tensors``), and ``modules`` with all that is in them."""
+    """States that ``fully_shard`` ignores: ``modules``, and ``tensors``, including theirs."""
 
     tensors: frozenset[Tensor]
     modules: frozenset[nn.Module]
@@ -72,13 +70,17 @@ class Ignored:
 
     @staticmethod
     def of(params: object, states: object) -> Ignored:
-        """Read the arguments of ``fully_shard``.
-
-        Raises:
-            ConfigError: something else than parameters among ``params``; among ``states`` something
-                else than modules and tensors, both of them, or a module that is sharded already.
-        """
-        tensors: set[Tensor] = set(_params(params))
+        """Parse the arguments of ``fully_shard``: ``states`` are unsharded modules, or tensors."""
+        tensors: set[Tensor] = set()
+        for param in _listed(params):
+            if not isinstance(param, nn.Parameter):
+                raise ConfigTypeError(
+                    "FS101",
+                    "fully_shard: expected ignored_params to be a set of nn.Parameter, found "
+                    f"{type(param).__name__} in it. Pass the parameters themselves; pass modules "
+                    "and buffers as ignored_states.",
+                )
+            tensors.add(param)
         found = _listed(states)
         modules = [item for item in found if isinstance(item, nn.Module)]
         own = [item for item in found if isinstance(item, Tensor)]
@@ -86,26 +88,26 @@ class Ignored:
         if wrong:
             raise ConfigTypeError(
                 "FS101",
-                "fully_shard: expected ignored_states to hold modules, or parameters and buffers, "
-                f"found {described(wrong[0])} in it. Pass the modules or tensors themselves, not "
-                "their names.",
+                "fully_shard: expected ignored_states to contain modules, or parameters and "
+                f"buffers, found {described(wrong[0])} in it. Pass the modules or tensors "
+                "themselves, not their names.",
             )
         if modules and own:
             raise ConfigError(
                 "FS212",
-                f"fully_shard: found a {class_name(modules[0])} and a "
-                f"{type(own[0]).__name__} of shape {tuple(own[0].shape)} in ignored_states. Pass "
-                "modules only, or tensors only: for a mixture pass "
-                "[*module.parameters(), *module.buffers()] in the place of each module.",
+                f"fully_shard: found a {class_name(modules[0])} and a {type(own[0]).__name__} of "
+                f"shape {tuple(own[0].shape)} in ignored_states. Pass only modules or only "
+                "tensors: to combine them, replace each module by [*module.parameters(), "
+                "*module.buffers()].",
             )
         inside = {child for module in modules for child in module.modules()}
         for child in inside:
             if unit_of(child) is not None:
                 raise ConfigError(
                     "FS212",
-                    f"fully_shard: found a {class_name(child)} in ignored_states that "
-                    "fully_shard was applied to, so its parameters are sharded already. "
-                    "Leave it out: a call never takes what an earlier one took.",
+                    f"fully_shard: found a {class_name(child)} in ignored_states that fully_shard "
+                    "was already applied to. Omit it: a call never shards parameters that an "
+                    "earlier call sharded.",
                 )
             tensors.update(p for p in child._parameters.values() if p is not None)
             tensors.update(b for b in child._buffers.values() if b is not None)
@@ -119,20 +121,6 @@ def _listed(states: object) -> list[object]:
     return [states] if is_one else list(states)  # type: ignore[call-overload]  # an Iterable
 
 
-def _params(ignored: object) -> list[nn.Parameter]:
-    params = []
-    for param in _listed(ignored):
-        if not isinstance(param, nn.Parameter):
-            raise ConfigTypeError(
-                "FS101",
-                f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
-                f"{type(param).__name__} in it. Pass the parameters themselves; modules and "
-                "buffers go into ignored_states.",
-            )
-        params.append(param)
-    return params
-
-
 Choice = dict[str, Any]
 Chosen = dict[nn.Module, Choice]
 WrapPolicy = (
@@ -144,15 +132,19 @@ WrapPolicy = (
 
 
 class Asking(NamedTuple):
-    """The caller of a policy, for messages: its name, the result of no match, valid answers."""
+    """The caller of a policy, for messages: its name, the effect of no match, valid answers."""
 
     who: str
     if_none: str
     answers: str
 
 
-def run_policy(policy: object, model: nn.Module, ignored: Ignored, asking: Asking) -> Chosen:
-    """Ask the policy about every module below the root."""
+def run_policy(
+    policy: object,
+    model: nn.Module,
+    ignored: Ignored,
+    asking: Asking,
+) -> Chosen:
     if isinstance(policy, torch_modules.CustomPolicy):
         return _ask(torch_modules.custom_policy_function(policy), model, ignored, asking)
     is_text = isinstance(policy, str | bytes | Tensor)
@@ -163,8 +155,8 @@ def run_policy(policy: object, model: nn.Module, ignored: Ignored, asking: Askin
             found = f"{described(wrong[0])} in it" if wrong else "none"
             raise ConfigTypeError(
                 "FS101",
-                f"{asking.who}: expected classes of modules as policy, found {found}. Pass for "
-                "example {TransformerBlock}.",
+                f"{asking.who}: expected policy to contain module classes, found {found}. Pass, "
+                "for example, {TransformerBlock}.",
             )
         if not any(isinstance(module, classes) for module in model.modules()):
             names = ", ".join(sorted(c.__name__ for c in classes))
@@ -193,7 +185,7 @@ def _warn_of_nothing(model: nn.Module, what: str, asking: Asking) -> None:
 
 
 def _is_recursive(policy: Callable[..., Any]) -> bool:
-    """True for a policy of FSDP1, which takes ``(module, recurse, nonwrapped_numel)``."""
+    """Return True for an FSDP1 policy, which accepts ``(module, recurse, nonwrapped_numel)``."""
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except (TypeError, ValueError):
@@ -227,7 +219,7 @@ def _recurse(
     chosen: Chosen,
     is_root: bool = True,
 ) -> int:
-    """Ask a recursive policy; return how many elements are in units at or below ``module``."""
+    """Apply a recursive policy; return the number of elements in units within ``module``."""
     numel = sum(param.numel() for param in module.parameters() if param not in ignored)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -241,21 +233,15 @@ def _recurse(
     return numel
 
 
-PART_NBYTES = 1 << 20
-"""Unsharded bytes from which on a submodule of a root is a group of its own.
-
-See ``_core.engine.parts``.
-"""
+PART_NBYTES = 1 << 20  # minimum size of a part, unsharded: ``_core.engine.parts``
 
 
 class BufferSite(NamedTuple):
-    """A buffer on a module."""
-
     module: nn.Module
     name: str
 
     def move_to(self, device: torch.device) -> None:
-        """Move the buffer, unless it is there, on meta, or a DTensor (which follows its mesh)."""
+        """Move the buffer, unless it is there already, on meta, or a DTensor."""
         buffer = self.module._buffers[self.name]
         if buffer is None or isinstance(buffer, DTensor):
             return
@@ -265,10 +251,7 @@ class BufferSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """A parameter that a call takes: where it is registered, and where its shards will lie.
-
-    ``releases_gathered``: see ``FSDPParam``.
-    """
+    """A parameter that a call takes."""
 
     fqn: str
     sites: list[Site]
@@ -279,19 +262,18 @@ class Taken:
 
 @dataclass
 class Collected:
-    """What a call takes: own parameters by original, sites and parameters of ties, buffers.
+    """Result of collecting: own parameters by original, sites and parameters of ties, buffers."""
 
-    ``meshes``: that of the call, and those that its parameters were given. ``left_alone``: what the
-    call was told to ignore, and what torch's ``replicate`` looks after.
-    """
-
-    meshes: list[DataMesh]
-    left_alone: set[Tensor]
+    meshes: list[DataMesh]  # the call's mesh, then those of its parameters
+    left_alone: set[Tensor]  # ignored states, and parameters managed by torch's ``replicate``
     own: dict[nn.Parameter, Taken] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
     escaped: dict[Unit, list[FSDPParam]] = field(default_factory=dict)
     buffers: list[BufferSite] = field(default_factory=list)
+    # by mesh, the number of ranks to reshard to after forward; None: to the full axis
+    smaller: dict[DataMesh, int | None] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)  # the unit's settings
 
 
 def collect(
@@ -300,14 +282,10 @@ def collect(
     placement_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Ignored,
 ) -> Collected:
-    """Find, check and place the parameters of ``modules`` that no unit below them has taken.
-
-    Raises:
-        ConfigError: a parameter that cannot be sharded; the message names it.
-    """
+    """Find, check and place the parameters of ``modules`` that no unit below them has taken."""
     collected = Collected([data], set(ignored.tensors))
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
-    giving: set[nn.Module] = set()  # those of `modules` that have a parameter to take
+    giving: set[nn.Module] = set()  # members of `modules` with a parameter to take
     for top, prefix, module in _managed(modules, ignored, collected.left_alone):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
@@ -350,8 +328,8 @@ def collect(
     if 0 < len(on_meta) < len(found):
         raise ConfigError(
             "FS207",
-            f"fully_shard: found parameters on meta ({', '.join(on_meta)}) beside real ones in "
-            "one group. Materialise all of them, or none, or shard their modules separately.",
+            f"fully_shard: found parameters on the meta device ({', '.join(on_meta)}) and others "
+            "in one group. Materialize all or none of them, or shard their modules separately.",
         )
     _refuse_inside(collected.shared, giving)
     _find_escaped(collected, modules)
@@ -359,7 +337,6 @@ def collect(
 
 
 def _deal(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Parameter, Deal]:
-    """Return the deals of parameters whose rows are to lie in whole blocks."""
     deals: dict[nn.Parameter, Deal] = {}
     for used, of_mesh in claims.items():
         loads = given_so_far(used.shard.pg, used.shard.size)
@@ -369,10 +346,10 @@ def _deal(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Paramete
 
 
 def count_dealt(collected: Collected) -> None:
-    """Count what the call deals to ranks, for the calls after it. See ``deals``."""
+    """Add the call's dealt blocks to each rank's load, for later calls. See ``deals``."""
     for param, taken in collected.own.items():
         layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # counted whole: alike on ranks of all other axes
+        if layout.deal is not None:  # unsharded size: identical on ranks of all other axes
             assert layout.dim is not None
             shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
             claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
@@ -380,11 +357,7 @@ def count_dealt(collected: Collected) -> None:
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Module]) -> None:
-    """Raise ConfigError for a module of the call whose parameters an outer unit manages.
-
-    A module in ``giving`` has other parameters as well, added after the outer call: it may be a
-    unit.
-    """
+    """Refuse modules whose parameters an outer unit manages, unless they are in ``giving``."""
     for param, users in shared.items():
         for outer in param.tops:
             inside = set(outer.modules())
@@ -392,31 +365,25 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
                 if module is not outer and module in inside and module not in giving:
                     raise ConfigError(
                         "FS202",
-                        f"fully_shard: the parameters of this {class_name(module)} are taken: "
-                        f"fully_shard was applied to the {class_name(outer)} around it before. "
-                        "Apply it to inner modules first, and to the outermost one last.",
+                        "fully_shard: fully_shard has already sharded the parameters of this "
+                        f"{class_name(module)} with the enclosing {class_name(outer)}. Apply it to "
+                        "inner modules first, and to the outermost one last.",
                     )
 
 
-def refuse_smaller(collected: Collected) -> None:
+def check_smaller(collected: Collected) -> None:
     """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
-    escaped = [param for params in collected.escaped.values() for param in params]
-    names = [param.fqn for param in escaped if param.is_extended]
-    names += [own.fqn for original, own in collected.own.items() if brings_extension(original)]
-    if names:
-        raise ConfigError("FS211", smaller_mesh_refused(names[0]))
-    found = [(param.fqn, param.placement.layout.deal) for param in escaped]
-    found += [(own.fqn, own.placement.layout.deal) for own in collected.own.values()]
-    for fqn, deal in found:
-        if deal is not None:
-            raise ConfigError("FS211", dealt_refused(fqn, deal))
+    for param in itertools.chain.from_iterable(collected.escaped.values()):
+        if param.is_extended or param.placement.layout.is_dealt:
+            refuse_smaller(param.fqn, param.placement.layout.deal)
+    for original, own in collected.own.items():
+        is_extended = needs_extension(torch_dtensor.local_part(original))
+        if is_extended or own.placement.layout.is_dealt:
+            refuse_smaller(own.fqn, own.placement.layout.deal)
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:
-    """Add sites to tied parameters; return those that the new unit, of ``tops``, takes over.
-
-    See [Note: ties].
-    """
+    """Add sites to tied parameters; return those that the new unit takes: [Note: ties]."""
     escaped: dict[DataMesh, list[FSDPParam]] = {}
     for param, sites in collected.tied.items():
         param.sites.extend(sites)
@@ -433,7 +400,7 @@ def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMes
 
 
 def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
-    """Give parameters up to another unit; yield them by mesh. A group of none is none."""
+    """Release parameters to another unit; yield them by mesh. Remove empty groups."""
     for group in unit.own_groups:
         taken = [param for param in group.params if param in params]
         if taken:
@@ -445,12 +412,9 @@ def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh
 def find_parts(
     modules: Sequence[nn.Module], params: Sequence[FSDPParam]
 ) -> dict[nn.Module, list[FSDPParam]]:
-    """Return large submodules, and the parameters of each. See ``_core.engine.parts``.
-
-    If ``modules`` contain other units, these are the largest submodules that do not; only the
-    parameters that nobody outside of one shares count.
-    Otherwise it is the module itself, if it is the only one and has no submodules.
-    """
+    """Return large parts, each with its parameters: ``_core.engine.parts``. If ``modules`` contain
+    other units, these are the largest submodules without units; parameters that they share with
+    others do not count. Otherwise, a single module without submodules is a part."""
     parts: dict[nn.Module, list[FSDPParam]] = {}
     if any(units_below(module) for module in modules):
         candidates = list(_unitless(modules))
@@ -465,7 +429,7 @@ def find_parts(
 
 
 def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules below ``modules`` that are no units and contain none."""
+    """Yield the largest modules below ``modules`` that are not units and contain none."""
     for module in modules:
         for child in module.children():
             if unit_of(child) is not None:
@@ -477,11 +441,7 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
-    """Find the parameters of units below that are used outside of their unit but inside ours.
-
-    Raises:
-        ConfigError: such a parameter lies on a mesh that this call does not use.
-    """
+    """Find parameters of inner units that are also used outside their unit, inside ours."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
         for group in unit.own_groups:
@@ -499,15 +459,14 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)
                     raise ConfigError(
                         "FS209",
-                        f"{param.fqn}: is tied across units on different meshes, "
-                        f"{group.data.mesh} and {meshes}. Pass the inner fully_shard the mesh of "
-                        "the outer one.",
+                        f"{param.fqn}: is tied across units on different meshes, {group.data.mesh} "
+                        f"and {meshes}. Pass the same mesh to both fully_shard calls.",
                     )
                 collected.escaped.setdefault(unit, []).append(param)
 
 
 def _parents(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return all modules that contain each module as a child; none for ``modules``."""
+    """Map each module to all its parents within ``modules``; the outermost have none."""
     parents: dict[nn.Module, list[nn.Module]] = {top: [] for top in modules}
     for top in modules:
         for module in top.modules():
@@ -519,7 +478,7 @@ def _parents(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
 def _is_reached_outside(
     unit: Unit, places: Iterable[nn.Module], parents: dict[nn.Module, list[nn.Module]]
 ) -> bool:
-    """Return True if a path from the outermost modules to a place does not lead through a unit."""
+    """Return True if a path from the outermost modules to a place bypasses the unit."""
     seen, pending = set(unit.modules), list(places)
     while pending:
         module = pending.pop()
@@ -535,28 +494,23 @@ def _is_reached_outside(
 def _managed(
     modules: Sequence[nn.Module], ignored: Ignored, left_alone: set[Tensor]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield (top, name, module) for modules that no unit or other composable API below has.
-
-    Parameters of the other API are added to ``left_alone``.
-    """
-    seen: set[nn.Module] = set()
-
-    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or module in ignored.modules:
-            return
-        seen.add(module)
-        yield prefix, module
-        for name, child in module.named_children():
-            if unit_of(child) is not None:
-                continue
-            if "replicate" in torch_modules.composable_names(child):
-                left_alone.update(child.parameters())
-            else:
-                yield from walk(f"{prefix}.{name}" if prefix else name, child)
-
+    """Yield (top, name, module) outside inner units; replicated states join ``left_alone``."""
+    seen = set(ignored.modules)
     for top in modules:
-        for prefix, module in walk("", top):
+        waiting = [("", top)]
+        while waiting:
+            prefix, module = waiting.pop()
+            if module in seen:
+                continue
+            seen.add(module)
             yield top, prefix, module
+            for name, child in reversed(list(module.named_children())):
+                if unit_of(child) is not None:
+                    continue
+                if "replicate" in torch_modules.composable_names(child):
+                    left_alone.update(child.parameters())
+                else:
+                    waiting.append((f"{prefix}.{name}" if prefix else name, child))
 
 
 def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
@@ -569,25 +523,22 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
     if param.__dict__.get(SUMMONED) is not None:
         raise StateError(
             "FS306",
-            f"{fqn}: fully_shard was called inside summon_full_params, where the parameters of "
-            "another unit are registered whole. Leave the context first.",
+            f"{fqn}: fully_shard was called inside summon_full_params, where the unsharded "
+            "parameters of another unit are registered. Exit the context first.",
         )
     if isinstance(param, DTensor) and data.full is None and param.device_mesh == data.mesh:
         raise ConfigError(
             "FS202",
-            f"{fqn}: is already a DTensor on {data.mesh}, the mesh to shard over. Pass fully_shard "
-            "another dim of a common mesh than parallelize_module, or register a plain parameter "
+            f"{fqn}: is already a DTensor on {data.mesh}, the mesh to shard over. Pass different "
+            "dims of one mesh to fully_shard and parallelize_module, or register a plain parameter "
             "(full_tensor()).",
         )
     if param.layout is not torch.strided:
         raise ConfigError(
             "FS206",
-            f"{fqn}: expected a dense parameter, found layout {param.layout}. Convert it, or put "
-            "it into ignored_params.",
+            f"{fqn}: expected a dense parameter, found layout {param.layout}. Convert it, or add "
+            "it to ignored_params.",
         )
-
-
-# Checks of what ``fully_shard`` and its relatives are given. Each raises, or returns.
 
 
 def check_modules(module: object) -> list[nn.Module]:
@@ -608,10 +559,12 @@ def check_modules(module: object) -> list[nn.Module]:
             raise ConfigError(
                 "FS204",
                 f"fully_shard: found a ScriptModule, {candidate.original_name}, whose class cannot "
-                "change. Shard the module that it was scripted from.",
+                "be changed. Shard the module before scripting it.",
             )
         modules.append(candidate)
-    modules = _outermost(modules)
+    unique = list(dict.fromkeys(modules))
+    inner = {child for top in unique for child in top.modules() if child is not top}
+    modules = [top for top in unique if top not in inner]
     for target in modules:
         if is_container(target):
             raise ConfigError(
@@ -629,22 +582,15 @@ def check_modules(module: object) -> list[nn.Module]:
             raise ConfigError(
                 "FS203",
                 f"fully_shard: replicate was already applied to this {class_name(target)}, and "
-                "manages its parameters. Apply one of the two to a module.",
+                "manages its parameters. Apply only one of the two.",
             )
     return modules
 
 
 def is_container(module: nn.Module) -> bool:
-    """True for a list or a dict of modules without a forward, which would gather parameters."""
+    """Return True for a ModuleList or ModuleDict without a forward."""
     is_several = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return is_several and type(module).forward is nn.Module.forward
-
-
-def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
-    """Drop repeated modules, and modules inside another of the list."""
-    unique = list(dict.fromkeys(modules))
-    inner = {child for top in unique for child in top.modules() if child is not top}
-    return [top for top in unique if top not in inner]
 
 
 def check_reshard(choice: object, data: DataMesh) -> int | None:
@@ -667,7 +613,7 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
 def check_sharding(
     shard: object, outer: object, reshard_after_forward: object, offload: object
 ) -> Sharding:
-    """Return what ``shard`` and ``shard_outer`` stand for, if the other arguments go with it."""
+    """Return the meaning of ``shard`` and ``shard_outer``, if the other arguments permit it."""
     expected = f"one of {', '.join(map(repr, SHARDINGS))}"
     if not isinstance(shard, str):
         raise wrong_type("fully_shard", "shard", expected, shard)
@@ -683,37 +629,37 @@ def check_sharding(
         if sharding.keeps_whole:
             raise ConfigError(
                 "FS234",
-                f"fully_shard: found {sharding.name} beside {OUTER[outer].name}. With whole "
-                "parameters all ranks are one axis: leave shard_outer out, and pass a 1-D mesh of "
-                "them.",
+                f"fully_shard: found {sharding.name} with {OUTER[outer].name}. With unsharded "
+                "parameters all ranks form one axis: omit shard_outer, and pass a 1-D mesh of all "
+                "ranks.",
             )
         if type(reshard_after_forward) is int:
             raise ConfigError(
                 "FS234",
-                f"fully_shard: found reshard_after_forward={reshard_after_forward} beside "
-                f"{OUTER[outer].name}, which reshards to the inner dim of the mesh. Leave it out.",
+                f"fully_shard: found reshard_after_forward={reshard_after_forward} with "
+                f"{OUTER[outer].name}, which reshards to the inner dim of the mesh. Omit it.",
             )
         return OUTER[outer]
     if not sharding.keeps_whole:
         return sharding
-    stays = f"fully_shard: found {sharding.name}, which keeps parameters whole on each rank"
+    stays = f"fully_shard: found {sharding.name}, which keeps parameters unsharded"
     if reshard_after_forward is not None and reshard_after_forward is not False:
         raise ConfigError(
             "FS234",
             f"{stays}, and reshard_after_forward={described(reshard_after_forward)}, which frees "
-            'them. Leave that out, or pass shard="parameters".',
+            'them. Omit that, or pass shard="parameters".',
         )
     if isinstance(offload, CPUOffloadPolicy):
         raise ConfigError(
             "FS234",
-            f"{stays}, and a CPUOffloadPolicy, which copies them to the device for each use. Leave "
-            'the policy out, or pass shard="parameters".',
+            f"{stays}, and a CPUOffloadPolicy, which copies them to the device for each use. Omit "
+            'the policy, or pass shard="parameters".',
         )
     return sharding
 
 
 def check_layers(mesh: DeviceMesh, dims: object) -> None:
-    """Raise ConfigError unless a mesh has an outer and an inner dim, of several ranks each."""
+    """Raise ConfigError unless a mesh has an outer and an inner dim, each of several ranks."""
     found = f"{mesh.ndim} dims" if mesh.ndim != 2 else f"a shape of {tuple(mesh.shape)}"
     if dims is None and mesh.ndim == 2 and min(mesh.shape) > 1:
         return
@@ -721,13 +667,13 @@ def check_layers(mesh: DeviceMesh, dims: object) -> None:
     raise ConfigError(
         "FS234",
         "fully_shard: shard_outer needs a 2-D mesh of data-parallel dims, (outer, inner), with "
-        f"several ranks along each, found {found}. Pass one without dp_mesh_dims; or leave "
-        "shard_outer out, and pass a 1-D mesh of all ranks.",
+        f"several ranks along each, found {found}. Pass such a mesh without dp_mesh_dims, or omit "
+        "shard_outer and pass a 1-D mesh of all ranks.",
     )
 
 
 def check_method(module: object, name: object) -> str:
-    """Return the name of a method of ``module`` that can be run between two hooks."""
+    """Return the name of a method of ``module`` that ends when its call returns."""
     who = "register_fsdp_forward_method"
     if not isinstance(module, nn.Module):
         raise wrong_type(who, "module", "an nn.Module", module)
@@ -737,25 +683,24 @@ def check_method(module: object, name: object) -> str:
     if not callable(method):
         raise ConfigError(
             "FS501",
-            f"{who}: {type(module).__name__} has no method {described(name)}. Pass the name of one "
-            "that it has.",
+            f"{who}: {type(module).__name__} has no method {described(name)}. Pass the name of an "
+            "existing method.",
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise ConfigError(
             "FS502",
-            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a "
-            "coroutine, whose body runs after the call returned, when parameters are sharded "
-            "again. Register a method that returns its result.",
+            f"{who}: {type(module).__name__}.{name} is a generator or a coroutine, whose body runs "
+            "after the call returns, when parameters are sharded again. Register a method that "
+            "returns its result.",
         )
     return name
 
 
 def check_policies(mp_policy: object, offload_policy: object) -> None:
-    """What is in a policy was checked when it was made."""
+    """Check the types; the constructor of a policy checks its contents."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        expected, hint = "a fsdp2.MixedPrecisionPolicy", ""
-        if isinstance(mp_policy, torch.dtype):
-            hint = f"Pass MixedPrecisionPolicy(param_dtype={mp_policy})."
+        is_dtype, expected = isinstance(mp_policy, torch.dtype), "a fsdp2.MixedPrecisionPolicy"
+        hint = f"Pass MixedPrecisionPolicy(param_dtype={mp_policy})." if is_dtype else ""
         raise wrong_type("fully_shard", "mp_policy", expected, mp_policy, hint)
     if not isinstance(offload_policy, OffloadPolicy | None):
         expected = "a fsdp2.OffloadPolicy or None"
@@ -763,13 +708,9 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
 
 
 def check_comm(name: str, comm: object) -> None:
-    """Accept anything with the two methods: the classes are there to document them."""
+    """Accept any object with the two methods: the base classes are documentation."""
     is_class = isinstance(comm, type)
     if is_class or not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise wrong_type(
-            name,
-            "comm",
-            "an object with allocate(size, dtype=, device=) that can be called",
-            comm,
-            "Pass an instance of a class derived from fsdp2.AllGather or fsdp2.ReduceScatter.",
-        )
+        expected = "a callable object with allocate(size, dtype=, device=)"
+        hint = "Pass an instance of a class derived from fsdp2.AllGather or fsdp2.ReduceScatter."
+        raise wrong_type(name, "comm", expected, comm, hint)

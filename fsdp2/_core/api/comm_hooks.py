@@ -1,13 +1,12 @@
-"""Communication hooks: what carries gradients, if not the process group's own sums.
+"""Communication hooks: user-supplied replacements of the backend's gradient sums.
 
-Owns ``register_comm_hook``, and compression. It must not know layouts: a hook sees flat buffers.
+Contains ``register_comm_hook``, and compression. A hook receives flat buffers.
 
 [Note: hooks sum]
-Scaling is defined in one place: a hook returns the *sum* over ranks, and the engine divides it as
-its settings say (by the number of ranks, ``set_gradient_divide_factor``, in two steps for fp16
-reductions), as it does without a hook. Behind the gradients a buffer holds counts, and on a CPU
-numbers by which ranks see that they are in step; a hook that sums every element alike, in any
-floating-point dtype, leaves them intact.
+A hook returns the *sum* over ranks, which the engine divides as without a hook (by the number of
+ranks, ``set_gradient_divide_factor``, in two steps for fp16 reductions). After the gradients a
+buffer contains counts and, on a CPU, stamps with which ranks check that they are in step. A hook
+preserves these by summing all elements in the same way, in any floating-point dtype.
 """
 
 from __future__ import annotations
@@ -20,21 +19,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._core.api.settings import (
-    refuse_dealt,
-    refuse_during_step,
-    refuse_layers,
-    sharded_units,
-)
+from fsdp2._core.api.settings import refuse_dealt, refuse_during_step, refuse_layers, sharded_units
 from fsdp2._core.base import torch_comm
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.errors import (
+    ConfigError,
     check_count,
     check_flag,
     check_function,
     wrong_type,
     wrong_value,
 )
-from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.comm.coded_sum import CODES, CodedSum, Exact
 from fsdp2._core.comm.comms import ReduceScatter
 from fsdp2._core.comm.wire import DefaultReduceScatter, TorchMemory
@@ -46,29 +40,29 @@ Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 class Compress:
     """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
 
-    16-bit dtypes are cast, and the backend sums in them. Of 8-bit ones each rank sends codes, with
-    a scale for each block of a rank's part, to the rank whose part it is, which adds up what they
-    stand for in the reduce dtype. Over a replicate axis the sums travel back in codes, too, the
-    same to every rank. What must not be rounded (numbers of the engine, and gradients of replicated
-    parameters, which replicas must agree on) travels as it is.
+    With 16-bit dtypes, gradients are cast and the backend sums in that dtype. With 8-bit ones, each
+    rank sends codes, with a scale per block of a shard, to the owner of the shard, which decodes
+    and sums them in the reduce dtype. Over a replicate axis the sums also return as codes,
+    identical on every rank. The engine's counts, and gradients of replicated parameters, are not
+    rounded: replicas must stay equal.
 
     Args:
         dtype: ``torch.bfloat16``, ``torch.float16``, ``torch.int8``, ``torch.float8_e4m3fn`` or
-            ``torch.float8_e5m2``. For fp16, gradients are divided before they are sent, as far as
-            sums could overflow, and multiplied afterwards.
-        error_feedback: add what the last cast rounded off to the next gradients of the same unit.
-            On every rank this takes the memory of the whole unit's gradients, in the reduce dtype
-            (of 8 bits, in fp32 at least). With 8 bits you will want it.
-        block: of an 8-bit dtype, elements that share a scale, of 2 bytes.
-        only_replicas: of an 8-bit dtype, sum over a shard axis in the reduce dtype as ever, and in
-            codes over a replicate axis only, which mostly crosses slower links.
+            ``torch.float8_e5m2``. For fp16, gradients are divided before sending, as far as sums
+            could overflow, and multiplied afterwards.
+        error_feedback: add the rounding error of the last cast to the unit's next gradients. Takes
+            the memory of the unit's full gradients in the reduce dtype (for 8 bits, at least fp32)
+            on every rank. Recommended for 8 bits.
+        block: for 8-bit dtypes, the number of elements that share a 2-byte scale.
+        only_replicas: for 8-bit dtypes, sum over a shard axis in the reduce dtype and use codes
+            only over a replicate axis, which mostly crosses slower links.
 
     Raises:
         ConfigError: another dtype; a flag that is not a bool; a ``block`` below 8.
 
     Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
-    2014, and Karimireddy et al., 2019; codes that travel once, and are added up by the receiver:
-    qgZ of ZeRO++ (arXiv 2306.10209).
+    2014, and Karimireddy et al., 2019; codes sent once and summed by the receiver: qgZ of ZeRO++
+    (arXiv 2306.10209).
     """
 
     def __init__(
@@ -99,10 +93,7 @@ class Compress:
         group: dist.ProcessGroup,
         exact: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Sum ``packed`` over the ranks of ``group`` into ``reduced``, on a wire of ``dtype``.
-
-        ``exact``: first and last columns, exclusive, of a rank's part that are not to be rounded.
-        """
+        """Sum ``packed`` over ``group`` into ``reduced``; ``exact``: column ranges not to round."""
         if not isinstance(group, dist.ProcessGroup):
             raise wrong_type("Compress", "group", "a process group", group)
         if not isinstance(reduced, Tensor):
@@ -113,12 +104,12 @@ class Compress:
             raise ConfigError(
                 "FS508",
                 f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
-                f"for {group.size()} ranks. Pass as many, or one rank's part of them.",
+                f"for {group.size()} ranks. Pass equal numbers, or one rank's share as reduced.",
             )
         is_replicas = reduced.numel() == packed.numel()
         if self.dtype in CODES:
             if self.error_feedback and not isinstance(state, dict):
-                raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
+                raise wrong_type("Compress", "state", "a dict for its error", state)
             errors: dict[Any, Tensor] | None = state if self.error_feedback else None
             exchange = CodedSum(self.dtype, self.block, errors, exact, group)
             if is_replicas:
@@ -140,15 +131,20 @@ class Compress:
         if factor != 1.0:
             reduced.mul_(factor)
 
-    def narrow(self, state: dict[Any, Tensor], packed: Tensor, ranks: int) -> tuple[Tensor, float]:
+    def narrow(
+        self,
+        state: dict[Any, Tensor],
+        packed: Tensor,
+        ranks: int,
+    ) -> tuple[Tensor, float]:
         """Return ``packed`` in a 16-bit ``dtype``, divided by a factor, and that factor."""
         if not isinstance(packed, Tensor) or not packed.is_floating_point():
             raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
         check_count("Compress", "ranks", ranks)
         if self.dtype in CODES:
-            raise wrong_value("Compress", "dtype", "a 16-bit one, to be cast to", self.dtype)
+            raise wrong_value("Compress", "dtype", "a 16-bit dtype to cast to", self.dtype)
         if self.error_feedback and not isinstance(state, dict):
-            raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
+            raise wrong_type("Compress", "state", "a dict for its error", state)
         factor = 1.0
         if self.dtype is torch.float16 and packed.dtype is not torch.float16:
             factor = 1.0 / GradientScale.choose(ranks, torch.float16).before
@@ -163,30 +159,28 @@ class Compress:
 def register_comm_hook(
     module: nn.Module, hook: Hook | None, state: Any = None, *, recurse: bool = True
 ) -> None:
-    """Let ``hook`` send the gradients of a module's units, instead of the backend's sums.
+    """Reduce the gradients of a module's units with ``hook`` instead of the backend.
 
-    A unit calls it once for each mesh and axis that its parameters lie on, in every reduction.
-    While a hook is set, a reduction is synchronous on a CPU. Copies of the model have the hook
-    too, and a copy of its state.
+    Each reduction of a unit calls it once per mesh and axis of its parameters. With a hook,
+    reductions are synchronous on a CPU. Copies of the model copy the hook and its state.
 
     Args:
         module: the model, or a part of it.
         hook: ``hook(state, packed, reduced, group)`` writes the sum over the ranks of ``group``
             into ``reduced``. The engine divides, whatever the settings. Both tensors are flat and
             in the reduce dtype. Over a shard axis of W ranks ``packed`` is ``[W * S]`` and
-            ``reduced`` is ``[S]``, this rank's part, as in a reduce-scatter. Over a replicate axis
-            both are the same ``[S]``. Behind the gradients they hold a few numbers of the engine,
-            which must be summed like them. On a CPU the hook must have finished when it returns; on
-            a device its work must be in the current stream. ``Compress`` is such a hook. None takes
-            hooks away.
-        state: the first argument of the hook. None: a dict for each unit and axis, in which
-            ``Compress`` keeps its error.
-        recurse: for the units below this one too.
+            ``reduced`` is ``[S]``, this rank's shard, as in a reduce-scatter. Over a replicate axis
+            both are the same ``[S]``. After the gradients they contain a few engine values, which
+            must be summed in the same way. On a CPU the hook must have finished when it returns; on
+            a device its work must be in the current stream. ``Compress`` is such a hook. None
+            removes hooks.
+        state: the first argument of the hook. None: a dict per unit and axis, in which ``Compress``
+            keeps its error.
+        recurse: also for the units below this one.
 
     Raises:
-        ConfigError: there is no unit in ``module``; ``hook`` is not a function; a ``state`` with
-            ``Compress``; a custom reduce-scatter is set; ``set_gradient_wire_dtype`` was given a
-            dtype.
+        ConfigError: ``module`` contains no unit; ``hook`` is not a function; a ``state`` with
+            ``Compress``; a custom reduce-scatter or a gradient wire dtype is set.
         StateError: called during a step.
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
@@ -197,8 +191,8 @@ def register_comm_hook(
     if isinstance(hook, Compress) and state is not None:
         raise ConfigError(
             "FS505",
-            "register_comm_hook: found a state for Compress, which needs one of its own for each "
-            "unit and axis. Leave it out.",
+            "register_comm_hook: found a state for Compress, which needs a separate one for "
+            "each unit and axis. Omit it.",
         )
     groups = [group for unit in units for group in unit.own_groups]
     refuse_during_step("register_comm_hook", units)
@@ -216,8 +210,8 @@ def register_comm_hook(
         if hook is not None and group.wire.gradient_dtype is not None:
             raise ConfigError(
                 "FS505",
-                f"register_comm_hook: gradients of {group.fqn or '<root>'} travel in "
-                f"{group.wire.gradient_dtype}, and a hook is given those in the reduce dtype. Call "
+                f"register_comm_hook: gradients of {group.fqn or '<root>'} are sent in "
+                f"{group.wire.gradient_dtype}, but a hook receives them in the reduce dtype. Call "
                 "set_gradient_wire_dtype(None) first.",
             )
     for group in groups:
@@ -236,7 +230,7 @@ class Hooked(TorchMemory, ReduceScatter):
     """A hook in the place of a collective."""
 
     def __init__(self, hook: Hook, state: Any) -> None:
-        self._hook, self._state = hook, state
+        self.hook, self._state = hook, state
 
     def __call__(
         self,
@@ -247,18 +241,23 @@ class Hooked(TorchMemory, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        self.sum_rows(input_tensor, output_tensor, group, ())  # a wire says what must stay exact
+        self.sum_rows(input_tensor, output_tensor, group, ())  # the wire passes the exact columns
 
     def sum_rows(
         self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact
     ) -> None:
-        """Sum over the shard axis; ``exact``: columns of a row that are not to be rounded."""
+        """Sum over the shard axis; ``exact``: columns of a row that must not be rounded."""
         with torch.no_grad():
-            if isinstance(self._hook, Compress):
-                self._hook(self._state, packed, reduced, group, exact)
+            if isinstance(self.hook, Compress):
+                self.hook(self._state, packed, reduced, group, exact)
             else:
-                self._hook(self._state, packed, reduced, group)
+                self.hook(self._state, packed, reduced, group)
 
-    def sum_replicas(self, tensor: Tensor, group: dist.ProcessGroup, exact: Exact) -> None:
+    def sum_replicas(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        exact: Exact,
+    ) -> None:
         """Sum over the replicate axis, in place."""
         self.sum_rows(tensor, tensor, group, exact)

@@ -1,13 +1,12 @@
 """``fully_shard`` and ``register_fsdp_forward_method``: check everything, then change the module.
 
-Owns the order in which a call checks, collects, shards and installs. It must not know when things
-happen in a step.
+Owns the order in which a call checks, collects, shards and installs. Contains no step logic.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -25,32 +24,29 @@ from fsdp2._core.api.collect import (
     check_policies,
     check_reshard,
     check_sharding,
+    check_smaller,
     collect,
     count_dealt,
     find_parts,
-    refuse_smaller,
     take_ties,
 )
 from fsdp2._core.api.module import FSDPModule, register_names, sharded_class
-from fsdp2._core.base import torch_spmd
-from fsdp2._core.base.arguments import check_flag, check_function, check_module
+from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.errors import carrying, check_flag, check_function, check_module, named
 from fsdp2._core.base.policy import (
-    OUTER,
-    SHARDINGS,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Precision,
     Settings,
     ShardPlacementResult,
     keeps_dtype,
     ours,
 )
 from fsdp2._core.comm.mesh import DataMesh, check_mesh, default_mesh
-from fsdp2._core.comm.process_mesh import carrying, named
-from fsdp2._core.engine.attach import attach, take_names
-from fsdp2._core.engine.between_steps import TorchState, know, torch_state
+from fsdp2._core.engine.attach import attach
+from fsdp2._core.engine.between_steps import TorchState, know, torch_state, watch_optimizers
 from fsdp2._core.engine.parts import PartHook
-from fsdp2._core.engine.precision import Precision
 from fsdp2._core.engine.step import ForwardMethod, register_hooks
 from fsdp2._core.engine.tree import (
     UNIT_ATTRIBUTE,
@@ -61,12 +57,11 @@ from fsdp2._core.engine.tree import (
     leave,
     unit_of,
 )
-from fsdp2._core.params.early_release import Readers
+from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.group import ParamGroup
-from fsdp2._core.params.optimizer_steps import watch_optimizers
 from fsdp2._core.params.param import FSDPParam, leave_alone
 
-M = TypeVar("M", bound=nn.Module)  # a list of subclasses is no list of modules
+M = TypeVar("M", bound=nn.Module)  # a list is invariant: list[nn.Linear] is no list[nn.Module]
 STEPS_OF_OURS = (
     attach,
     enter,
@@ -81,7 +76,7 @@ STEPS_OF_OURS = (
     ParamGroup.wait_for_unshard,
     ParamGroup.reshard,
 )
-"""What a step does to parameters and gradients, and no checker of the user's program sees."""
+"""Code of a step that modifies parameters and gradients, hidden from checkers of user programs."""
 
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
@@ -137,21 +132,20 @@ def fully_shard(
     shard: str = "parameters",
     shard_outer: str | None = None,
 ) -> Any:
-    """Shard the parameters of a module, in place, over the data-parallel ranks.
+    """Shard the parameters of a module in place over the data-parallel ranks.
 
-    The parameters of ``module`` that no earlier call took become one group. The group is gathered
-    in one collective before forward, and again before backward. Its gradients are reduced in one.
-    Parameters that lie on different meshes become one group for each mesh. If ``module`` contains
-    modules that earlier calls took, a submodule of at least a MiB (an embedding, a head) is a group
-    of its own. Call it bottom up: on blocks first, on the root last. Afterwards ``parameters()``
-    yields DTensors under the same names, and the module's class is a subclass of ``FSDPModule`` and
-    of its own class.
+    Parameters of ``module`` that no earlier call took become one group. The group is all-gathered
+    in one collective before forward and again before backward, and its gradients are reduced in
+    one. Parameters on different meshes become one group per mesh. If ``module`` contains modules
+    that are already sharded, each submodule of at least a MiB (an embedding, a head) is a separate
+    group. Call it bottom up: on blocks first, on the root last. Afterwards ``parameters()`` yields
+    DTensors under the same names, and the module's class derives from ``FSDPModule`` and its
+    original class.
 
-    A tensor subclass may say itself what is gathered for it, by ``fsdp_pre_all_gather``, and what
-    is made of that, by ``fsdp_post_all_gather``. If what it makes shares no memory with what was
-    gathered, it may also return True from
-    ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool``: the gathered tensors
-    are then freed at once, and filled again by the next gather.
+    A tensor subclass may define its gathered tensors with ``fsdp_pre_all_gather`` and the result
+    built from them with ``fsdp_post_all_gather``. If the result shares no memory with the gathered
+    tensors, ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool`` may return
+    True: these are then freed immediately, and refilled by the next gather.
 
     Args:
         module: a module, or several that form one group.
@@ -160,62 +154,62 @@ def fully_shard(
         reshard_after_forward: ``True`` frees the parameters between forward and backward. ``False``
             keeps them for the backward. An int, a divisor of the shard size, keeps them sharded
             over that many neighbouring ranks (1 means ``False``, the shard size means ``True``).
-            ``None`` is ``True`` below the root and ``False`` at the root. The next forward gathers
-            again in any case: it sees whatever was written to the shards.
-        shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (also
-            a negative one, also one that the ranks do not divide), ``Replicate()``, ``None`` for
-            ``Shard(0)``, ``Whole()`` (one rank has all of it), ``Aligned(dim)`` (no block of rows
-            is divided), or a ``ShardPlacementResult``, which can name a mesh for the parameter.
-            Scalars are replicated.
+            ``None`` is ``True`` below the root and ``False`` at the root. The next forward always
+            gathers again, so it uses values written to the shards.
+        shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim
+            (including negative and unevenly divided ones), ``Replicate()``, ``None`` for
+            ``Shard(0)``, ``Whole()`` (one rank owns the full parameter), ``Aligned(dim)`` (no block
+            of rows is divided), or a ``ShardPlacementResult``, which can name a mesh for the
+            parameter. Scalars are replicated.
         mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
-            ``DataParallelMeshDims`` are taken, too.
+            ``DataParallelMeshDims`` are accepted, too.
         offload_policy: where shards are kept. ``None`` means no offloading.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
-        dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters must be DTensors on
-            that mesh, with ``Replicate()`` on these dims; plain ones will do if all dims are named.
-            They are DTensors on it during forward, and their gradients are averaged over these
-            dims: the loss is a mean over what each rank was given, as without the argument. Plain
-            parameters may be annotated with the package ``spmd_types`` (R, I or ``S(dim)`` on the
-            other dims; R or nothing on data-parallel ones). They are stored as the DTensors that
-            this describes. In forward they are plain, and annotated again; gradients of R are
-            summed over its ranks.
+        dp_mesh_dims: the dims of ``mesh`` that data parallelism uses. Parameters must be DTensors
+            on that mesh, with ``Replicate()`` on these dims, and are again during forward; plain
+            parameters are accepted if all dims are named. Gradients are averaged over these dims:
+            the loss is a mean over each rank's input, as without the argument. Plain parameters may
+            be annotated with the package ``spmd_types`` (R, I or ``S(dim)`` on the other dims; R or
+            nothing on data-parallel ones). They are stored as the equivalent DTensors. In forward
+            they are plain and annotated again; gradients of R are summed over its ranks.
         conditional: some ranks may skip this module, or units below it, in a forward. The nearest
-            unit above that is not conditional then gathers its parameters and reduces its gradients
-            together with its own, on every rank.
-        ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
-            parameters and buffers; not both.
-        shard: what is sharded, beside the states of optimizers, which always are. Between steps
-            ``parameters()`` are shards in any case; what stays whole is memory.
+            enclosing unit that is not conditional then gathers its parameters and reduces its
+            gradients together with its own, on every rank.
+        ignored_states: further states to leave alone: modules (with all their parameters and
+            buffers), or parameters and buffers; not both.
+        shard: states to shard in addition to optimizer states, which always are. Between steps
+            ``parameters()`` are shards in any case; unsharded copies only cost memory.
 
-            - ``"parameters"``: parameters and gradients, too (ZeRO-3);
+            - ``"parameters"``: also parameters and gradients (ZeRO-3);
             - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
-              unit by unit, in the dtype of compute. They stay whole until a backward with gradient
-              sync, so run the backwards before the last one without (``no_sync``). Each backward
-              reduces gradients all the same, as they come;
-            - ``"optimizer"`` (ZeRO-1): the same, but without gradient sync gradients stay whole,
-              too, and nothing is sent until the backward with sync.
-        shard_outer: what is sharded over the outer dim of a 2-D mesh, too. ``None``: nothing, it
-            replicates. ``"optimizer"``: the states of optimizers, and what ``parameters()`` are
-            between steps, over all ranks as one axis. Within a step parameters and sums of
-            gradients are sharded over the inner dim. The first forward after an optimizer step
-            gathers over all ranks; other gathers are over the inner dim. Each backward reduces over
-            that, and the one with gradient sync then over the outer one.
+              unit by unit, in the compute dtype. They stay unsharded until a backward with gradient
+              sync, so run all backwards but the last without it (``no_sync``). Every backward still
+              reduces gradients as they are computed;
+            - ``"optimizer"`` (ZeRO-1): the same, but without gradient sync gradients also stay
+              unsharded, with no communication until the backward with sync.
+        shard_outer: states to shard also over the outer dim of a 2-D mesh. ``None``: nothing, it
+            replicates. ``"optimizer"``: optimizer states, and ``parameters()`` between steps, over
+            all ranks as one axis. Within a step parameters and summed gradients are sharded over
+            the inner dim. The first forward after an optimizer step gathers over all ranks; other
+            gathers use the inner dim. Each backward reduces over the inner dim, and the one with
+            gradient sync then over the outer dim.
 
     Returns:
-        ``module`` itself, whose class is a subclass of ``FSDPModule`` and of its own class now. A
-        type checker sees an ``FSDPModule``, as with torch's own: keep the name that the module had
-        for attributes of its own class.
+        ``module`` itself, whose class is now a subclass of ``FSDPModule`` and of its original
+        class. Type checkers infer an ``FSDPModule``, as with torch's: use the original variable to
+        access attributes of the original class.
 
     Raises:
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
 
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
     ``conditional``, ``ignored_states``, ``shard`` and ``shard_outer`` are not in torch's. Stages of
-    ZeRO are those of arXiv 1910.02054; copies of parameters in a node are hpZ's (2306.10209).
+    ZeRO are those of arXiv 1910.02054; parameter copies within a node are hpZ's (2306.10209).
     """
     modules = check_modules(module)
-    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy) or OffloadPolicy()
-    collected, smaller = check_call(
+    mp_policy = ours(mp_policy)
+    offload_policy = OffloadPolicy() if offload_policy is None else ours(offload_policy)
+    collected = check_call(
         modules,
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
@@ -230,64 +224,42 @@ def fully_shard(
         shard_outer=shard_outer,
     )
     classes = [sharded_class(type(target)) for target in modules]
-    settings = _choose_settings(shard, shard_outer, reshard_after_forward, smaller)
-    asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
-    device = collected.meshes[0].device
-    unit = Unit(tuple(modules), Precision(asked, modules), settings, device, conditional)
-    readers = _shard(unit, collected, smaller, mp_policy, offload_policy)
+    # picklable without the function
+    asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)
+    precision, device = Precision(asked, modules), collected.meshes[0].device
+    unit = Unit(tuple(modules), precision, collected.settings, device, conditional)
+    readers = _shard(unit, collected, mp_policy, offload_policy)
     _install(unit, collected, readers, mp_policy.buffer_dtype)
     for target, its_class in zip(modules, classes, strict=True):
         target.__class__ = its_class
     return module
 
 
-def _choose_settings(
-    shard: str,
-    shard_outer: str | None,
-    reshard_after_forward: bool | int | None,
-    smaller: Mapping[DataMesh, int | None],
-) -> Settings:
-    if not any(smaller.values()) and reshard_after_forward is not None:
-        reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
-    sharding = SHARDINGS[shard] if shard_outer is None else OUTER[shard_outer]
-    return Settings(
-        reshard_after_forward=False if sharding.keeps_whole else reshard_after_forward,
-        sharding=sharding,
-    )
-
-
 def _shard(
     unit: Unit,
     collected: Collected,
-    smaller: Mapping[DataMesh, int | None],
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> list[tuple[nn.Module, Readers]]:
-    """Make the groups of a unit; return its large parts, with what is to know of their readers."""
+    """Create a unit's groups; return its large parts and the readers of each."""
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
-        torch_spmd.leave_unchecked((fully_shard, *STEPS_OF_OURS))
+        torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, mp_policy, unit.modules)
     readers: list[tuple[nn.Module, Readers]] = []
     for used in params:
         parts = {} if unit.conditional else find_parts(unit.modules, params[used])
         for part, members in parts.items():
-            group = _make_group(unit, used, members, smaller[used], offload_policy)
-            readers.append((part, group.early.become_part(_name_of(part, unit.modules))))
+            group = _make_group(unit, used, members, collected.smaller[used], offload_policy)
+            names = {inner: name for top in unit.modules for name, inner in top.named_modules()}
+            readers.append((part, group.early.become_part(names[part])))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
     for used, tied in take_ties(collected, unit.modules).items():
         params.setdefault(used, []).extend(tied)
     for used, members in params.items():
         if members:
-            _make_group(unit, used, members, smaller[used], offload_policy)
+            _make_group(unit, used, members, collected.smaller[used], offload_policy)
     return readers
-
-
-def _name_of(part: nn.Module, tops: Sequence[nn.Module]) -> str:
-    names: dict[nn.Module, str] = {}
-    for top in tops:
-        names |= {module: name for name, module in top.named_modules()}
-    return names[part]
 
 
 def _make_group(
@@ -317,7 +289,7 @@ def _make_params(
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
         param.tops = tops
         param.chosen.keeps_dtype = original in kept
-        param.releases_gathered = taken.releases_gathered
+        param.wrapped.releases_gathered = taken.releases_gathered
         params.setdefault(taken.data, []).append(param)
     return params
 
@@ -328,7 +300,6 @@ def _install(
     readers: Sequence[tuple[nn.Module, Readers]],
     buffer_dtype: torch.dtype | None,
 ) -> None:
-    """Put hooks, buffers and names onto the modules."""
     for part, its_readers in readers:
         hook = PartHook(its_readers)
         for inner in part.modules():
@@ -347,7 +318,7 @@ def _install(
     names = {part: name for top in unit.modules for name, part in top.named_modules()}
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
-            take_names(known, names)
+            known.take_names(names)
     count_dealt(collected)
 
 
@@ -366,19 +337,14 @@ def check_call(
     shard: str,
     shard_outer: str | None,
     taken: frozenset[nn.Module] = frozenset(),
-) -> tuple[Collected, dict[DataMesh, int | None]]:
-    """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
-
-    Modules that are ``taken`` are left to calls that come before.
-
-    Raises:
-        ConfigError: an argument or a parameter cannot be used. Nothing was changed.
-    """
+) -> Collected:
+    """Check a call of ``fully_shard`` and collect its parameters, except those of modules in
+    ``taken``, which preceding calls take."""
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
     check_policies(mp_policy, offload_policy)
-    check_sharding(shard, shard_outer, reshard_after_forward, offload_policy)
-    with named("fully_shard"), carrying():  # process groups are made with all ranks
+    sharding = check_sharding(shard, shard_outer, reshard_after_forward, offload_policy)
+    with named("fully_shard"), carrying():  # creating process groups is collective
         is_named = dp_mesh_dims is not None
         checked = check_mesh(
             default_mesh() if mesh is None and not is_named else mesh, dp_mesh_dims
@@ -397,11 +363,16 @@ def check_call(
     ignored = Ignored.of(ignored_params, ignored_states)
     left = Ignored(ignored.tensors, ignored.modules | taken)
     collected = collect(modules, data, shard_placement_fn, left)
-    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
-    smaller |= {used: used.layers.shard.size for used in smaller if used.layers is not None}
-    if any(smaller.values()):
-        refuse_smaller(collected)
-    return collected, smaller
+    for used in collected.meshes:
+        size = check_reshard(reshard_after_forward, used)
+        collected.smaller[used] = size if used.layers is None else used.layers.shard.size
+    choice = False if sharding.keeps_whole else reshard_after_forward
+    if any(collected.smaller.values()):
+        check_smaller(collected)
+    elif choice is not None:  # 1 means False, and the number of all ranks True
+        choice = choice is True or choice > 1
+    collected.settings = Settings(reshard_after_forward=choice, sharding=sharding)
+    return collected
 
 
 def _state(module: nn.Module) -> TorchState | None:
@@ -412,13 +383,13 @@ fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contr
 
 
 def register_fsdp_forward_method(module: nn.Module | None, method_name: str) -> None:
-    """Let ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
+    """Make ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
 
-    Does nothing for a module that is not an ``FSDPModule``, or for None: an optional module.
+    No-op for None (an optional module) and for a module that is not an ``FSDPModule``.
 
     Args:
-        module: the module that has the method, or None.
-        method_name: its name. The method must run its body when it is called.
+        module: the module that defines the method, or None.
+        method_name: the method's name. Its body must run during the call.
 
     Raises:
         ConfigError: the module has no such method, or it is a generator or a coroutine.

@@ -1,6 +1,6 @@
-"""``units``: what each call of ``fully_shard`` made, as plain values to read; and as a few words.
+"""``units``: describe the result of each ``fully_shard`` call as plain values and as a short text.
 
-Owns the description. It changes nothing and communicates nothing.
+Read-only: changes nothing and does not communicate.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._core.base.arguments import check_module
+from fsdp2._core.base.errors import check_module
 from fsdp2._core.base.names import nbytes_text
 from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.engine.tree import Unit, unit_of
@@ -23,17 +23,16 @@ from fsdp2._core.params.param import FSDPParam
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One parameter of a unit, and what this rank holds of it.
+    """One parameter of a unit, and this rank's shard of it.
 
-    ``names`` are those under which it is registered, in the model that was asked about; a tied
-    parameter has several. ``shape`` and ``stride`` are those of the whole parameter (of this
-    rank's part of it, where it is tensor-parallel). ``dtype`` is the shard's. ``local_shape`` is
-    the shape of this rank's shard, without padding. ``start`` is its first row along ``dim``.
-    ``dim`` is None if every rank holds the whole parameter. ``owner`` is the place of the rank that
-    has all of it (``Whole``); None if it is divided. ``block`` is the number of rows along ``dim``
-    that ranks have multiples of (``Aligned``); None if they have chunks, or all. ``nbytes`` is the
-    size of the shard in bytes, padding included. ``offset`` is where it begins in the unit's flat
-    buffer of shards, in bytes; it is None if an all-gather extension keeps the shard elsewhere.
+    ``names`` are its registered names in the inspected model; a tied parameter has several.
+    ``shape`` and ``stride`` describe the full parameter (or this rank's tensor-parallel part).
+    ``dtype`` is the shard's. ``local_shape`` is the shape of this rank's shard, without padding.
+    ``start`` is its first row along ``dim``. ``dim`` is None if every rank has the full parameter.
+    ``owner`` is the shard rank that has all of it (``Whole``); None if it is divided. ``block`` is
+    the block size in rows along ``dim`` (``Aligned``); None if ranks have plain chunks or all rows.
+    ``nbytes`` is the size of the shard in bytes, including padding. ``offset`` is its start in
+    bytes in the unit's flat buffer of shards; None if an extension stores the shard elsewhere.
     """
 
     names: tuple[str, ...]
@@ -55,11 +54,11 @@ class ShardInfo:
 class GroupInfo:
     """Parameters of a unit that are gathered and reduced together.
 
-    ``shard_rank`` is this rank's place on the shard axis of ``mesh``, from 0. ``shard_size`` and
-    ``replicate_size`` are the numbers of ranks on the two axes; without such an axis it is 1.
-    ``state`` is ``"sharded"``, ``"unsharded"``, or ``"sharded_post_forward"``: sharded over fewer
-    ranks, between forward and backward. ``nbytes`` is the size of this rank's shards in bytes,
-    padding included. ``shards`` has one entry for each parameter.
+    ``shard_rank`` is this rank's index on the shard axis of ``mesh``, from 0. ``shard_size`` and
+    ``replicate_size`` are the axis sizes, or 1 without such an axis. ``state`` is ``"sharded"``,
+    ``"unsharded"``, or ``"sharded_post_forward"``: sharded over fewer ranks between forward and
+    backward. ``nbytes`` is the size of this rank's shards in bytes, including padding. ``shards``
+    has one entry per parameter.
     """
 
     mesh: DeviceMesh
@@ -73,14 +72,14 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What one call of ``fully_shard`` made.
+    """The result of one call of ``fully_shard``.
 
-    ``names`` are those of its modules in the model that was asked about (``""`` is that model).
-    ``is_root`` says that no unit is above it; once the model has run, that its forward was the
-    first to run. ``is_conditional`` and ``reshard_after_forward`` are what ``fully_shard`` was
-    given, or a setter since. ``groups`` has one entry for each mesh that parameters lie on, and
-    one for each large part of a root. ``str()`` and ``print`` give a line about the unit, with the
-    bytes of its parameters that are on this rank, and those that are tied.
+    ``names`` are those of its modules in the inspected model (``""`` is that model). ``is_root`` is
+    True if no unit encloses it; once the model has run, if its forward ran first.
+    ``is_conditional`` and ``reshard_after_forward`` are the values from ``fully_shard`` or a later
+    setter. ``groups`` has one entry per mesh of parameters, and one per large part of a root.
+    ``str()`` summarises the unit in one line, with its parameter bytes on this rank and its tied
+    parameters.
     """
 
     names: tuple[str, ...]
@@ -96,7 +95,7 @@ class UnitInfo:
         return tuple(shard.names[0] for group in self.groups for shard in group.shards)
 
     def __str__(self) -> str:
-        """Name the modules; say how many bytes are here, and over how many ranks they lie."""
+        """Summarise the unit: module names, bytes on this rank, and sharding ranks."""
         name = ", ".join(name or "<root>" for name in self.names)
         shards = [shard for group in self.groups for shard in group.shards]
         if not shards:
@@ -118,10 +117,8 @@ class UnitInfo:
 
 
 def tied_lines(module: nn.Module) -> list[str]:
-    """Return ``"tied: <names>"`` for each tied parameter that this sharded module has to tell of.
-
-    That is the innermost sharded module in which all of its names are: its unit may be two modules.
-    """
+    """Return ``"tied: <names>"`` for each tied parameter of which this is the innermost sharded
+    module that contains all its names."""
     params = [
         param
         for unit in units_below(module)
@@ -147,8 +144,8 @@ def tied_lines(module: nn.Module) -> list[str]:
 def units(model: nn.Module) -> list[UnitInfo]:
     """Describe the units in a model, outermost first, with this rank's shards.
 
-    It reads shapes and sizes only, and communicates nothing. The list is empty if nothing in the
-    model is sharded.
+    Reads shapes and sizes only, and does not communicate. Returns an empty list for an unsharded
+    model.
 
     Raises:
         ConfigError: not a module.

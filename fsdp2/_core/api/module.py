@@ -1,15 +1,12 @@
-"""``FSDPModule``: what a module becomes, and the methods that users call on it.
+"""``FSDPModule``: the class of sharded modules, its copies, and its methods except for settings.
 
-Owns the class swap, copies of sharded modules, and unsharding by hand. It must not know how a call
-of ``fully_shard`` chose its parameters; the settings are in ``_core.api.settings``.
+Independent of how ``fully_shard`` chooses parameters.
 
 [Note: recognised as torch's]
-Torch's pipelining and other software ask ``isinstance(module, torch.distributed.fsdp.FSDPModule)``,
-so that class is a base of ours. It comes *last*: the order of resolution of a sharded ``Net`` is
-``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``.
-What torch's class has and ours has not is hidden, as if it were not inherited.
-
-[Note: manual finalization] in the runtime.
+Torch's pipelining and other software check ``isinstance(module,
+torch.distributed.fsdp.FSDPModule)``, so our class derives from it, *last*: the MRO of a sharded
+``Net`` is ``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``.
+Attributes that only torch's class has are hidden, as if they were not inherited.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ import torch.nn as nn
 from fsdp2._core.api.inspect import tied_lines
 from fsdp2._core.api.settings import ControlSurface, own_unit, units_in
 from fsdp2._core.base import torch_autograd, torch_modules
-from fsdp2._core.base.arguments import check_flag, check_mapping
-from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.errors import ConfigError, StateError, check_flag, check_mapping
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.pending_copies import wait_for_copies
 from fsdp2._core.comm.device_streams import streams_for
@@ -44,20 +40,18 @@ from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.reduce import may_hold
 from fsdp2._core.params.registration import SHARDED
 
-# Backwards that end when the caller says so. See [Note: manual finalization] in the runtime.
-
 
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
-    """A ``finalize_backward(async_op=True)`` under way. ``finalize_backward`` makes it."""
+    """Handle of a ``finalize_backward(async_op=True)`` in flight, created by it."""
 
     def __init__(self, runtime: Runtime | None, pending: PendingReduction | None) -> None:
         self._runtime, self._pending = runtime, pending
 
     def wait(self) -> None:
-        """Wait until gradients are reduced, and free what they took. Does nothing a second time.
+        """Wait until gradients are reduced, and free the buffers. Idempotent.
 
         Raises:
-            StateError: ``reset_iter_state()`` came before it, and dropped the gradients.
+            StateError: an earlier ``reset_iter_state()`` dropped the gradients.
         """
         runtime = self._runtime
         if runtime is None:
@@ -66,61 +60,25 @@ class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: i
         if streams.pending is not self._pending:
             raise StateError(
                 "FS311",
-                "GradientReductionHandle.wait: reset_iter_state() dropped the reduction that this "
-                "handle is of. Run the backward again.",
+                "GradientReductionHandle.wait: reset_iter_state() discarded the reduction of this "
+                "handle. Run the backward again.",
             )
         self._runtime = self._pending = streams.pending = None
         runtime.end_reductions()
 
 
-def set_manual(unit: Unit, enabled: bool) -> None:
-    """Change the mode of the tree that ``unit`` is, or will be, the root of.
-
-    Raises:
-        StateError: a backward is running, or one that began in the other mode did not end.
-    """
-    who = "set_manual_backward_finalization"
-    if enabled is not unit.settings.manual_finalization and torch_autograd.graph_task_id() != -1:
-        raise StateError("FS301", f"{who}: called during a backward. Call it before the forward.")
-    began = None if unit.runtime is None else unit.runtime.backward.began_manual
-    if began is not None and enabled is not began:
-        raise StateError(
-            "FS310",
-            f"{who}: found a backward that began in the other mode and has not ended. Call "
-            "finalize_backward() first, or reset_iter_state() to drop it.",
-        )
-    unit.configure(manual_finalization=enabled)
-
-
-def finalize(runtime: Runtime, async_op: bool) -> GradientReductionHandle | None:
-    """End what backwards of a tree began. Nothing is changed by a call that raises.
-
-    Raises:
-        StateError: this is not the moment, see ``FSDPModule.finalize_backward``.
-    """
-    _check(runtime)
-    if not async_op:
-        finish(runtime)
-        runtime.end_reductions()
-        return None
-    pending = PendingReduction(runtime)
-    finish(runtime)
-    runtime.context.streams.pending = pending
-    return GradientReductionHandle(runtime, pending)
-
-
-def _check(runtime: Runtime) -> None:
+def _check_finalize(runtime: Runtime) -> None:
     who = "finalize_backward"
     runtime.refuse_pending(who)
     if not runtime.root.settings.manual_finalization:
         raise StateError(
             "FS310",
-            f"{who}: backwards end by themselves here. Call "
+            f"{who}: backward is finalized automatically here. Call "
             "set_manual_backward_finalization(True) on the root before the forward.",
         )
     if torch_autograd.graph_task_id() != -1:
         raise StateError(
-            "FS301", f"{who}: called during a backward. Call it when backward has returned."
+            "FS301", f"{who}: called during a backward. Call it after backward has returned."
         )
     for unit in runtime.units:
         for group in unit.own_groups:
@@ -129,9 +87,9 @@ def _check(runtime: Runtime) -> None:
             if is_split or (is_partial and not group.settings.sharding.scatters_always):
                 raise StateError(
                     "FS310",
-                    f"{who}: {group.fqn or '<root>'} is to leave its gradients unreduced over the "
-                    "replicate axis, which cannot be finalized by hand. Call "
-                    "set_requires_all_reduce(True), or let backwards end by themselves.",
+                    f"{who}: {group.fqn or '<root>'} is configured not to reduce gradients over "
+                    "the replicate axis; such gradients cannot be finalized manually. Call "
+                    "set_requires_all_reduce(True), or use automatic finalization.",
                 )
 
 
@@ -143,38 +101,34 @@ _classes: dict[type, type] = {}
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
     if cls not in _classes:
-        namespace = {
-            "__module__": cls.__module__,
-            "__doc__": cls.__doc__,
-            "_fsdp2_original": cls,
-        }
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_fsdp2_original": cls}
         try:
             _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
         except TypeError as error:
             raise ConfigError(
                 "FS204",
-                f"fully_shard: {cls.__name__} cannot have a subclass ({error}), and a sharded "
-                "module's class is one. Let its __init_subclass__ and metaclass take defaults.",
+                f"fully_shard: {cls.__name__} cannot be subclassed ({error}), which sharding "
+                "requires. Give the arguments of its __init_subclass__ and metaclass defaults.",
             ) from error
     return _classes[cls]
 
 
 def rebuild_module(cls: type[nn.Module]) -> nn.Module:
-    """Make an empty sharded instance; its state follows (copy and pickle)."""
+    """Create an empty sharded instance; copy or pickle then restores its state."""
     return object.__new__(sharded_class(cls))
 
 
 def register_names(module: nn.Module, unit: Unit) -> None:
-    """Enter a module where composable APIs and torch's ``fully_shard.state`` look for it."""
+    """Register a module for composable APIs and torch's ``fully_shard.state``."""
     torch_modules.register_composable_name(module, COMPOSABLE_NAME)
     register_torch_state(module, unit)
 
 
 class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
-    """What ``fully_shard`` adds to a module: ``isinstance(module, FSDPModule)`` is true of it.
+    """Interface that ``fully_shard`` adds to a module; use it with ``isinstance``.
 
-    ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is true, too. Nobody makes one by
-    hand. Its methods are on a page of their own.
+    ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is also true. Not meant to be
+    instantiated. Its methods are documented on a separate page.
 
     Source: the class of the same name in ``torch.distributed.fsdp``, torch 2.15.
     """
@@ -182,11 +136,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one.
-
-        Without arguments it makes an empty one of this class, as ``__deepcopy__`` of users' modules
-        does.
-        """
+        """Create an unsharded instance, such as a slice of a sharded ``Sequential``. Without
+        arguments, create an empty one of this class: user ``__deepcopy__`` methods fill it."""
         if not args and not kwargs:
             return object.__new__(cls)
         return cls._fsdp2_original(*args, **kwargs)
@@ -194,7 +145,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     __call__ = call_module
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as the user's class does: a compiler may trace this."""
+        """Call the module as its original class does; a compiler may trace this."""
         return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -205,7 +156,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         cls, original = type(self), self._fsdp2_original
         if cls is _classes.get(original):
             return (rebuild_module, (original,), state, *reduced[3:])
-        return (*reduced[:2], state, *reduced[3:])  # somebody swapped in a subclass of it
+        return (*reduced[:2], state, *reduced[3:])  # the user swapped in a subclass
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
@@ -218,7 +169,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         reshard_if_idle(unit)
         params = [param for group in unit.own_groups for param in group.params]
         for param in params:
-            param.see_grad_dtype()  # what is made anew forgets it
+            param.see_grad_dtype()  # replacing the parameter would drop it
         kept = {param: grad for param in params if (grad := param.set_gradient_aside()) is not None}
         try:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
@@ -229,27 +180,27 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
                 param.sharded.grad = grad.to(param.sharded.device)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the shards under their names, as ``nn.Module.state_dict`` does.
+        """Return the shards by name, as ``nn.Module.state_dict`` with the same arguments.
 
-        It takes the same arguments. A step that another thread begins meanwhile waits for it.
+        A step that another thread starts in the meantime waits for it.
 
         Raises:
-            StateError: another thread is inside of a forward or a backward, or keeps parameters
-                whole for the next one.
+            StateError: another thread is inside a forward or a backward, or keeps parameters
+                unsharded for the next one.
         """
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
         with unless_another_thread_steps(unit) if unit is not None else contextlib.nullcontext():
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load the shards that ``state_dict()`` returned, as ``nn.Module.load_state_dict`` does.
+        """Load shards from ``state_dict()``, as ``nn.Module.load_state_dict`` does.
 
-        It takes the same arguments (``strict``, ``assign``) and returns the same. With
-        ``assign=True`` the tensors of the state become the parameters. For whole tensors there is
+        Takes the same arguments (``strict``, ``assign``) and returns the same. With ``assign=True``
+        the tensors of the state become the parameters. Load unsharded tensors with
         ``fsdp2.checkpoint.load_full_state``.
 
         Raises:
-            ConfigError: not a dict, or whole tensors for sharded parameters. Nothing was changed.
+            ConfigError: not a dict, or full tensors for sharded parameters. Nothing was changed.
         """
         check_mapping("load_state_dict", "state_dict", state_dict)
         is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
@@ -268,7 +219,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
         Raises:
             ConfigError: not a bool.
-            StateError: that would change the dtype of parameters that a step is using.
+            StateError: the change would alter the dtype of parameters that a step is using.
         """
         check_flag("train", "mode", mode)
         for unit in units_in(self, recurse=True):
@@ -280,13 +231,13 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return result
 
     def extra_repr(self) -> str:
-        """Say which parameters in this module are tied, in lines of their own, after its own."""
+        """Append one line for each tied parameter in this module to the original text."""
         return "\n".join(filter(None, (super().extra_repr(), *tied_lines(self))))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear every gradient: of sharded parameters, and of whole ones.
+        """Clear the gradients of both sharded and unsharded parameters.
 
-        Whole parameters have gradients after a backward without gradient sync. The optimizer's
+        Unsharded parameters have gradients after a backward without gradient sync. The optimizer's
         ``zero_grad`` does not clear those.
 
         Args:
@@ -306,19 +257,19 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters (not those of units below it).
 
-        Whole parameters stay registered until ``reshard()``, until the unit's next forward ends and
-        frees them, or until the end of a backward.
+        Unsharded parameters stay registered until ``reshard()``, until the unit's next forward ends
+        and frees them, or until the end of a backward.
 
         Args:
-            async_op: return at once. The parameters are whole after ``wait()`` of the result, or
-                once the unit's forward begins.
+            async_op: return immediately. The parameters are unsharded after ``wait()`` on the
+                result, or once the unit's forward begins.
 
         Returns:
             An ``UnshardHandle`` with ``async_op``, else None.
 
         Raises:
             ConfigError: not a bool.
-            StateError: inside ``summon_full_params``, where parameters are whole.
+            StateError: inside ``summon_full_params``, where parameters are already unsharded.
         """
         check_flag("unshard", "async_op", async_op)
         unit = own_unit(self)
@@ -326,7 +277,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             raise StateError(
                 "FS306",
                 f"{unit.fqn or '<root>'}: unshard() was called inside summon_full_params, where "
-                "parameters are whole already. Leave the context first.",
+                "parameters are already unsharded. Exit the context first.",
             )
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
@@ -348,33 +299,33 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's whole parameters, and register its shards. Nothing is sent."""
+        """Free this unit's unsharded parameters, and register its shards. Does not communicate."""
         for group in own_unit(self).own_groups:
             group.reshard()
             group.context.streams.finish_host_reads()
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards of this tree, in manual mode: reduce what they left, and reshard.
+        """End the backwards of this tree in manual mode: reduce pending gradients, and reshard.
 
         Call it on the root, on every rank, after the last backward of a step and before gradients
-        are read or cleared. To run several backwards and reduce once, turn sync off for them
-        (``set_requires_gradient_sync``), and on again before this call. Before the first forward it
-        does nothing.
+        are read or cleared. To reduce once for several backwards, disable gradient sync for them
+        (``set_requires_gradient_sync``) and enable it before this call. No-op before the first
+        forward.
 
         Args:
-            async_op: return once the reductions are issued. Gradients are there after ``wait()`` of
-                the result. Until then no forward may begin, of this model or of one that shares its
-                streams.
+            async_op: return once the reductions are issued. Gradients are available after
+                ``wait()`` on the result. Until then no forward may begin, of this model or of one
+                that shares its streams.
 
         Returns:
             A ``GradientReductionHandle`` with ``async_op``, else None.
 
         Raises:
             ConfigError: not a bool.
-            StateError: the module is not the root; the mode is not manual; a backward runs; nobody
-                waited for the call before; all-reduces over a replicate axis are off
-                (``set_requires_all_reduce``); or a unit's part of a pipeline's gradient is lost.
-                Nothing was changed.
+            StateError: the module is not the root; the mode is not manual; a backward is running;
+                the handle of the previous call has not been waited on; all-reduces over a replicate
+                axis are off (``set_requires_all_reduce``); or a unit's part of a pipeline's
+                gradient is lost. Nothing was changed.
 
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
@@ -382,10 +333,16 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         runtime = _root_runtime("finalize_backward", own_unit(self))
         if runtime is None:
             return GradientReductionHandle(None, None) if async_op else None
-        return finalize(runtime, async_op)
+        _check_finalize(runtime)
+        finish(runtime)
+        if not async_op:
+            runtime.end_reductions()
+            return None
+        runtime.context.streams.pending = pending = PendingReduction(runtime)
+        return GradientReductionHandle(runtime, pending)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Say whether backwards of this tree end by themselves, or by ``finalize_backward``.
+        """Choose whether backwards of this tree end automatically or by ``finalize_backward``.
 
         Call it on the root, before the forward.
 
@@ -398,21 +355,32 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
-        check_flag("set_manual_backward_finalization", "enabled", enabled)
-        unit = own_unit(self)
-        _root_runtime("set_manual_backward_finalization", unit)
-        set_manual(unit, enabled)
+        who, unit = "set_manual_backward_finalization", own_unit(self)
+        check_flag(who, "enabled", enabled)
+        runtime = _root_runtime(who, unit)
+        is_changed = enabled is not unit.settings.manual_finalization
+        if is_changed and torch_autograd.graph_task_id() != -1:
+            text = f"{who}: called during a backward. Call it before the forward."
+            raise StateError("FS301", text)
+        began = None if runtime is None else runtime.backward.began_manual
+        if began is not None and enabled is not began:
+            raise StateError(
+                "FS310",
+                f"{who}: found a backward that began in the other mode and has not ended. Call "
+                "finalize_backward() first, or reset_iter_state() to drop it.",
+            )
+        unit.configure(manual_finalization=enabled)
 
     def reset_iter_state(self) -> None:
-        """Drop what an unfinished step left in the whole tree, now, and every gradient.
+        """Discard the state of an unfinished step in the whole tree, and every gradient.
 
-        Call it on any unit of the tree. Before the first forward it does nothing. After an
-        exception the next forward cleans up by itself, and leaves reduced gradients where they are.
-        This call clears those too, also from earlier backwards. It ends a wait for
-        ``finalize_backward(async_op=True)``: its handle raises from then on.
+        Call it on any unit of the tree. No-op before the first forward. After an exception the next
+        forward cleans up automatically but keeps reduced gradients. This call also clears those,
+        including from earlier backwards. It cancels a pending ``finalize_backward(async_op=True)``,
+        whose handle raises from then on.
 
         Raises:
-            StateError: a model that shares the streams has a reduction that nobody waited for.
+            StateError: a model that shares the streams has an unfinished reduction.
 
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
@@ -425,20 +393,16 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
                         param.sharded.grad = None
 
     def _get_fsdp_state(self) -> Any:
-        """Return what torch's pipelining asks for, under the name by which it does."""
-        own_unit(self)  # an empty instance has none, and says so
+        """Return the state for torch's pipelining, which calls this method by name."""
+        own_unit(self)  # raises on an empty instance
         return torch_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept what torch's own accepts, and change nothing.
-
-        There it chooses in which stream gathers allocate memory. Here that is always the same.
-        """
+        """No-op: in torch it selects the stream in which gathers allocate memory, fixed here."""
         check_flag("_set_unshard_async_op", "async_op", async_op)
 
 
 def _root_runtime(who: str, unit: Unit) -> Runtime | None:
-    """Return the runtime that a unit is the root of; None before the first forward."""
     runtime = unit.runtime
     if runtime is None:
         return None
@@ -455,15 +419,15 @@ torch_modules.hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
 
 
 class UnshardHandle(torch_modules.UnshardHandle):
-    """An ``unshard(async_op=True)`` under way. ``unshard`` makes it."""
+    """Handle of an ``unshard(async_op=True)`` in flight, created by it."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups: Sequence[ParamGroup] = groups
 
     def wait(self) -> None:
-        """Wait until the parameters are whole and registered.
+        """Wait until the parameters are unsharded and registered.
 
-        Does nothing the second time, or if the unit's forward or ``reshard()`` came before it.
+        No-op if called again, or after the unit's forward or ``reshard()``.
         """
         groups, self._groups = self._groups, ()
         for group in groups:
@@ -472,9 +436,9 @@ class UnshardHandle(torch_modules.UnshardHandle):
 
 
 def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
-    """Clear sharded gradients that are not registered, and those that wait for a reduction."""
+    """Clear unregistered sharded gradients, and gradients that wait for a reduction."""
     unreduced = group.reducer.unreduced
-    if unreduced.is_waiting or unreduced.is_owed or group.reducer in may_hold:
+    if unreduced.is_waiting or unreduced.is_owed or id(group.reducer) in may_hold:
         group.reducer.discard()
     if group.state is SHARDED:
         return
@@ -487,7 +451,7 @@ def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
 
 
 def _check_mode_change(unit: Unit, mode: bool) -> None:
-    """Raise StateError if the precision would change under a step. Changes nothing."""
+    """Raise StateError if the mode change would alter the precision during a step."""
     if not unit.precision.chosen.full_precision_in_eval or unit.runtime is None:
         return
     unit.runtime.recover_if_failed()
@@ -495,18 +459,14 @@ def _check_mode_change(unit: Unit, mode: bool) -> None:
     if phase is not IDLE and any(module.training is not mode for module in unit.modules):
         raise StateError(
             "FS302",
-            f"{unit.fqn or '<root>'}: found train({mode}) during a {phase}. Its policy has "
-            "full_precision_in_eval, so that would change the dtype of parameters in use. Call "
-            "it between steps.",
+            f"{unit.fqn or '<root>'}: train({mode}) was called during a {phase}. Its policy has "
+            "full_precision_in_eval, so this would change the dtype of parameters in use. Call it "
+            "between steps.",
         )
 
 
 def _follow_mode(unit: Unit) -> None:
-    """Compute in the precision that the modules' mode asks for.
-
-    Parameters are made anew, so a graph that holds old ones must not run: whoever recorded it
-    has the old policy, as an object.
-    """
+    """Switch the precision with the mode; recorded graphs, with the old policy, must not run."""
     if not unit.precision.follow(unit.modules):
         return
     unit.calls.open = 0
@@ -519,7 +479,7 @@ def _follow_mode(unit: Unit) -> None:
 
 
 def _have_lanes(unit: Unit) -> None:
-    """Let a gather by hand run as those of steps do, before the first forward."""
+    """Run a manual gather before the first forward in the lanes of a step."""
     if unit.streams is None:
         unit.streams = streams_for(unit.device)
     for group in unit.own_groups:

@@ -1,17 +1,14 @@
-"""``replace_torch``: software that imports torch's FSDP2 names gets ours.
-
-Owns which names stand for which, and who has them bound. It must not know what they do.
+"""``replace_torch``: redirect torch's FSDP2 names to ours for software that imports them.
 
 [Note: what is rebound]
-Names live in torch's public homes (``torch_modules.HOMES``); whoever imports from there later gets
-ours. Who imported before has torch's object under a name of its own: of every module that is loaded
-and is not torch's or ours, and of the classes in it, such names are rebound, by identity. Torch's
-own modules that are loaded keep what they have: they work on what torch's ``fully_shard`` made.
-So does the one that torch's FSDP2 is written in (``torch_modules.INNER_HOME``), for its own
-functions. Who imports a name from there, or reads it as an attribute, gets ours: the module becomes
-a ``_Shown``. (Policies that come from where they are defined stay torch's, and are taken.)
-Defaults of arguments, closures and containers are out of reach; torch's policies in there are taken
-(``_core.base.policy.ours``).
+Names are rebound in torch's public modules (``torch_modules.HOMES``), so that later imports get
+ours. Earlier imports have bound torch's objects elsewhere: in every loaded module that is neither
+torch's nor ours, and in its classes, such names are rebound by identity. Torch's other modules keep
+their bindings, since they operate on the results of torch's ``fully_shard``. So does the module
+that implements torch's FSDP2 (``torch_modules.INNER_HOME``), for its own functions; others that
+import from it get ours, because its class becomes ``_Shown``. (Policies imported from their
+defining modules, or in default arguments, closures and containers, which cannot be rebound, stay
+torch's, and are accepted: ``_core.base.policy.ours``.)
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch.nn as nn
@@ -52,7 +49,7 @@ OURS: Mapping[str, Any] = {
     "share_comm_ctx": share_comm_ctx,
 }
 REPLACES = "FSDP2_REPLACE_TORCH"
-"""Name of the environment variable: "1" lets ``import fsdp2`` call ``replace_torch``."""
+"""Environment variable: "1" makes ``import fsdp2`` call ``replace_torch``."""
 
 _pairs: list[tuple[Any, Any]] = [
     (theirs, OURS[name]) for name, theirs in torch_modules.PUBLIC.items() if name in OURS
@@ -62,17 +59,17 @@ _by_ours = {id(ours): theirs for theirs, ours in _pairs}
 
 
 class Replacement:
-    """What ``replace_torch`` did; ``undo()``, or the end of a ``with`` block, takes it back."""
+    """A replacement in effect; ``undo()``, or leaving its ``with`` block, reverts it."""
 
     def __init__(self) -> None:
         self._loaded = set(sys.modules)
-        self._bound: list[tuple[Any, str, Any, Any]] = []  # where, name, torch's, ours
+        self._bound: list[tuple[Any, str, Any, Any]] = []  # (module, name, torch's object, ours)
         homes = [module for home in torch_modules.HOMES if (module := sys.modules.get(home))]
         self._is_first = not any(vars(home).get("fully_shard") is fully_shard for home in homes)
         for holder in (*homes, *_others()):
             self._bound += _rebind(holder, _by_torchs)
         inner = sys.modules[torch_modules.INNER_HOME]
-        self._shows = type(inner) is ModuleType  # else another replacement does
+        self._shows = type(inner) is ModuleType  # otherwise another replacement does
         if self._shows:
             inner.__class__ = _Shown
         if self.names:
@@ -80,16 +77,17 @@ class Replacement:
 
     @property
     def names(self) -> list[str]:
-        """Full names of what was rebound, in order."""
+        """Full names of everything rebound, sorted."""
         bound = [f"{_name_of(holder)}.{name}" for holder, name, _, _ in self._bound]
-        shown = [f"{torch_modules.INNER_HOME}.{name}" for name in _shown()] if self._shows else []
-        return sorted(bound + shown)
+        home = torch_modules.INNER_HOME
+        inner = vars(sys.modules[home]).items() if self._shows else ()
+        return sorted(bound + [f"{home}.{name}" for name, one in inner if id(one) in _by_torchs])
 
     def undo(self) -> None:
-        """Bind torch's objects again, wherever this replacement put ours.
+        """Restore torch's objects wherever this replacement put ours.
 
-        So too in modules that were loaded since, unless they import fsdp2 themselves. Models that
-        were sharded stay what they are. A second call does nothing.
+        This includes modules loaded since, unless they import fsdp2 themselves. Models that are
+        already sharded do not change. Idempotent.
         """
         for holder, name, theirs, ours in self._bound:
             if vars(holder).get(name) is ours:
@@ -110,30 +108,24 @@ class Replacement:
     def __enter__(self) -> Replacement:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
 def replace_torch() -> Replacement:
-    """Let software that imports torch's FSDP2 names get those of fsdp2, without changing it.
+    """Make software that imports torch's FSDP2 names use fsdp2, without changing it.
 
     The names are ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``,
     ``CPUOffloadPolicy``, ``DataParallelMeshDims``, ``register_fsdp_forward_method``,
     ``share_comm_ctx``, ``UnshardHandle`` and ``GradientReductionHandle``, in all of torch's public
-    modules that have them. What was imported before is rebound: where a module or a class has one
-    of torch's objects under a name, that name now leads to ours. The logger ``fsdp2`` lists these
-    names, at level ``INFO``. Torch's own modules are left alone, and so is FSDP1. A second call
-    rebinds what was bound since, and is harmless. ``python -m fsdp2 program`` calls this before the
-    program runs.
+    modules that have them. Earlier imports are rebound: where a module or a class has one of
+    torch's objects under a name, that name now refers to ours. The logger ``fsdp2`` lists these
+    names at level ``INFO``. Torch's own modules and FSDP1 are not changed. Calling it again rebinds
+    later imports, and is harmless. ``python -m fsdp2 program`` calls this before the program runs.
 
     Returns:
         An object with the ``names`` that were rebound, and with ``undo()``. As a context manager it
-        undoes the replacement at the end.
+        undoes the replacement on exit.
 
     Raises:
         StateError: a model that torch's ``fully_shard`` has sharded is alive. Nothing was changed.
@@ -142,25 +134,18 @@ def replace_torch() -> Replacement:
     if sharded is not None:
         raise StateError(
             "FS909",
-            f"replace_torch: a {sharded} that torch's own fully_shard has sharded is alive. Call "
-            "replace_torch() before anything is sharded, or start the program with python -m "
-            "fsdp2.",
+            f"replace_torch: torch's own fully_shard has already sharded a {sharded}. Call "
+            "replace_torch() before sharding anything, or start the program with python -m fsdp2.",
         )
     return Replacement()
 
 
 class _Shown(ModuleType):
-    """Torch's inner module while a replacement lasts: others see ours, its own functions do not."""
+    """Class of torch's inner module during a replacement: its attributes are ours."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         return _by_torchs.get(id(value), value)
-
-
-def _shown() -> list[str]:
-    """Names of the inner module that lead to ours."""
-    own = vars(sys.modules[torch_modules.INNER_HOME])
-    return [name for name, value in own.items() if id(value) in _by_torchs]
 
 
 def _sharded_by_torch() -> str | None:
@@ -173,7 +158,7 @@ def _sharded_by_torch() -> str | None:
             return None
         name = type(found).__mro__[2].__name__
         del found
-        gc.collect()  # a model that nobody has any more may be in a circle
+        gc.collect()  # an unreferenced model may be in a reference cycle
     return name if kinds else None
 
 
@@ -195,7 +180,7 @@ def _is_within(name: str, *packages: str) -> bool:
 
 
 def _imports_ours(module: ModuleType) -> bool:
-    """True if the text of a module imports fsdp2, or if it has none."""
+    """Return True if a module's source imports fsdp2, or cannot be read."""
     try:
         text = inspect.getsource(module)
     except (OSError, TypeError):
@@ -204,7 +189,7 @@ def _imports_ours(module: ModuleType) -> bool:
 
 
 def _rebind(holder: Any, table: Mapping[int, Any]) -> list[tuple[Any, str, Any, Any]]:
-    """Bind a module's or a class's names anew, as the table says; return what was bound."""
+    """Rebind the names of a module or class according to the table; return the changes."""
     bound = []
     for name, value in list(vars(holder).items()):
         if (other := table.get(id(value))) is not None:
@@ -214,7 +199,5 @@ def _rebind(holder: Any, table: Mapping[int, Any]) -> list[tuple[Any, str, Any, 
 
 
 def _name_of(holder: Any) -> str:
-    if isinstance(holder, type):
-        return f"{holder.__module__}.{holder.__qualname__}"
-    name: str = holder.__name__
-    return name
+    is_class = isinstance(holder, type)
+    return f"{holder.__module__}.{holder.__qualname__}" if is_class else str(holder.__name__)

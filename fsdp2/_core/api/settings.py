@@ -1,7 +1,7 @@
-"""The settings of a sharded module that can change while it trains.
+"""The settings of a sharded module that can change while it trains: all ``set_*`` methods.
 
-Owns every ``set_*`` method and its checks. A setting lies on the groups of the unit, in its
-``Settings`` (plain values) or in its ``Wire`` (objects that send); nothing here acts by itself.
+Settings are stored on the unit's groups, in ``Settings`` (plain values) or ``Wire`` (communication
+objects); nothing here acts on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import torch.nn as nn
 
 from fsdp2._core.api.collect import check_comm
 from fsdp2._core.base import torch_modules
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.capabilities import ZeroCopy
+from fsdp2._core.base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    StateError,
+    carrying,
     check_count,
     check_dtype,
     check_flag,
@@ -28,14 +33,12 @@ from fsdp2._core.base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._core.base.capabilities import ZeroCopy
-from fsdp2._core.base.errors import ConfigError, ConfigTypeError, StateError
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.names import class_name
 from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.comms import CustomComm
 from fsdp2._core.comm.device_streams import streams_for
-from fsdp2._core.comm.process_mesh import carrying, operation
+from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.comm.symmetric import SymmetricMemoryAllGather
 from fsdp2._core.comm.wire import DefaultAllGather, DefaultReduceScatter
 from fsdp2._core.engine.between_steps import units_below
@@ -46,10 +49,7 @@ from fsdp2._core.params.param import check_unused
 
 
 def own_unit(module: object) -> Unit:
-    """Return the unit of a sharded module.
-
-    A function, as are the next ones, because a user's module may have any attribute.
-    """
+    """Return a sharded module's unit. (No method, because the user's class may have any name.)"""
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     assert unit is not None
@@ -57,7 +57,6 @@ def own_unit(module: object) -> Unit:
 
 
 def units_in(module: object, recurse: bool) -> list[Unit]:
-    """Return the unit of a sharded module, and those below it."""
     if not check_flag(class_name(module), "recurse", recurse):
         return [own_unit(module)]
     assert isinstance(module, nn.Module)
@@ -73,12 +72,13 @@ def configure(module: object, recurse: bool, **changes: Any) -> None:
         unit.configure(**changes)
 
 
-def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) -> list[Unit]:
-    """Return the units in a module that a function was given as ``name``.
-
-    Raises:
-        ConfigError: it is not a module, or there is no unit in it.
-    """
+def sharded_units(
+    who: str,
+    name: str,
+    module: nn.Module,
+    recurse: bool = True,
+) -> list[Unit]:
+    """Return the units in a module that was passed as the argument ``name``."""
     units = units_below(check_module(who, name, module))
     if not recurse:
         units = [unit for unit in units if module in unit.modules]
@@ -88,7 +88,7 @@ def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) 
             hint = "torch's own was: use fsdp2.fully_shard, or call fsdp2.replace_torch() first."
         raise ConfigError(
             "FS503",
-            f"{who}: fully_shard was applied to nothing in this {class_name(module)}. {hint}",
+            f"{who}: fully_shard was applied to no module in this {class_name(module)}. {hint}",
         )
     return units
 
@@ -96,11 +96,11 @@ def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) 
 def refuse_during_step(
     who: str, units: Iterable[Unit], hint: str = "Call it between steps."
 ) -> None:
-    """Raise StateError if a forward or a backward of these units is under way, and did not fail."""
+    """Raise StateError if one of these units is in a forward or a backward that has not failed."""
     for unit in units:
         if unit.runtime is None:
             continue
-        with contextlib.suppress(StateError):  # ranks that diverged: the next step says so
+        with contextlib.suppress(StateError):  # diverged ranks: the next step raises it
             unit.runtime.recover_if_failed()
         if unit.runtime.context.phase is not IDLE:
             raise StateError(
@@ -111,14 +111,14 @@ def refuse_during_step(
 
 
 class ControlSurface:
-    """What ``FSDPModule`` lets its users set. A setting holds until it is set again."""
+    """The setters of ``FSDPModule``. A setting applies until it is set again."""
 
-    # When gradients are reduced.
+    # Timing of gradient reductions.
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last one before the optimizer step.
+        """Set whether the next backward is the last one before the optimizer step.
 
-        Call it on the root: it sets every unit below, too. After a backward that is not the last,
+        Call it on the root; it also sets every unit below. After a backward that is not the last,
         reductions may still be in flight, and ``grad`` may be incomplete.
 
         Raises:
@@ -129,17 +129,16 @@ class ControlSurface:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether backward reduces gradients.
+        """Set whether backward reduces gradients.
 
-        While it does not, gradients add up on the whole parameters: in ``grad`` of the unsharded
-        parameters, in the reduce dtype. That takes the memory of the whole unit's gradients. The
-        call sets ``set_requires_all_reduce`` to the same value. A unit with ``shard="gradients"``
-        keeps no whole gradients: its backwards reduce over the shard axis all the same, and only an
-        all-reduce waits.
+        While disabled, gradients accumulate in the reduce dtype in ``grad`` of the unsharded
+        parameters, which takes the memory of the unit's full gradients. The call sets
+        ``set_requires_all_reduce`` to the same value. A unit with ``shard="gradients"`` always
+        reduces over the shard axis, and defers only the all-reduce.
 
         Args:
-            requires_gradient_sync: False lets gradients wait for a later backward.
-            recurse: for the units below this one too.
+            requires_gradient_sync: False defers the reduction to a later backward.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: not a bool.
@@ -148,15 +147,20 @@ class ControlSurface:
         for unit in units_in(self, recurse):
             unit.configure(**unit.settings.sharding.sync(flag))
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward all-reduces gradients over the replicate axis.
+    def set_requires_all_reduce(
+        self,
+        requires_all_reduce: bool,
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether backward all-reduces gradients over the replicate axis.
 
-        While it does not, backward reduces over the shard axis only. The reduced shards add up, and
-        ``grad`` is not set. Without a replicate axis it changes nothing.
+        While disabled, backward reduces over the shard axis only; the results accumulate, and
+        ``grad`` is not set. No effect without a replicate axis.
 
         Args:
-            requires_all_reduce: False puts the all-reduce off.
-            recurse: for the units below this one too.
+            requires_all_reduce: False defers the all-reduce.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: not a bool.
@@ -164,23 +168,23 @@ class ControlSurface:
         flag = _flag("set_requires_all_reduce", requires_all_reduce)
         configure(self, recurse, all_reduce_grads=flag)
 
-    # When parameters are whole.
+    # Lifetime of unsharded parameters.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether parameters are freed after forward, from the next forward on.
+        """Set whether parameters are freed after forward, from the next forward on.
 
-        After False, what a forward without gradients gathered also serves the next forward without
-        gradients, unless the shards were written to since. Writes that count no version
-        (``p.data.mul_``, NumPy) are not noticed there: call ``reshard()`` after them. The argument
-        of ``fully_shard`` keeps parameters for their backward only.
+        After False, parameters gathered by a forward without gradients also serve the next such
+        forward, unless the shards were written since. Writes that do not increment the version
+        (``p.data.mul_``, NumPy) are not detected: call ``reshard()`` after them. In contrast, the
+        argument of ``fully_shard`` keeps parameters for their backward only.
 
         Args:
-            reshard_after_forward: True or False. A number of ranks can be given to ``fully_shard``
-                only; a call of this method replaces it.
-            recurse: for the units below this one too.
+            reshard_after_forward: True or False. Only ``fully_shard`` accepts a number of ranks;
+                this method replaces it.
+            recurse: also for the units below this one.
 
         Raises:
-            ConfigError: not a bool; or True for a unit whose parameters stay whole (``shard``).
+            ConfigError: not a bool; or True for a unit whose parameters stay unsharded (``shard``).
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
         units = units_in(self, recurse)
@@ -189,8 +193,8 @@ class ControlSurface:
             raise ConfigError(
                 "FS234",
                 f"set_reshard_after_forward: {whole.fqn or '<root>'} has "
-                f"{whole.settings.sharding.name}, so its parameters stay whole. Leave the "
-                'call out, or shard it with shard="parameters".',
+                f"{whole.settings.sharding.name}, so its parameters stay unsharded. Omit the "
+                'call, or shard it with shard="parameters".',
             )
         configure(self, recurse, reshard_after_forward=flag, keeps_in_evaluation=not flag)
         for group in groups_in(self, recurse):
@@ -200,16 +204,16 @@ class ControlSurface:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether parameters are freed after backward.
+        """Set whether parameters are freed after backward.
 
-        False keeps the memory of whole parameters, while shards are registered. The next forward
-        then gathers nothing, unless the shards were written to since, as by an optimizer step.
-        Writes that count no version (``p.data.mul_``, NumPy) are not noticed: call ``reshard()``
-        after them.
+        False keeps the memory of unsharded parameters, while shards are registered. The next
+        forward then gathers nothing, unless the shards were written since, as by an optimizer step.
+        Writes that do not increment the version (``p.data.mul_``, NumPy) are not detected: call
+        ``reshard()`` after them.
 
         Args:
             reshard_after_backward: True or False.
-            recurse: for the units below this one too.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: not a bool.
@@ -217,15 +221,20 @@ class ControlSurface:
         flag = _flag("set_reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
 
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Say whether the memory of whole parameters stays when they are resharded.
+    def set_keep_unsharded_storage(
+        self,
+        keep: bool,
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether the memory of unsharded parameters is retained when they are resharded.
 
-        The shards are registered as ever, and the next gather fills the same memory. So parameters
-        keep their ``data_ptr``, as captured CUDA graphs need. That memory is never free.
+        The shards are registered as usual, and the next gather fills the same memory, which is
+        never freed: parameters keep their ``data_ptr``, as captured CUDA graphs require.
 
         Args:
-            keep: False frees the memory at once, or at the end of a step that uses it.
-            recurse: for the units below this one too.
+            keep: False frees the memory immediately, or at the end of a step that uses it.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: not a bool.
@@ -235,31 +244,28 @@ class ControlSurface:
         check_flag("set_keep_unsharded_storage", "keep", keep)
         configure(self, recurse, keep_unsharded_storage=keep)
         for group in groups_in(self, recurse):
-            group.follow_storage()
+            group.keep_memory()
 
     def set_memory(self, memory: str | int) -> None:
-        """Say how much memory the overlap of collectives and compute may take, for the whole tree.
+        """Bound the memory for overlapping collectives with compute, for the whole tree.
 
-        Call it on the root, on every rank alike, at any time between steps.
+        Call it on the root, identically on every rank, between steps.
 
         Args:
             memory: one of
 
-                - ``"low"``: no unit is gathered ahead, and each reduction is waited for at once;
-                - ``"balanced"``, as without a call: one unit ahead, and one reduction in flight;
+                - ``"low"``: no unit is gathered ahead, and no reduction stays in flight;
+                - ``"balanced"``, the default: one unit ahead, and one reduction in flight;
                 - ``"fast"``: two units ahead, and three reductions in flight. The large parts of a
-                  root stay whole from forward to backward;
+                  root stay unsharded from forward to backward;
                 - a number of bytes: as much overlap as fits. Unsharded parameters, their gradients
-                  and the buffers of collectives together never take more, as long as a step is like
-                  the one before it.
+                  and buffers of collectives never exceed it in total if steps are similar.
 
-                On a device, with ``"low"`` or a number, the host waits for the device at the end of
-                each backward.
+                On a device, ``"low"`` or a number makes the host wait for it after each backward.
 
-        With the three words at most 1, 2 or 3 units below the root are whole or being gathered at a
-        time. What you give to ``set_modules_to_forward_prefetch``,
-        ``set_modules_to_backward_prefetch`` or ``set_reduce_scatter_max_input_buffers`` counts more
-        than this. torch has no such method.
+        The words allow at most 1, 2 or 3 units below the root to be unsharded or gathered at a
+        time. ``set_modules_to_forward_prefetch``, ``set_modules_to_backward_prefetch`` and
+        ``set_reduce_scatter_max_input_buffers`` take precedence. Not in torch.
 
         Raises:
             ConfigError: another word or type; or fewer bytes than a step needs without any overlap.
@@ -267,10 +273,10 @@ class ControlSurface:
         configure(self, True, overlap=overlap_for(memory, units_in(self, True)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether backward gathers this unit's parameters (not those of units below it).
+        """Set whether backward gathers this unit's parameters (not those of units below it).
 
         False saves the all-gather of a unit whose parameters backward does not read, such as an
-        embedding. If backward does read one, its memory is gone and the result is undefined.
+        embedding. If backward reads one, the result is undefined: its memory has been freed.
 
         Raises:
             ConfigError: not a bool.
@@ -281,14 +287,14 @@ class ControlSurface:
     def set_modules_to_forward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
         """Gather these units when the forward of this unit begins.
 
-        Without a call they are units that came next in the step before; ``set_memory`` says how
-        many. An empty list gathers nothing ahead.
+        Default: the units that ran next in the previous step; ``set_memory`` determines their
+        number. An empty list disables prefetching.
 
         Args:
             modules: sharded modules, in the order in which they are gathered.
 
         Raises:
-            ConfigError: not a list, or something in it was not given to ``fully_shard``.
+            ConfigError: not a list, or it contains an item that ``fully_shard`` was not applied to.
         """
         units = _units_of("set_modules_to_forward_prefetch", modules)
         configure(self, False, forward_prefetch=units)
@@ -296,26 +302,25 @@ class ControlSurface:
     def set_modules_to_backward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
         """Gather these units when the backward of this unit begins.
 
-        Without a call they are the units whose forwards ran before this one's; ``set_memory`` says
-        how many. An empty list gathers nothing ahead.
+        Default: the units whose forwards preceded this one's; ``set_memory`` determines their
+        number. An empty list disables prefetching.
 
         Args:
             modules: sharded modules, in the order in which they are gathered.
 
         Raises:
-            ConfigError: not a list, or something in it was not given to ``fully_shard``.
+            ConfigError: not a list, or it contains an item that ``fully_shard`` was not applied to.
         """
         units = _units_of("set_modules_to_backward_prefetch", modules)
         configure(self, False, backward_prefetch=units)
 
-    # What a gradient is.
+    # Scaling and storage of gradients.
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide this unit's summed gradients (not those of units below it) by ``factor``.
 
-        The sum is over all data-parallel ranks, of the shard and the replicate axis. Without a
-        factor, or after None, it is divided by their number. ``set_gradient_reduction`` sets a
-        whole tree.
+        The sum is over all data-parallel ranks, of the shard and the replicate axis. By default, or
+        after None, it is divided by their number. ``set_gradient_reduction`` sets a whole tree.
 
         Raises:
             ConfigError: ``factor`` is neither None nor a finite number above 0.
@@ -326,7 +331,7 @@ class ControlSurface:
         configure(self, False, divide_by=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """Do what ``set_gradient_divide_factor`` does. Deprecated: a ``FutureWarning`` says so.
+        """Deprecated alias of ``set_gradient_divide_factor``; issues a ``FutureWarning``.
 
         Raises:
             ConfigError: ``factor`` is neither None nor a finite number above 0.
@@ -338,16 +343,19 @@ class ControlSurface:
         )
         self.set_gradient_divide_factor(factor)
 
-    def set_gradient_reduction(self, reduction: str | float, *, recurse: bool = True) -> None:
-        """Say how the gradients of all data-parallel ranks become one, for the whole tree.
+    def set_gradient_reduction(
+        self,
+        reduction: str | float,
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set how the whole tree combines the gradients of data-parallel ranks. Not in torch.
 
         Args:
             reduction: ``"mean"`` over ranks (the default of a unit), ``"sum"``, or a number that
-                the sum is divided by. It means the same with and without a replicate axis, and
-                when gradients accumulate over several backwards.
-            recurse: for the units below this one too.
-
-        torch has no such method.
+                divides the sum. The meaning does not depend on a replicate axis or on accumulation
+                over several backwards.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: another word, or a number that is not finite and above 0.
@@ -362,9 +370,9 @@ class ControlSurface:
         configure(self, recurse, divide_by=divide_by)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Say whether this unit's collectives only sum. Scaling is then a kernel of its own.
+        """Set whether this unit's collectives only sum, with scaling in a separate kernel.
 
-        Without it, a mean is left to the backend where the backend has one (``ReduceOp.AVG``).
+        By default, the backend computes means where it supports them (``ReduceOp.AVG``).
 
         Raises:
             ConfigError: not a bool.
@@ -375,13 +383,13 @@ class ControlSurface:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether a parameter that no rank used gets a gradient of zeros instead of None.
+        """Set whether a parameter that no rank used gets a gradient of zeros instead of None.
 
-        Ranks may use different parameters of a unit in any case: every rank reduces all of them.
+        In either case ranks may use different parameters of a unit: every rank reduces all of them.
 
         Args:
             reduce_scatter_unused_params: True for zeros.
-            recurse: for the units below this one too.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: not a bool; or a parameter has ``grad_dtype=None`` in a unit without a
@@ -401,13 +409,12 @@ class ControlSurface:
 
         Args:
             hook: changes ``reduced`` in place. ``reduced`` is 1-D, in the reduce dtype: this rank's
-                part of the reduce-scatter, after the all-reduce over the replicate axis if there is
-                one. A unit whose parameters lie on several meshes calls the hook once for each.
-                While a hook is set, a parameter that no rank used gets a gradient and not None.
-                ``None`` removes the hook.
-            stream: the device stream to run the hook in, of any class (``torch.Stream``,
-                ``torch.cuda.Stream``). Work that the hook puts there may use ``reduced`` until it
-                is done: the memory is held for so long. On a CPU the hook runs at once.
+                shard from the reduce-scatter, after the all-reduce over any replicate axis. The
+                hook is called once per mesh of the unit's parameters. With a hook, a parameter that
+                no rank used gets a gradient and not None. ``None`` removes the hook.
+            stream: the device stream to run the hook in (``torch.Stream``, ``torch.cuda.Stream``).
+                ``reduced`` stays allocated until the hook's work there is done. On a CPU the hook
+                runs synchronously.
 
         Raises:
             ConfigError: neither a function nor None; not a stream; or a stream together with a
@@ -422,24 +429,24 @@ class ControlSurface:
         if stream is not None and any(group.data.replicate.size > 1 for group in groups):
             raise ConfigError(
                 "FS505",
-                "set_all_reduce_hook: found a stream together with a replicate axis. Leave out the "
-                "stream: the hook runs in that of the all-reduce.",
+                "set_all_reduce_hook: found a stream together with a replicate axis. Omit the "
+                "stream: the hook runs on the stream of the all-reduce.",
             )
         for group in groups:
             group.reducer.hook, group.reducer.hook_stream = hook, stream
 
-    # How it is sent.
+    # Communication.
 
     def set_custom_all_gather(self, comm: CustomComm) -> None:
-        """Gather this unit's parameters by ``comm``, called as ``AllGather.__call__`` says.
+        """Gather this unit's parameters by ``comm``, called as ``AllGather.__call__`` specifies.
 
-        A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
+        It is called once per mesh of the unit's parameters, with the group of that mesh.
 
         Args:
-            comm: an ``AllGather``, or any object with ``allocate`` that can be called alike.
+            comm: an ``AllGather``, or any object with ``allocate`` and the same call signature.
 
         Raises:
-            ConfigError: ``comm`` is a class, cannot be called, or has no ``allocate``.
+            ConfigError: ``comm`` is a class, is not callable, or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
         refuse_dealt("set_custom_all_gather", groups_in(self))
@@ -448,16 +455,16 @@ class ControlSurface:
             group.rewire()
 
     def set_custom_reduce_scatter(self, comm: CustomComm) -> None:
-        """Reduce this unit's gradients by ``comm``, called as ``ReduceScatter.__call__`` says.
+        """Reduce this unit's gradients by ``comm``, called as ``ReduceScatter.__call__`` specifies.
 
-        A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
+        It is called once per mesh of the unit's parameters, with the group of that mesh.
 
         Args:
-            comm: a ``ReduceScatter``, or any object with ``allocate`` that can be called alike.
+            comm: a ``ReduceScatter``, or any object with ``allocate`` and the same call signature.
 
         Raises:
-            ConfigError: ``comm`` is a class, cannot be called, or has no ``allocate``; or
-                ``set_gradient_wire_dtype`` was given a dtype.
+            ConfigError: ``comm`` is a class, is not callable, or has no ``allocate``; or a gradient
+                wire dtype is set.
         """
         check_comm("set_custom_reduce_scatter", comm)
         groups = groups_in(self)
@@ -465,32 +472,30 @@ class ControlSurface:
         if any(group.wire.gradient_dtype is not None for group in groups):
             raise ConfigError(
                 "FS505",
-                "set_custom_reduce_scatter: found a dtype set with set_gradient_wire_dtype, which "
-                "is for the library's own. Call set_gradient_wire_dtype(None) first.",
+                "set_custom_reduce_scatter: found a gradient wire dtype, which custom "
+                "reduce-scatters do not support. Call set_gradient_wire_dtype(None) first.",
             )
         for group in groups:
             group.wire.scatter = comm
             group.rewire()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Say whether this unit's buffers come from the process group's own allocator, if any.
+        """Set whether this unit's buffers come from the process group's own allocator, if any.
 
         Raises:
-            ConfigError: not a bool; or a custom collective is set, which allocates for itself.
+            ConfigError: not a bool; or a custom collective, which has its own allocator, is set.
         """
         check_flag("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         groups = groups_in(self)
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
-            wire = group.wire
-            wire.gather = DefaultAllGather()
-            wire.scatter = DefaultReduceScatter()
+            group.wire.gather, group.wire.scatter = DefaultAllGather(), DefaultReduceScatter()
             if enable:
-                wire.use_group_memory(group.data.shard.pg)
+                group.wire.use_group_memory(group.data.shard.pg)
             group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather this unit's parameters through symmetric memory: memory that ranks read directly.
+        """Gather this unit's parameters through symmetric memory, which ranks read directly.
 
         Raises:
             UnsupportedError: the process group's backend is not NCCL.
@@ -511,14 +516,14 @@ class ControlSurface:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Say whether gradients are reduced over a process group of their own.
+        """Set whether gradients are reduced over a separate process group.
 
-        Then an all-gather and a reduce-scatter can be on the wire at the same time. Collective:
-        every rank calls it. Units over the same ranks share one more process group.
+        This allows an all-gather and a reduce-scatter to be in flight at the same time. Collective:
+        every rank calls it. Units over the same ranks share one additional process group.
 
         Args:
             enable: False reduces over the process group of the all-gathers again.
-            recurse: for the units below this one too.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: not a bool.
@@ -534,39 +539,40 @@ class ControlSurface:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Say how many reductions may hold their input buffers at a time.
+        """Set how many reductions may have input buffers at a time; overrides ``set_memory``.
 
-        This counts more than ``set_memory``. One more reduction waits for the oldest before it
-        packs its gradients.
+        A further reduction waits for the oldest before it packs its gradients.
 
         Args:
             max_input_buffers: an int of at least 1.
-            recurse: for the units below this one too.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: ``max_input_buffers`` is not an int of at least 1.
         """
-        count = check_count(
-            "set_reduce_scatter_max_input_buffers", "max_input_buffers", max_input_buffers
-        )
+        who = "set_reduce_scatter_max_input_buffers"
+        count = check_count(who, "max_input_buffers", max_input_buffers)
         configure(self, recurse, input_buffers=count)
 
-    def set_copy_free_min_bytes(self, min_bytes: int | None, *, recurse: bool = True) -> None:
-        """Say how large a parameter must be to travel in collectives of its own.
+    def set_copy_free_min_bytes(
+        self,
+        min_bytes: int | None,
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set the minimum size of a parameter that is sent in a separate collective. Not in torch.
 
-        Such a parameter is gathered from its shard straight into the memory where it is used. If
-        the ranks divide its rows evenly, it is also reduced straight from its gradient. Smaller
-        parameters share one collective, which costs copies. Every rank sets the same.
+        Such a parameter is gathered from its shard directly into its final memory and, if its rows
+        divide evenly, reduced directly from its gradient. Smaller parameters share one collective,
+        which requires copies. Set the same value on every rank.
 
         Args:
-            min_bytes: bytes of the whole parameter in the dtype that it is computed in. ``None``:
-                all parameters of a unit share one collective, as they do with custom collectives.
-                The default is 131072 on a CPU. On a device it is 524288 for each rank on up to 64
-                ranks, 33554432 on up to 512, and 65536 for each rank on more; and then only where a
-                rank's part is a multiple of 128 bytes, which NCCL moves faster.
-            recurse: for the units below this one too.
-
-        torch has no such method.
+            min_bytes: bytes of the unsharded parameter in its compute dtype. ``None``: all
+                parameters of a unit share one collective, as they do with custom collectives. The
+                default is 131072 on a CPU. On a device it is 524288 per rank on up to 64 ranks,
+                33554432 on up to 512, and 65536 per rank on more; and then only where a rank's
+                shard is a multiple of 128 bytes, which NCCL moves faster.
+            recurse: also for the units below this one.
 
         Raises:
             ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
@@ -576,43 +582,46 @@ class ControlSurface:
         for group in groups_in(self, recurse):
             group.send_zero_copy(None if min_bytes is None else ZeroCopy(min_bytes))
 
-    def set_gradient_wire_dtype(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
-        """Say in which dtype gradients travel in the reduce-scatter. Their sum keeps its dtype.
+    def set_gradient_wire_dtype(
+        self,
+        dtype: torch.dtype | None,
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set the dtype in which the reduce-scatter sends gradients. Not in torch.
 
-        The sum is made in the reduce dtype from parts in ``dtype``, by an all-to-all and a local
-        sum, on every backend. So bf16 sends half the bytes of fp32. Each rank's part is rounded
-        once, and the sum is not. The all-reduce over a replicate axis stays in the reduce dtype. So
-        does a unit with complex gradients.
+        An all-to-all sends parts in ``dtype``, and a local sum adds them in the reduce dtype, on
+        every backend. So bf16 sends half the bytes of fp32. Each rank's part is rounded once, the
+        sum is not. An all-reduce over a replicate axis, and complex gradients, keep the reduce
+        dtype.
 
         Args:
             dtype: a floating dtype; ``None``, the default, is the reduce dtype.
-            recurse: for the units below this one too.
-
-        torch has no such method.
+            recurse: also for the units below this one.
 
         Raises:
-            ConfigError: ``dtype`` is no floating dtype, or a custom reduce-scatter is set.
+            ConfigError: ``dtype`` is not a floating dtype, or a custom reduce-scatter is set.
         """
         check_dtype("set_gradient_wire_dtype", "dtype", dtype)
         groups = groups_in(self, recurse)
         if dtype is not None and not all(group.wire.scatters_zero_copy for group in groups):
             raise ConfigError(
                 "FS505",
-                "set_gradient_wire_dtype: found a reduce-scatter of your own, or one on special "
-                "memory, which sends what it is given. Use one or the other.",
+                "set_gradient_wire_dtype: found a custom reduce-scatter, or one with its own "
+                "allocator, which sends its input unchanged. Use one or the other.",
             )
         for group in groups:
             group.wire.gradient_dtype = dtype
             group.rewire()
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
-        """Let the all-gathers of the next forward wait for ``event`` alone.
+        """Make the all-gathers of the next forward wait only for ``event``.
 
-        Without it they wait for all work that was given to the compute stream before.
+        By default they wait for all preceding work on the compute stream.
 
         Args:
-            event: recorded after the optimizer step, anew in each step. ``None`` takes an earlier
-                one back. On a CPU the host waits: ``event`` may be anything with a method
+            event: recorded after the optimizer step, once per step. ``None`` removes an earlier
+                one. On a CPU the host waits: ``event`` may be any object with a method
                 ``synchronize``; ``torch.cpu.current_stream().record_event()`` returns None.
 
         Raises:
@@ -630,15 +639,15 @@ class ControlSurface:
 
 
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
-    """Let several roots use the same streams, as the stages of a pipeline on one rank should.
+    """Share streams between several roots, such as the stages of a pipeline on one rank.
 
-    On a CPU there are no streams, and the call has no effect.
+    No effect on a CPU, which has no streams.
 
     Args:
-        modules: roots that were given to ``fully_shard``.
+        modules: roots that ``fully_shard`` was applied to.
 
     Raises:
-        ConfigError: something in the list was not given to ``fully_shard``.
+        ConfigError: the list contains an item that ``fully_shard`` was not applied to.
 
     Source: the meaning of the same function in ``torch.distributed.fsdp``.
     """
@@ -656,12 +665,12 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
 
 
 def _flag(setter: str, value: object) -> bool:
-    """Check the argument of a setter, which is called as what it sets."""
+    """Check the argument of a setter, which has the setter's name."""
     return check_flag(setter, setter.removeprefix("set_"), value)
 
 
 def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
-    """Raise ConfigError if a collective of the user's would have to send uneven pieces."""
+    """Raise ConfigError if ranks send different amounts, which custom collectives cannot."""
     for group in groups:
         for param in group.params:
             deal = param.placement.layout.deal
@@ -669,8 +678,8 @@ def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
                 raise ConfigError(
                     "FS505",
                     f"{who}: {param.fqn} {deal.asked_by}, so ranks send different amounts, which "
-                    "collectives of this interface do not. Leave it out for this unit, or let "
-                    "shard_placement_fn return Shard(0).",
+                    "this interface does not support. Omit it for this unit, or return Shard(0) "
+                    "from shard_placement_fn.",
                 )
 
 
@@ -682,7 +691,7 @@ def refuse_layers(who: str, groups: Iterable[ParamGroup]) -> None:
                 "FS505",
                 f"{who}: {group.fqn or '<root>'} has {group.settings.sharding.name}, so its "
                 "gradients are scattered twice, over two process groups, which this does not "
-                "reach. Use one or the other.",
+                "support. Use one or the other.",
             )
 
 
@@ -690,8 +699,8 @@ def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:
     if any(group.wire.is_custom for group in groups):
         raise ConfigError(
             "FS505",
-            f"{name}: found a custom all-gather or reduce-scatter, which allocates for itself. Use "
-            "one or the other.",
+            f"{name}: found a custom all-gather or reduce-scatter, with its own allocator. Use one "
+            "or the other.",
         )
 
 
@@ -717,29 +726,25 @@ def _units_of(who: str, modules: object) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-# ``no_sync``: backwards that accumulate instead of reducing, inside a context.
-
-
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Let backwards inside the context add up gradients without communication.
+    """Accumulate gradients of backwards inside the context, without communication.
 
-    The next backward outside of it that goes through the same root reduces the sum. A unit with no
-    unit above it is a root; a ``module`` that contains several has one such backward to wait for in
-    each. An optimizer's step before that goes on without these gradients, and warns. What counts is
-    where ``backward()`` is called, not the forward. Gradients add up on whole parameters, in the
-    reduce dtype: on each rank they take the memory of the gradients of the whole model. Not so in a
-    unit with ``shard="gradients"``: its backwards reduce over the shard axis all the same, and add
-    up there; only the all-reduce over a replicate axis is left to the last. Inside the
-    context, ``set_requires_gradient_sync`` of every unit in ``module`` is False. Afterwards it is
-    what it was before. Contexts may be nested.
+    The next backward outside of it through the same root reduces the sum. (A unit without an
+    enclosing unit is a root; a ``module`` with several roots needs such a backward for each.) An
+    optimizer step before that ignores these gradients, and warns. The context applies to the
+    ``backward()`` call, not to the forward. Gradients accumulate unsharded, in the reduce dtype, so
+    each rank needs memory for the full gradients of the model. Units with ``shard="gradients"``
+    still reduce over the shard axis, and defer only the all-reduce. The context sets
+    ``set_requires_gradient_sync`` of every unit in ``module`` to False, and restores it on exit.
+    Contexts may be nested.
 
     Args:
         module: the model, or a part of it. It need not be sharded itself.
 
     Raises:
-        ConfigError: there is no unit in ``module``.
-        StateError: entered inside of a forward or a backward of ``module``. Nothing was changed.
+        ConfigError: ``module`` contains no unit.
+        StateError: entered inside a forward or a backward of ``module``. Nothing was changed.
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """
@@ -747,8 +752,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     refuse_during_step(
         "no_sync",
         units,
-        "Some units may have reduced already: enter it before the forward, or between forward and "
-        "backward.",
+        "Some units may have already reduced gradients: enter it before the forward, or between "
+        "forward and backward.",
     )
     before = [(unit, unit.settings) for unit in units]
     for unit in units:

@@ -1,1 +1,1 @@
-"""What every floor may use: errors, events, policies, checks, and private torch names."""
+"""Shared by all layers: errors, events, policies, argument checks, and private torch names."""

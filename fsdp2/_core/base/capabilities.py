@@ -1,7 +1,4 @@
-"""What kinds of devices can do: the one table that decisions about a device are read from.
-
-A new kind of device is a row here. It must not know tensors or groups.
-"""
+"""The table of device types behind all device-dependent decisions. Contains no tensor code."""
 
 from __future__ import annotations
 
@@ -11,50 +8,42 @@ from typing import NamedTuple
 import torch
 
 ZERO_COPY_NBYTES = 131072
-"""Bytes of an unsharded parameter from which a collective of its own costs less than a copy.
-
-Measured on gloo (docs/decisions/0013).
-"""
+"""Minimum unsharded bytes for a separate collective, measured on gloo (docs/decisions/0013)."""
 ZERO_COPY_PIECE_NBYTES = 512 * 1024
-"""The same for a device with up to 64 ranks: bytes of a parameter on each rank.
-
-With more ranks the whole parameter's size counts, 32 MiB, because the copy that is saved takes 23
-us on any number of ranks. But each rank has to hold at least ``LEAST_PIECE_NBYTES`` of it. Not
-measured: docs/decisions/0013 has the clock's figures.
-"""
+"""The same for a device with up to 64 ranks, in bytes of a parameter per rank. With more ranks it
+is 32 MiB for the full parameter, because the saved copy takes 23 us on any number of ranks, but at
+least ``LEAST_PIECE_NBYTES`` per rank: calculated from the figures in docs/decisions/0013."""
 LEAST_PIECE_NBYTES = 64 * 1024
 
 
 class ZeroCopy(NamedTuple):
-    """Which parameters travel alone: of so many bytes, of which a rank has a multiple of some."""
+    """Limits for sending parameters separately: minimum size, and a factor of bytes per rank."""
 
     nbytes: int
     row_nbytes: int = 1
 
 
 ROW_NBYTES = 128
-"""What each rank sends is a multiple of it, so that the rows of all ranks begin at one too.
-
-NCCL reads and writes 16 bytes at a time only where every pointer of a collective allows that; a
-GPU's cache lines have 128 (horovod#3727, NVIDIA/nccl#413).
-"""
+"""Each rank sends a multiple of this, so that all ranks' rows are aligned. NCCL accesses 16 bytes
+at a time only if every pointer of a collective is aligned for it; cache lines of a GPU have 128
+(horovod#3727, NVIDIA/nccl#413)."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Of one kind of device. The defaults are those of CUDA, and of kinds that are not listed."""
+    """Capabilities of a device type. The defaults are those of CUDA and of unlisted types."""
 
-    is_host: bool = False  # the host reads its memory as soon as a collective is over
-    has_lanes: bool = True  # streams beside the compute; else collectives are asynchronous works
-    lane_priority: int = -1  # of these streams, to be before compute; 0 where there is one only
-    pins: bool = True  # it copies from pinned host memory beside the compute
-    coalesces: bool = True  # its backend takes several collectives as one
-    # zero-copy from here on, whatever the ranks, or in bytes a rank; neither: only if users say so
+    is_host: bool = False  # the host reads its memory once a collective is complete
+    has_lanes: bool = True  # has side streams; else collectives return asynchronous works
+    lane_priority: int = -1  # of side streams, above compute; 0 if all are equal
+    pins: bool = True  # copies from pinned host memory overlap compute
+    coalesces: bool = True  # its backend batches several collectives into one
+    # zero-copy threshold, for any number of ranks or in bytes per rank; neither: opt in only
     zero_copy_nbytes: int | None = None
     zero_copy_piece_nbytes: int | None = ZERO_COPY_PIECE_NBYTES
 
     def zero_copy(self, ranks: int) -> ZeroCopy | None:
-        """Return which unsharded parameters travel alone unless users choose; None: none does."""
+        """Return the default threshold for sending a parameter separately; None: never."""
         if self.zero_copy_nbytes is not None:
             return ZeroCopy(self.zero_copy_nbytes)
         piece = self.zero_copy_piece_nbytes
@@ -65,7 +54,7 @@ class Capabilities:
 
 _KINDS = {
     "cpu": Capabilities(True, False, 0, False, False, ZERO_COPY_NBYTES),
-    # ATen/mps/MPSGuardImpl.h: one stream, which is what every lane is
+    # ATen/mps/MPSGuardImpl.h: one stream, which serves as every lane
     "mps": Capabilities(lane_priority=0, coalesces=False, zero_copy_piece_nbytes=None),
     "meta": Capabilities(False, False, 0, False, False, None, None),
 }
@@ -73,5 +62,4 @@ _OTHERS = Capabilities()
 
 
 def capabilities(device: torch.device) -> Capabilities:
-    """Return what a device can do."""
     return _KINDS.get(device.type, _OTHERS)

@@ -1,11 +1,9 @@
-"""Tensors inside what users pass to and return from a forward.
+"""Traversal of tensors in the inputs and outputs of a forward.
 
-Owns ``map_tensors``, which replaces tensors in lists, tuples, named tuples, dicts (and their
-subclasses) and dataclasses, nested in any way, and ``visit_tensors``, which only looks, and so
-looks into any mapping, any other object's attributes (in slots, too), and what functions and
-generators refer to. A container is copied only if a tensor in it changed: a call in which nothing
-changes keeps every object's identity. ``Loan`` replaces tensors in the arguments of a forward, and
-copies no container that the forward could write to.
+``map_tensors`` replaces tensors in lists, tuples, named tuples, dicts and dataclasses, and copies
+only containers in which one changed. ``visit_tensors`` only reads, but also visits mappings of any
+class, attributes (and slots), and references of functions and generators. ``Loan`` replaces tensors
+in the arguments of a forward without copying any container that the forward could write to.
 """
 
 from __future__ import annotations
@@ -16,15 +14,17 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView, Mapping, MutableMapping, ValuesView
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
 from fsdp2._core.base import torch_autograd
 
+T = TypeVar("T")
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return ``value`` with every tensor replaced by ``function(tensor)``."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if value is None or isinstance(value, _PLAIN):
@@ -36,12 +36,12 @@ _PLAIN = (str, int, float, bool, torch.nn.Module)
 
 
 def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container with ``change`` applied to each item: a copy, if one is another then."""
+    """Apply ``change`` to each item of a container; return a copy if any item changed."""
     if isinstance(value, list | tuple):
         items = [change(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        if type(value) is list:  # a compiler cannot trace what follows, so not for these
+        if type(value) is list:  # a compiler cannot trace the code below
             return items
         if isinstance(value, list):
             copied_list = copy.copy(value)
@@ -49,15 +49,13 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
             return copied_list
         if hasattr(value, "_fields"):
             return type(value)(*items)
-        if hasattr(value, "n_sequence_fields"):  # torch.return_types, made of one iterable
+        if hasattr(value, "n_sequence_fields"):  # torch.return_types, built from one iterable
             return type(value)(items)
         return tuple(items) if type(value) is tuple else tuple.__new__(type(value), items)
     if isinstance(value, Mapping):
         changed = {key: change(item) for key, item in value.items()}
         changed = {key: item for key, item in changed.items() if item is not value[key]}
-        if not changed:
-            return value
-        return _replace_items(value, changed)
+        return _replace_items(value, changed) if changed else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
         new = {name: change(item) for name, item in fields.items()}
@@ -66,84 +64,77 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
             return value
         copied: Any = copy.copy(value)
         for name, item in new.items():
-            object.__setattr__(copied, name, item)  # frozen dataclasses too
+            object.__setattr__(copied, name, item)  # including frozen dataclasses
         return copied
     return value
 
 
 def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping with some items changed, of the same type where it can be had."""
+    """Return a copy of a mapping with some items changed, of the same type if possible."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return {**mapping, **changed}
     kept = {key: mapping[key] for key in changed}
     replaced = copy.copy(mapping)
     _set_items(replaced, changed)
-    if any(mapping[key] is not kept[key] for key in kept):  # a copy that shares its items
+    if any(mapping[key] is not kept[key] for key in kept):  # the copy shares its items
         _set_items(mapping, kept)
         return {**mapping, **changed}
     return replaced
 
 
 def _set_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
-    """Set items one by one: some mappings refuse ``update``, such as outputs of transformers."""
+    """Set items one by one: some mappings (outputs of transformers) refuse ``update``."""
     for key, item in items.items():
         mapping[key] = item
 
 
 @dataclasses.dataclass
 class _Lent:
-    """What a forward found in place of what the caller had."""
+    """A replacement passed to a forward, and the caller's original."""
 
     stands: Any
     original: Any
     version: int
 
     def returned(self) -> Any:
+        """Return the original, or the replacement if it is a cast that was written in place."""
         stands, original = self.stands, self.original
-        is_cast = isinstance(original, torch.Tensor) and stands.dtype is not original.dtype
-        return stands.to(original.dtype) if is_cast and self._was_written else original
-
-    @property
-    def _was_written(self) -> bool:
-        """True if the forward updated a cast in place. In inference mode nothing counts that."""
-        if self.stands.is_inference():
-            return not torch.equal(self.stands, self.original.to(self.stands.dtype))
-        return _version_of(self.stands) != self.version
+        if not isinstance(original, torch.Tensor) or stands.dtype is original.dtype:
+            return original
+        if stands.is_inference():  # inference tensors have no version
+            was_written = not torch.equal(stands, original.to(stands.dtype))
+        else:
+            was_written = _version_of(stands) != self.version
+        return stands.to(original.dtype) if was_written else original
 
 
 def _version_of(value: Any) -> int:
-    """Return how often a tensor was written in place; 0 for anything that does not count it."""
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
     return torch_autograd.version_of(value) if is_counted else 0
 
 
 class Loan:
-    """Other tensors in the caller's own containers, while a forward runs.
-
-    A forward may write to what it is given: append to a list, fill a cache. So containers that can
-    be written to stay the caller's. ``exchange`` replaces the tensors inside of them, and
-    ``give_back`` puts the caller's back, wherever they are by then. A cast that the forward updated
-    in place is put there in the caller's dtype: the caller's tensor has not the new values. The
-    rest is copied, as ``map_tensors`` does.
-    """
+    """Temporarily replace tensors in the caller's containers during a forward, which may write to
+    them: append to a list, fill a cache. ``exchange`` replaces the tensors in mutable containers,
+    and ``give_back`` restores the caller's, wherever the replacements are then. A cast that the
+    forward updated in place is converted back to the caller's dtype."""
 
     __slots__ = ("_function", "_lent", "_originals")
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._function = function
-        self._lent: list[tuple[Any, list[Any]]] = []  # containers, and what was in each
-        self._originals: dict[int, _Lent] = {}  # by identity of what is in place of it
+        self._lent: list[tuple[Any, list[Any]]] = []  # containers, each with its original items
+        self._originals: dict[int, _Lent] = {}  # by id of the replacement
 
     def exchange(self, value: Any) -> Any:
-        """Return ``value`` with every tensor replaced."""
         if isinstance(value, torch.Tensor):
             return self._function(value)
         if value is None or isinstance(value, _PLAIN):
             return value
         if not _can_be_written(value):
             return _rebuild(value, self.exchange)
-        if any(value is container for container, _ in self._lent):  # given twice, or in itself
-            return value
+        if any(value is container for container, _ in self._lent):
+            return value  # passed twice, or contained in itself
         items = _items_of(value)
         self._lent.append((value, list(items.values())))
         for key, old in items.items():
@@ -154,7 +145,6 @@ class Loan:
         return value
 
     def give_back(self) -> None:
-        """Put back what the caller had in place of what ``exchange`` put there."""
         for container, _ in self._lent:
             for key, item in _items_of(container).items():
                 lent = self._originals.get(id(item))
@@ -162,14 +152,14 @@ class Loan:
                     _set_item(container, key, lent.returned())
 
     def map_added(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the tensors that the forward put into containers, after ``give_back``."""
+        """Replace the tensors that the forward added to containers; call it after ``give_back``."""
         for container, key, item in self._added():
             new = map_tensors(function, item)
             if new is not item:
                 _set_item(container, key, new)
 
     def with_added(self, output: Any) -> Any:
-        """Return an output, together with what the forward put into containers, if it did."""
+        """Return an output, together with any items that the forward added to containers."""
         added = [item for _, _, item in self._added()]
         return (output, added) if added else output
 
@@ -185,7 +175,7 @@ class Loan:
 def _can_be_written(value: Any) -> bool:
     if isinstance(value, list) or type(value) is dict:
         return True
-    if isinstance(value, MutableMapping):  # some make their items when they are asked for them
+    if isinstance(value, MutableMapping):  # some mappings create items on access
         return all(value[key] is item for key, item in value.items())
     params = getattr(type(value), "__dataclass_params__", None)
     return params is not None and not params.frozen and not isinstance(value, Mapping | tuple)
@@ -201,7 +191,7 @@ def _items_of(container: Any) -> dict[Any, Any]:
 
 
 def _set_item(container: Any, key: Any, item: Any) -> Any:
-    """Write to a container; return what it has then: some mappings convert what they are given."""
+    """Write to a container, and return the stored item, since some mappings convert it."""
     if isinstance(container, list | MutableMapping):
         container[key] = item
         return container[key]
@@ -215,10 +205,7 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, torch.nn.Module)
 def visit_tensors(
     function: Callable[[torch.Tensor], None], value: Any, seen: set[int] | None = None
 ) -> None:
-    """Call ``function`` for every tensor in ``value``, in containers and attributes of objects.
-
-    ``seen`` is for calls from inside: what was looked at already.
-    """
+    """Call ``function`` for every tensor in containers and object attributes; skip ``seen``."""
     seen = set() if seen is None else seen
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
@@ -241,18 +228,12 @@ def visit_tensors(
 
 _COLLECTIONS = (list, tuple, set, frozenset, deque, KeysView, ValuesView)
 
-_LAZY: tuple[type, ...] = (
-    FunctionType,
-    MethodType,
-    functools.partial,
-    GeneratorType,
-    type(iter([])),
-    type(iter(())),
-)
+_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())))
+_LAZY = (FunctionType, MethodType, functools.partial, GeneratorType, *_ITERATORS)
 
 
 def _kept_by(value: Any) -> list[Any]:
-    """Return what a function or a generator refers to, or an iterator has yet to yield."""
+    """Return the references of a function or generator, or the remaining items of an iterator."""
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__]
@@ -275,14 +256,19 @@ def _is_filled(cell: CellType) -> bool:
 
 @functools.lru_cache(256)
 def _fields_and_slots(kind: type) -> tuple[str, ...]:
-    """Return the names of a class's dataclass fields and slots."""
     names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         own = (slots,) if isinstance(slots, str) else tuple(slots)
         prefix = "_" + base.__name__.lstrip("_")
-        names.extend(
-            prefix + name if name.startswith("__") and not name.endswith("__") else name
-            for name in own
-        )
+        for name in own:
+            is_mangled = name.startswith("__") and not name.endswith("__")
+            names.append(prefix + name if is_mangled else name)
     return tuple(dict.fromkeys(names))
+
+
+def alive(members: WeakValueDictionary[int, T]) -> list[T]:
+    """Return the members of a process-wide collection, to which other threads (ranks) may add:
+    iteration over a ``WeakSet`` or a ``WeakValueDictionary`` would then raise an error."""
+    found = (ref() for ref in members.valuerefs())  # one call of C: no other thread runs during it
+    return [member for member in found if member is not None]

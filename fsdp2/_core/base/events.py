@@ -1,18 +1,14 @@
-"""The one observation seam: what the engine does, as it does it.
+"""The only observation interface: events of the engine, for tests, the profiler and the log.
 
-Owns the list of listeners. Tests pin orders with it, the profiler and the log are listeners of it.
-It must not know what a group or a unit is. Call sites guard every ``emit`` with ``if listeners``,
-so that a run that nobody watches pays one truth test for an event.
+Call sites guard every ``emit`` with ``if listeners``: one truth test per event if unobserved.
 
 [Note: observers]
-``events`` tells what was issued, in an order that tests and plans compare. A recording needs the
-ends of things besides: when a collective was over, who waited for it, when a unit's own code ran.
-A truth test at each of these places would be paid for by every run. So an object that is observed
-gets an attribute for each observed method, which hides the method of its class and is deleted
-afterwards. A run that nobody observes pays nothing at all, and what happens to another model is not
-heard. What is observed is called through its object (``self.reduce(unit)``), so this is always met.
-
-Several observers may observe one object, and leave in any order. Who came last is outermost.
+``events`` reports operations as they are issued, in an order that tests and plans compare. A
+recording also needs completion: when a collective finished, which units waited, and when a unit's
+own code ran. A truth test at each place would slow down every run. Instead, an observed object gets
+an instance attribute for each observed method, which shadows the class's method and is deleted
+afterwards; so these are called through their object (``self.reduce(unit)``). Several observers may
+observe one object, and leave in any order. The latest is outermost.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -37,15 +33,12 @@ logger = logging.getLogger("fsdp2")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that the engine did.
-
-    ``kind`` is ``unshard`` (an all-gather was issued), ``wait_for_unshard`` (parameters are whole),
-    ``reshard``, ``reduce`` (a reduction was issued), ``wait_for_reduce`` (gradients are in place),
-    ``prefetch`` (the unshard that follows is ahead of its use), ``adopt`` (parameters that were
-    replaced behind our back were taken over) or ``recover``. ``fqn`` names the unit, ``phase`` is
-    ``idle``, ``forward`` or ``backward``, ``nbytes`` is the size of what the all-gather makes
-    (unshard), of what is freed (reshard) or of what is reduced (reduce).
-    """
+    """One operation of the engine. ``kind`` is ``unshard`` (an all-gather was issued),
+    ``wait_for_unshard`` (parameters are unsharded), ``reshard``, ``reduce`` (a reduction was
+    issued), ``wait_for_reduce`` (gradients are in place), ``prefetch`` (the next unshard is ahead
+    of its use), ``adopt`` (parameters replaced by the user were adopted) or ``recover``. ``fqn``
+    names the unit, ``phase`` is ``idle``, ``forward`` or ``backward``, ``nbytes`` is the size of
+    the all-gather's output (unshard), the freed memory (reshard) or the reduced data (reduce)."""
 
     kind: str
     fqn: str
@@ -57,7 +50,7 @@ class Event:
 
 
 def emit(kind: str, fqn: str, phase: str, nbytes: int = 0) -> None:
-    """Tell every listener. Guard the call with ``if listeners``."""
+    """Call every listener. Guard the call with ``if listeners``."""
     event = Event(kind, fqn, phase, nbytes)
     for listener in tuple(listeners):
         listener(event)
@@ -65,7 +58,6 @@ def emit(kind: str, fqn: str, phase: str, nbytes: int = 0) -> None:
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Hear every event inside the context."""
     listeners.append(listener)
     try:
         yield
@@ -74,47 +66,37 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def log_event(event: Event) -> None:
-    """Write an event to the ``fsdp2`` logger (a listener)."""
     logger.debug("%s (%d bytes)", event, event.nbytes)
 
 
 def profile_event(event: Event) -> None:
-    """Mark an event on the profiler's time line (a listener)."""
+    """Mark an event on the profiler's time line."""
     with torch.profiler.record_function(f"fsdp2::{event.kind} {event.fqn or '<root>'}"):
         pass
 
 
 def follow(listener: Listener, wanted: bool) -> None:
-    """Add or remove a standing listener, so that it is there exactly when ``wanted``."""
+    """Register a permanent listener if ``wanted``, else unregister it."""
     if wanted != (listener in listeners):
-        if wanted:
-            listeners.append(listener)
-        else:
-            listeners.remove(listener)
-
-
-# Observers: how a recording hears what objects of the engine do, at no cost while nobody does.
+        change = listeners.append if wanted else listeners.remove
+        change(listener)
 
 
 class Observer(Protocol):
-    """Runs something around what an object does."""
+    """Wraps methods of observed objects."""
 
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Do ``call(*args, **kwargs)``, which is what ``source`` does, and return its result."""
+        """Run ``call(*args, **kwargs)``, a method of ``source``, and return its result."""
 
 
+@dataclass(eq=False, slots=True)
 class _Observed:
-    """What stands in the place of one method of one object."""
-
-    __slots__ = ("call", "kind", "observers", "source")
-
-    def __init__(self, source: object, kind: str, call: Callable[..., Any]) -> None:
-        self.source = source
-        self.kind = kind
-        self.call = call
-        self.observers: list[Observer] = []
+    source: object
+    kind: str
+    call: Callable[..., Any]
+    observers: list[Observer] = field(default_factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.call
@@ -124,13 +106,13 @@ class _Observed:
 
 
 class Observable:
-    """An object whose methods can be observed, one object at a time. See [Note: observers]."""
+    """An object whose methods can be observed per instance. See [Note: observers]."""
 
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    """The observed methods, by what they are to an observer."""
+    """Observed methods by the kind that observers receive."""
 
     def observe(self, observer: Observer) -> None:
-        """Let an observer be around each observed method of this object."""
+        """Wrap an observer around each observed method of this object."""
         for kind, method in self.observed_as.items():
             name = method.__name__
             observed = vars(self).get(name)
@@ -139,8 +121,12 @@ class Observable:
                 setattr(self, name, observed)
             observed.observers.append(observer)
 
+    @property
+    def is_observed(self) -> bool:
+        return any(isinstance(value, _Observed) for value in vars(self).values())
+
     def leave(self, observer: Observer) -> None:
-        """Let an observer go; the last one leaves the methods of the class."""
+        """Remove an observer; the last one restores the class's methods."""
         for method in self.observed_as.values():
             observed = vars(self)[method.__name__]
             observed.observers.remove(observer)

@@ -1,13 +1,11 @@
-"""Whether what is to be loaded fits: values a dtype, an optimizer's state the optimizer.
+"""Validate data before loading: values against a dtype, an optimizer's state against the optimizer.
 
-Owns both questions, which are asked before anything is changed. It must not know files, nor how
-tensors are sharded.
+Both checks run before anything is changed. Contains no file or sharding code.
 
 [Note: what an optimizer keeps]
-A class of ``torch.optim`` is asked: one of the same options steps a tiny parameter on zeros, and
-what it then keeps is what a state must have. So no list of ours has to follow torch. A class of
-somebody else may do anything in a step, and is not run: its state is compared with what it holds
-now.
+For a class of ``torch.optim``, an instance with the same options steps a tiny parameter on zeros;
+its state is then the expected one. So we need no list that follows torch. A third-party class may
+do anything in a step and is not run: the state is compared with the optimizer's current one.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -27,11 +25,14 @@ from fsdp2._core.base.errors import ConfigError
 SLICE_NUMEL = 1 << 20
 
 
-def require_representable(what: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Raise ConfigError if a cast would make another value, which is more than rounding.
-
-    A fraction, NaN or a number that is too large for integers; a complex one for real numbers.
-    """
+def require_representable(
+    what: str,
+    name: str,
+    value: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ConfigError if a cast to ``dtype`` would change a value (NaN, a fraction, a complex or
+    too large number) beyond rounding."""
     if value.dtype is dtype or value.numel() == 0 or dtype.is_complex:
         return
     if dtype.is_floating_point and not value.is_complex():
@@ -41,8 +42,8 @@ def require_representable(what: str, name: str, value: Tensor, dtype: torch.dtyp
         if not same.all():
             raise ConfigError(
                 "FS603",
-                f"{what}: {name} is {dtype} in the model, and the state has {piece[~same][0]} of "
-                f"{value.dtype}, which it cannot hold. Nothing was changed.",
+                f"{what}: {name} is {dtype} in the model, which cannot represent the state's "
+                f"{piece[~same][0]} of {value.dtype}. Nothing was changed.",
             )
 
 
@@ -53,15 +54,9 @@ def check_state(
     names: Iterable[list[str]],
     state: Mapping[str, Any],
 ) -> None:
-    """Check an optimizer's state under names, values of which may be on meta.
-
-    Args:
-        groups: the options that each param group will have.
-        names: the parameters of each.
-
-    Raises:
-        ConfigError: it is that of another optimizer; a value has another shape.
-    """
+    """Check an optimizer's state by parameter names, possibly on meta: ConfigError if it belongs to
+    another optimizer, or a shape is wrong. ``groups`` are the options that each param group will
+    have, and ``names`` its parameters."""
     kinds: dict[str, Kept | None] = {}
     for group, own, current in zip(groups, names, optimizer.param_groups, strict=True):
         options = repr(sorted((k, v) for k, v in group.items() if k != "params"))
@@ -96,9 +91,9 @@ def _check_keys(
         parts += [f"has {', '.join(foreign)}"] if foreign else []
         raise ConfigError(
             "FS608",
-            f"{what}: the state of {name} is not of {_class_of(optimizer).__name__}: it "
-            f"{' and '.join(parts)}. Load it into an optimizer of the class that was saved, or "
-            "leave the optimizer out. Nothing was changed.",
+            f"{what}: the state of {name} was not saved from {_class_of(optimizer).__name__}: it "
+            f"{' and '.join(parts)}. Load it into an optimizer of the saved class, or omit the "
+            "optimizer. Nothing was changed.",
         )
 
 
@@ -118,17 +113,13 @@ def _check_shape(
         found = tuple(value.shape) if is_tensor else type(value).__name__
         raise ConfigError(
             "FS608",
-            f"{what}: {name} in the optimizer's state: expected a tensor of shape {shape}, as the "
-            f"parameter's, found {found}. Nothing was changed.",
+            f"{what}: {name} in the optimizer's state: expected a tensor of the parameter's shape, "
+            f"{shape}, found {found}. Nothing was changed.",
         )
 
 
 def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """Check the options of param groups that were saved.
-
-    Raises:
-        ConfigError: they are those of another class of ``torch.optim``.
-    """
+    """Raise ConfigError for options of param groups of another class of ``torch.optim``."""
     own = set(optimizer.defaults)
     for group in saved:
         lacking = sorted(own - set(group))
@@ -136,21 +127,18 @@ def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, 
         if lacking and foreign:
             raise ConfigError(
                 "FS608",
-                f"{what}: the state is not of {_class_of(optimizer).__name__}, which has "
-                f"{', '.join(lacking[:4])}: it was saved from an optimizer with "
-                f"{', '.join(foreign[:4])}. Load it into one of that class, or leave the optimizer "
-                "out. Nothing was changed.",
+                f"{what}: the state was not saved from {_class_of(optimizer).__name__}: expected "
+                f"{', '.join(lacking[:4])}, found {', '.join(foreign[:4])}. Load it into an "
+                "optimizer of the saved class, or omit the optimizer. Nothing was changed.",
             )
 
 
 def _class_of(optimizer: Optimizer) -> type[Optimizer]:
-    plain: type[Optimizer] = getattr(optimizer, "_plain_class", type(optimizer))
-    return plain
+    return cast("type[Optimizer]", getattr(optimizer, "_plain_class", type(optimizer)))
 
 
 @functools.cache
 def _all_options() -> frozenset[str]:
-    """Return every option of every optimizer of torch."""
     classes = [c for c in vars(torch.optim).values() if isinstance(c, type)]
     made = [c for c in classes if issubclass(c, Optimizer) and c is not Optimizer]
     names = {name for c in made for name in inspect.signature(c).parameters}
@@ -158,34 +146,32 @@ def _all_options() -> frozenset[str]:
 
 
 Kept = Mapping[str, bool | None]
-"""Of each value that a class keeps: True if it has the parameter's shape, False if it is one
-number, None otherwise."""
+"""For each state value: True if it has the parameter's shape, False if one number, else None."""
 
 
 def _kept_after_a_step(cls: type[Optimizer], group: Mapping[str, Any], dim: int) -> Kept | None:
-    """Return what a class of torch keeps. See [Note: what an optimizer keeps]."""
+    """Return the state of a torch class after one step. See [Note: what an optimizer keeps]."""
     if not cls.__module__.startswith("torch.optim"):
         return None
     options = {k: v for k, v in group.items() if k in inspect.signature(cls).parameters}
     options.pop("params", None)
-    for flag in ("foreach", "fused", "capturable", "differentiable"):
-        if flag in options:
-            options[flag] = False
+    flags = options.keys() & {"foreach", "fused", "capturable", "differentiable"}
+    options |= dict.fromkeys(flags, False)
     try:
         with torch.no_grad(), torch.device("cpu"):
             shape = (2,) * dim
             param = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
             param.grad = torch.zeros(shape, dtype=torch.float32, device="cpu")
             made = cls([param], **options)
-            inspect.unwrap(cls.step)(made)  # without hooks that somebody put around steps
+            inspect.unwrap(cls.step)(made)  # bypasses hooks around steps
         found = made.state[param]
-    except Exception:  # options that it refuses, a class that wants a closure or sparse gradients
+    except Exception:  # invalid options; a closure or sparse gradients required
         return None
     return {key: _is_like(param, value) for key, value in found.items() if value is not None}
 
 
 def numbers_of(optimizer: Optimizer) -> frozenset[str]:
-    """Return the fields of its state that a class of torch keeps as one number a parameter."""
+    """Return the state fields that a torch class keeps as one number per parameter."""
     kept = _kept_after_a_step(_class_of(optimizer), optimizer.param_groups[0], 1) or {}
     return frozenset(field for field, is_like in kept.items() if is_like is False)
 

@@ -1,13 +1,10 @@
-"""When Ctrl-C takes effect: not while other ranks wait for what this one sends.
-
-Owns the handler of SIGINT during operations of all ranks outside of steps. It must not know ranks.
+"""Defer Ctrl-C while other ranks wait for this one, in collective operations outside of steps.
 
 [Note: Ctrl-C waits]
-Python raises KeyboardInterrupt wherever it is: between two collectives of a save it would leave the
-other ranks in the second one, and what they meet there next is another operation. So while such an
-operation runs, Ctrl-C is kept, until ranks tell each other of failures (then all of them raise), or
-until the operation is done. A second one is raised at once. Only Python's own handler is replaced,
-and only in the main thread, where it runs: who has a handler of their own decides for themselves.
+A KeyboardInterrupt between two collectives of a save would leave the other ranks in the second
+one. So during such an operation Ctrl-C is deferred until ranks exchange their failures (then all of
+them raise), or until the operation completes. A second Ctrl-C is raised immediately. Only Python's
+default handler is replaced, in the main thread, where it runs; a user's handler is kept.
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ from types import FrameType
 from typing import Any
 
 _plain: Any = importlib.import_module("_signal")
-"""What ``signal`` wraps, which looks each handler up among its enums: ten times as long."""
+"""``signal`` without its conversions to enums, which take ten times as long."""
 
 
 class _Kept:
-    """Whether Ctrl-C was pressed, and has not been raised."""
+    """Whether a Ctrl-C is pending."""
 
     is_pending = False
 
@@ -38,10 +35,8 @@ def _keep(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def kept_interrupts(*, leave_pending: bool = False) -> Iterator[None]:
-    """Keep Ctrl-C inside, and raise it at the end, unless ranks were told of it before.
-
-    ``leave_pending``: whoever calls goes on to tell them. Inside another one it does nothing.
-    """
+    """Defer Ctrl-C inside, and raise it at the end, unless it was already reported to other ranks
+    or is left pending for the caller to report. Nested calls are no-ops."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _plain.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -58,7 +53,7 @@ def kept_interrupts(*, leave_pending: bool = False) -> Iterator[None]:
 
 
 def take_interrupt() -> KeyboardInterrupt | None:
-    """Return what was kept, for the caller to raise."""
+    """Return and clear a pending Ctrl-C, for the caller to raise."""
     if not _Kept.is_pending or threading.current_thread() is not threading.main_thread():
         return None
     _Kept.is_pending = False

@@ -1,12 +1,8 @@
-"""Names of parameters without the wrappers around their modules, and modules by name.
-
-Owns which parts of a name are a wrapper's, how a name is shown, and which class a user wrote. It
-must not know states or files.
+"""Names of parameters and modules without their wrappers, and text for messages.
 
 A wrapper of activation checkpointing, of the compiler or of torch's FSDP1 is a module between a
-parent and its child, and so its attribute stands in the names of ``named_parameters()``. Torch's
-own helpers for state dicts leave it out, and so do wrappers in ``state_dict()``; a checkpoint that
-was taken with a wrapper then loads without it, and the other way round.
+parent and its child, and so in the names of ``named_parameters()``. Torch's state dict helpers, and
+wrappers in ``state_dict()``, omit it, so a checkpoint loads with and without a wrapper.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ V = TypeVar("V")
 
 
 def class_name(module: object) -> str:
-    """Return the name of the class that a user wrote; ``fully_shard`` makes one on top of it."""
+    """Return the user's class name, without the subclass that ``fully_shard`` generates."""
     return getattr(type(module), "_fsdp2_original", type(module)).__name__
 
 
 def printable(text: object, most: int = 200) -> str:
-    """Return text of a file, or a name in it, as a terminal can show it: no escapes, one line."""
+    """Return text from a file as one terminal line without escapes, truncated to ``most``."""
     shown = str(text)
     shown = shown if len(shown) <= most else f"{shown[:most]}..."
     if shown.isprintable():
@@ -36,14 +32,13 @@ def printable(text: object, most: int = 200) -> str:
 
 
 def clean(name: str) -> str:
-    """Return a name without the parts that are wrappers'."""
     if not any(wrapper in name for wrapper in WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def cleaned(mapping: Mapping[str, V]) -> dict[str, V]:
-    """Return a mapping under clean names; two names that become one keep what they are."""
+    """Return a mapping under clean names, or under the original ones if two would collide."""
     found = {clean(name): value for name, value in mapping.items()}
     return found if len(found) == len(mapping) else dict(mapping)
 
@@ -54,12 +49,12 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return modules by clean name; what a wrapper wraps, not the wrapper."""
+    """Return modules by clean name: the wrapped module, not its wrapper."""
     return {clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once, under its first name and after those in it, as registered."""
+    """Yield every module once, under its first name and after its children."""
     seen: set[nn.Module] = set()
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -74,23 +69,27 @@ def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_terminal(text: str) -> str:
-    """Return text for a terminal: names in it, of units, hosts and files, may hold escapes."""
+    """Escape each line for a terminal: names of units, hosts and files may contain escapes."""
     return "\n".join(map(in_a_line, text.split("\n")))
 
 
 def in_a_line(text: str) -> str:
-    """Return text for one line of a terminal, whole."""
+    """Escape text as one terminal line, without truncation."""
     return printable(text, most=len(text))
 
-
-# Sizes as people read them. Owns the words; it must not know what has the size.
 
 UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def nbytes_text(nbytes: int) -> str:
-    """Return a size with the unit that fits it."""
     for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} B"
+
+
+def seconds_text(seconds: float, digits: int = 4) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= unit:
+            return f"{seconds / unit:.{digits}g} {name}"
+    return f"{seconds * 1e6:.{digits}g} us"

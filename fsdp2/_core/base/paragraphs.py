@@ -1,7 +1,7 @@
-"""What the codes of messages mean: a paragraph each, in the Markdown files of ``_core/errors``.
+"""Explanations of message codes, from the Markdown files in ``_core/errors``.
 
-Owns how these files are read, and how a paragraph looks in a terminal. It must not know who raises
-what. The manual shows the same files.
+Owns the parsing of these files, which the manual also includes, and their terminal format.
+Independent of the code that raises the errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EMPHASIS = re.compile(r"(?<![\w*])\*{1,2}([^*]+)\*{1,2}(?![\w*])")
 
 @dataclass(frozen=True)
 class Paragraph:
-    """``title``: one sentence; ``text``: the Markdown below it; ``file``: where it stands."""
+    """The explanation of a code: one sentence, the Markdown below it, and the source file."""
 
     code: str
     title: str
@@ -35,12 +35,12 @@ class Paragraph:
 
     @property
     def is_retired(self) -> bool:
-        """True if no message has the code any more; the paragraph stays, for old logs."""
+        """Return True if no message uses the code any more; its paragraph is kept for old logs."""
         return self.title.startswith("Retired")
 
 
 def read_paragraphs() -> list[Paragraph]:
-    """Return the paragraphs of all files in the order of their codes."""
+    """Return the paragraphs of all files, sorted by code."""
     found = []
     for path in FOLDER.glob("*.md"):
         _, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def read_paragraphs() -> list[Paragraph]:
 
 
 def in_terminal(paragraph: Paragraph) -> str:
-    """Return a paragraph without what only Markdown needs; blocks of code stay as they are."""
+    """Format a paragraph for a terminal: without Markdown, except code blocks."""
     parts = [f"{paragraph.code}: {paragraph.title}"]
     for part in paragraph.text.split("\n\n"):
         plain = _EMPHASIS.sub(r"\1", _LINK.sub(r"\1", part))
@@ -59,22 +59,19 @@ def in_terminal(paragraph: Paragraph) -> str:
     return "\n\n".join(parts)
 
 
-# ``python -m fsdp2 explain FS104``: what the code of a message means.
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Print paragraphs. Ends with 2, and a word about it, if the arguments are wrong."""
+    """Run ``python -m fsdp2 explain``. Exit with 2 and a message if the arguments are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 explain",
-        description="Say what the code of a message means, how one gets there, and what to do.",
+        description="Explain message codes: meaning, typical causes and remedy.",
         allow_abbrev=False,
     )
-    parser.add_argument("codes", nargs="*", help="as FS104, or a whole message; none: list all")
+    parser.add_argument("codes", nargs="*", help="FS104, or an entire message; omit to list all")
     given = parser.parse_args(arguments)
     try:
         _explain(parser, given.codes)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough, as `head` does; Python flushes once more
+    except BrokenPipeError:  # the reader closed early, as `head` does; Python flushes again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
@@ -89,8 +86,8 @@ def _explain(parser: argparse.ArgumentParser, codes: Sequence[str]) -> None:
         text = re.sub(r"\b(?=\d{3}\b)", "FS", text)
     asked = list(dict.fromkeys(CODE.findall(text.upper())))
     if not asked:
-        parser.error(f"codes: expected one as FS104, found {' '.join(codes)!r}")
+        parser.error(f"codes: expected a code such as FS104, found {' '.join(codes)!r}")
     unknown = [code for code in asked if code not in known]
     if unknown:
-        parser.error(f"codes: there is no {', '.join(unknown)} in fsdp2 of this version")
+        parser.error(f"codes: this version of fsdp2 has no {', '.join(unknown)}")
     print("\n\n\n".join(in_terminal(known[code]) for code in asked))

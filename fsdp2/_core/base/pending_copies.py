@@ -1,14 +1,10 @@
-"""Copies of parameters and states that a device makes beside compute: who writes waits for them.
-
-Owns the events of these copies, and the hook of all optimizers that waits. It must not know what is
-copied.
+"""Asynchronous copies of parameters and states: later writes wait for their events.
 
 [Note: a copy of the moment]
-What is saved in the background is the state at the moment of the call. On a device the copies run
-on a stream of their own, beside the forward and the backward that come next; these only read what
-is copied. The first write is an optimizer's step, as a rule. So before each step of any optimizer
-of torch, and before each of our own functions that writes to parameters, the current stream waits
-for the copies. The host waits for nothing.
+A background save captures the state at the time of the call. On a device the copies run on a
+separate stream and overlap the next forward and backward, which only read the copied tensors. So
+before each step of any torch optimizer, and before each of our functions that write to parameters,
+the current stream (not the host) waits for the copies.
 """
 
 from __future__ import annotations
@@ -20,28 +16,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class _Pending:
-    """The copies that may be under way, and the hook while there are any."""
+    """Events of copies in flight, and the hook while there are any."""
 
     events: list[torch.Event] = []  # noqa: RUF012  # one for the process
     hook: Any = None
 
 
 def note_copies(event: torch.Event) -> None:
-    """Let who writes next wait for an event of this device."""
+    """Make later writes wait for an event of this device."""
     _Pending.events.append(event)
     if _Pending.hook is None:
-        _Pending.hook = register_optimizer_step_pre_hook(_before_a_step)
+        _Pending.hook = register_optimizer_step_pre_hook(wait_for_copies)
 
 
-def wait_for_copies() -> None:
-    """Let what the current stream does next come after the copies."""
+def wait_for_copies(*_: object) -> None:
+    """Order all later work of the current stream after the copies; also a hook before a step."""
     for event in _Pending.events:
         event.wait()
     _Pending.events.clear()
     if _Pending.hook is not None:
         _Pending.hook.remove()
         _Pending.hook = None
-
-
-def _before_a_step(*_: object) -> None:
-    wait_for_copies()

@@ -1,44 +1,46 @@
-"""What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time).
+"""User-visible policies (frozen, permanent) and settings (frozen, replaced at run time).
 
 [Note: torch's policies]
-Each policy is a subclass of torch's class of that name, and ``ours`` makes one of torch's by its
-fields: software that imports torch's names asks ``isinstance``, and passes what it made of them.
+Each policy subclasses torch's class of the same name, because software that imports torch's names
+checks ``isinstance``. ``ours`` converts torch's instances by their fields.
+
+[Note: cast buffers]
+A buffer that a policy casts is registered in low precision. The original is kept: ``state_dict``
+returns it and ``load_state_dict`` fills it if the registered buffer still equals its cast.
+Otherwise a state dict contains the registered buffer, cast to the original dtype. Version counters
+do not help: torch's batch norm updates its statistics without incrementing them.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import Placement
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2._core.base import torch_modules
-from fsdp2._core.base.arguments import wrong_type
 from fsdp2._core.base.capabilities import capabilities
-from fsdp2._core.base.errors import ConfigError
-
-# What a unit shards, and so what stays whole on each rank: values, which the engine reads.
+from fsdp2._core.base.errors import ConfigError, wrong_type
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is divided over ranks. Optimizer states always are: between steps users see shards.
-
-    ``name`` is what the user wrote. ``keeps_whole``: parameters stay whole from the first forward
-    after an optimizer step to the backward that the next one follows. ``scatters_always``: a
-    backward without gradient sync reduces over the first axis all the same, so that no whole
-    gradient stays. What it puts off is the reduction over the second one.
-    """
+    """The states that are sharded. Optimizer states always are: between steps users see shards.
+    ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer step until
+    the last backward before the next one. ``scatters_always``: a backward without gradient sync
+    still reduces over the first axis; only the reduction over the second is deferred."""
 
     name: str
     keeps_whole: bool = False
     scatters_always: bool = False
 
     def sync(self, is_on: bool) -> dict[str, bool]:
-        """Return the settings that gradient sync stands for."""
+        """Return the settings for gradient sync on or off."""
         return {"reduce_grads": is_on or self.scatters_always, "all_reduce_grads": is_on}
 
 
@@ -54,8 +56,7 @@ OUTER = {
     None: PARAMETERS,
     "optimizer": Sharding('shard_outer="optimizer"', scatters_always=True),
 }
-"""What may be said of the outer dim of a mesh; None: it replicates."""
-
+"""Valid values for the outer dim of a mesh; None: it replicates."""
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -73,7 +74,7 @@ def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
 
 
 class _Frozen:
-    """Sets each field once. Torch's classes are not frozen, so dataclasses on them cannot be."""
+    """Makes fields write-once: a dataclass cannot be frozen if its base, torch's class, is not."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -91,52 +92,50 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     """Choose dtypes for compute, reduction and outputs of a unit.
 
     Args:
-        param_dtype: dtype of the whole floating-point parameters, and so of the compute and of the
-            all-gather. ``None`` keeps the dtype of each parameter. The shards, and with them the
-            optimizer, always keep their own dtype.
-        reduce_dtype: dtype in which gradients are reduced, and added up while gradient sync is off.
-            ``None`` follows each parameter: its ``grad_dtype``, if that was set before the first
-            forward, else its own dtype. (A ``grad_dtype`` of None takes the dtype that backward
-            computes.) It does not follow ``param_dtype``, as it does in torch up to 2.14: name that
-            dtype here to have it so. A group with several dtypes reduces in one that holds them all
+        param_dtype: dtype of the unsharded floating-point parameters, and therefore of the compute
+            and the all-gather. ``None`` keeps the dtype of each parameter. The shards, and with
+            them the optimizer, always keep their own dtype.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
+            off. ``None`` uses each parameter's ``grad_dtype``, if set before the first forward,
+            else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward computes.)
+            Unlike in torch up to 2.14 it does not default to ``param_dtype``: pass that dtype here
+            instead. A group with several dtypes reduces in their common dtype
             (``torch.promote_types``), and stores each gradient in its own.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
-        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, also
-            inside lists, tuples, named tuples, dicts and dataclasses.
-        cast_root_forward_inputs: cast them at the root, whatever ``cast_forward_inputs`` says.
+        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, including
+            those inside lists, tuples, named tuples, dicts and dataclasses.
+        cast_root_forward_inputs: cast them at the root, regardless of ``cast_forward_inputs``.
         buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
-            has them in their own dtype, and with the values that they had, unless somebody wrote to
-            them since. Loading fills them again.
-        keep_low_precision_grads: leave sharded gradients in the dtype that they were reduced in,
-            not in that of their parameter. The optimizer must take such gradients.
+            contains them in their original dtype, with their original values unless they were
+            written since. Loading fills them again.
+        keep_low_precision_grads: leave sharded gradients in the dtype of their reduction instead of
+            their parameter's. The optimizer must accept such gradients.
         full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
             unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit.
         param_dtype_override_fn: called once with each parameter, by ``fully_shard``. ``None`` or
             ``param_dtype`` changes nothing. The parameter's own dtype keeps the parameter in that
-            dtype. Nothing else may be returned, and every rank returns the same. Inputs are cast to
-            ``param_dtype`` in any case.
+            dtype. Other results are invalid, and every rank must return the same. Inputs are always
+            cast to ``param_dtype``.
         gather_dtype: an 8-bit float (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in which
-            matrices travel in all-gathers, with scales. Whole ones are in ``param_dtype`` as ever,
-            rounded to what the codes hold (3 or 2 bits behind the point). Shards, gradients,
-            optimizers and checkpoints do not change. Vectors and scalars, in which precision
-            counts and bytes do not, and parameters that keep their own dtype travel in that.
-        gather_scale: ``"row"``, a scale for each row of a rank's shard, or ``"tensor"``, one for
-            all of it. Scales are powers of two, of 2 bytes, and travel behind the codes: they need
-            no collective of their own.
+            all-gathers send matrices, with scales. Unsharded matrices still are in ``param_dtype``,
+            rounded to the precision of the codes (3 or 2 fractional bits). Shards, gradients,
+            optimizers and checkpoints do not change. Vectors and scalars, for which precision
+            matters more than bytes, and parameters that keep their own dtype are sent uncoded.
+        gather_scale: ``"row"``, a scale per row of a rank's shard, or ``"tensor"``, one per shard.
+            Scales are powers of two, of 2 bytes, and are sent in the same collective as the codes.
 
-    The last seven are keywords. Of these, torch's class has ``param_dtype_override_fn`` only.
-
+    The last seven are keyword-only. Of these, torch's class has only ``param_dtype_override_fn``.
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
     Raises:
-        ConfigError: a dtype that is not of floating-point numbers; a flag that is not a bool; a
-            ``param_dtype_override_fn`` that cannot be called; another ``gather_dtype`` or
+        ConfigError: a dtype that is not floating-point; a flag that is not a bool; a
+            ``param_dtype_override_fn`` that is not callable; an invalid ``gather_dtype`` or
             ``gather_scale``.
 
     Source: the meaning of the same class in ``torch.distributed.fsdp``, torch 2.15; four of the
     other keywords are those of FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
-    Gathers of quantised weights follow ZeRO++ (arXiv 2306.10209) in their purpose.
+    Gathers of quantised weights have the purpose of those in ZeRO++ (arXiv 2306.10209).
     """
 
     param_dtype: torch.dtype | None = None
@@ -145,7 +144,7 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
-    )  # the first of the keywords, as where torch's class has it
+    )  # the first keyword, as in torch's class
     cast_root_forward_inputs: bool = field(default=False, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)
@@ -172,11 +171,7 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
 
 
 def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> bool:
-    """Ask the user whether a parameter is computed in its own dtype, whatever the others are.
-
-    Raises:
-        ConfigError: the answer is another dtype, or none at all.
-    """
+    """Return whether the user's function keeps the parameter in its own dtype."""
     if policy.param_dtype_override_fn is None:
         return False
     chosen = policy.param_dtype_override_fn(param)
@@ -199,15 +194,14 @@ class OffloadPolicy(_Frozen, torch_modules.OffloadPolicy):
 
 @dataclass(unsafe_hash=True)
 class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
-    """Keep shards, their gradients and so the optimizer's state in CPU memory.
+    """Keep shards, their gradients and therefore the optimizer's state in CPU memory.
 
-    A group's shards are copied to the device before each all-gather; those of the next unit while
-    this one computes. Its gradients are copied back after each reduction, before backward returns.
-    On a CPU mesh nothing is copied.
+    A group's shards are copied to the device before each all-gather, overlapping the compute of the
+    preceding unit. Its gradients are copied back after each reduction, before backward returns. On
+    a CPU mesh nothing is copied.
 
     Args:
-        pin_memory: keep them in pinned memory, where there is an accelerator, so that copies run
-            while the device computes.
+        pin_memory: use pinned memory if there is an accelerator, so that copies overlap compute.
 
     Raises:
         ConfigError: ``pin_memory`` is not a bool.
@@ -223,14 +217,12 @@ class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
 
 @dataclass(frozen=True)
 class Residence:
-    """Where a group computes, and where it keeps its shards and sharded gradients."""
-
     compute: torch.device
     offload: OffloadPolicy
 
     @cached_property
     def is_away(self) -> bool:
-        """True if shards are copied to the device before they are sent."""
+        """Return True if shards are copied to the device before sending."""
         return isinstance(self.offload, CPUOffloadPolicy) and not capabilities(self.compute).is_host
 
     @cached_property
@@ -239,7 +231,7 @@ class Residence:
 
     @cached_property
     def is_pinned(self) -> bool:
-        """True if that is pinned host memory, which a device copies beside the compute."""
+        """Return True for storage in pinned host memory, from which copies overlap compute."""
         pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
         return self.is_away and pins and capabilities(self.compute).pins
 
@@ -249,8 +241,8 @@ class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
     """Name the dims of a full mesh that data parallelism uses: ``fully_shard(dp_mesh_dims=...)``.
 
     Args:
-        shard: the dim, or dims, over which parameters are sharded; several act as one, flattened.
-        replicate: the dim, or dims, over which they are replicated. Without ``shard`` this is plain
+        shard: the dim or dims over which parameters are sharded; several are flattened into one.
+        replicate: the dim or dims over which they are replicated. Without ``shard`` this is plain
             data parallelism (DDP).
 
     Raises:
@@ -297,11 +289,7 @@ _OF_TORCH: tuple[tuple[type, Callable[..., Any]], ...] = (
 
 
 def ours(policy: Any) -> Any:
-    """Return our policy for one of torch's, by its fields; anything else as it is.
-
-    Raises:
-        ConfigError: it says something that no field of ours does.
-    """
+    """Convert a torch policy to ours, by its fields; return anything else unchanged."""
     if isinstance(policy, MixedPrecisionPolicy | OffloadPolicy | DataParallelMeshDims):
         return policy
     for theirs, make in _OF_TORCH:
@@ -314,7 +302,7 @@ def ours(policy: Any) -> Any:
                 raise ConfigError(
                     "FS214",
                     f"fully_shard: found {one.name}={value!r} in a {type(policy).__name__}, which "
-                    "fsdp2 does not know. Leave it at its default.",
+                    "fsdp2 does not support. Leave it at its default.",
                 )
         return make(**{one.name: value for one, value in said.items() if one.name in known})
     return policy
@@ -322,21 +310,20 @@ def ours(policy: Any) -> Any:
 
 @dataclass(frozen=True)
 class Whole:
-    """Let one rank have a parameter whole: what ``shard_placement_fn`` may return.
+    """Place the full parameter on one rank: a result of ``shard_placement_fn``.
 
-    The parameter lies on its *owner*, one rank of the axis to shard over, and the shards of the
-    others are empty. So an optimizer of whole matrices (``fsdp2.optim.whole``) sends nothing for
-    it. Owners are chosen so that ranks have like amounts of bytes and of a matrix optimizer's
-    FLOPs, over all calls on the same ranks; each call goes on where the one before it left off.
-    Forward and backward see the same parameter as ever, under the same name. A scalar, or one
-    without elements, is laid out as without this. Needs torch 2.12 or later.
+    The parameter is stored on its *owner*, one rank of the shard axis; the shards of other ranks
+    are empty. So an optimizer of full matrices (``fsdp2.optim.whole``) does not communicate for it.
+    Owners are chosen to balance bytes and a matrix optimizer's FLOPs over ranks, across all calls
+    on the same ranks. Forward and backward use the same parameter under the same name as always. A
+    scalar or an empty parameter is placed as usual. Needs torch 2.12 or later.
 
-    ``fully_shard`` raises ``ConfigError`` for an owner that the axis does not have, and for an int
-    of ``reshard_after_forward`` beside it; ``fsdp2.compile``, custom collectives and communication
-    hooks refuse such a parameter by name.
+    ``fully_shard`` raises ``ConfigError`` for an owner outside of the axis, and for an int of
+    ``reshard_after_forward`` combined with it; ``fsdp2.compile``, custom collectives and
+    communication hooks reject such a parameter by name.
 
     Args:
-        owner: the place of the owner on the axis to shard over. ``None``: it is chosen.
+        owner: the rank of the owner on the shard axis. ``None``: chosen automatically.
 
     Source: ours; torch has no such placement.
     """
@@ -346,33 +333,32 @@ class Whole:
 
 @dataclass(frozen=True)
 class Aligned:
-    """Divide a parameter between blocks only: what ``shard_placement_fn`` may return.
+    """Divide a parameter only between blocks: a result of ``shard_placement_fn``.
 
-    Quantised weights and 8-bit optimizer states have a scale for each block of elements, and a
-    shard that cuts a block computes other ones than the whole parameter has. Here the rows of a
-    rank, along ``dim``, begin at a multiple of ``multiple_of``, and only the last block of all may
-    have fewer. Ranks have the same number of blocks, and those that are left over go one by one to
-    the ranks that have the fewest bytes so far, over all calls on the same ranks. What does not
-    divide evenly lies unevenly, and travels so: nothing is padded to the largest shard.
+    Quantised weights and 8-bit optimizer states have a scale per block of elements, and a shard
+    that splits a block computes other scales than the full parameter. Here each rank's rows along
+    ``dim`` begin at a multiple of ``multiple_of``, and only the last block may be shorter. Ranks
+    have equal numbers of blocks; remaining blocks are assigned one by one to the ranks with the
+    fewest bytes so far, across all calls on the same ranks. Uneven shards are stored and sent
+    unevenly: nothing is padded to the largest one.
 
-    Where ``torch.chunk`` divides no block, this is ``Shard(dim)``. Else the parameter is laid out
-    as one of ``Whole`` is, with the same limits: it needs torch 2.12 or later; ``fsdp2.compile``,
-    custom collectives, communication hooks and an int of ``reshard_after_forward`` refuse it by
-    name; so does tensor parallelism on the same ``dim``.
+    If ``torch.chunk`` splits no block, this is ``Shard(dim)``. Otherwise the parameter is dealt
+    like one of ``Whole``, with the same limits: it needs torch 2.12 or later; ``fsdp2.compile``,
+    custom collectives, communication hooks and an int of ``reshard_after_forward`` reject it by
+    name, as does tensor parallelism on the same ``dim``.
 
     Args:
-        dim: the dim to shard, as in ``Shard``. ``None``: blocks are of elements of the flattened
-            parameter, as most optimizers with 8-bit states have them. It is sharded by rows (dim
-            0) then, as many of them as make up whole blocks.
+        dim: the dim to shard, as in ``Shard``. ``None``: blocks of elements of the flattened
+            parameter, as in most optimizers with 8-bit states. It is then sharded along dim 0, in
+            units of the number of rows that make up complete blocks.
         multiple_of: rows of a block, or elements.
-        at_least: a rank has as many as this, or none: the short block at the end lies with the one
-            before it. Optimizers with 8-bit states keep those of small tensors in fp32.
+        at_least: the minimum of a nonempty shard: a shorter final block stays with the one before
+            it. Optimizers with 8-bit states keep those of small tensors in fp32.
 
     Raises:
-        ConfigError: a dim that is no int; ``multiple_of`` or ``at_least`` that is no int of at
-            least 1.
+        ConfigError: ``dim`` is not an int; ``multiple_of`` or ``at_least`` is not an int above 0.
 
-    Source: ours. RaggedShard of veScale (arXiv 2602.22437) divides between blocks, too.
+    Source: ours. RaggedShard of veScale (arXiv 2602.22437) also divides between blocks.
     """
 
     dim: int | None
@@ -389,17 +375,16 @@ class Aligned:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """Say where one parameter goes: what ``shard_placement_fn`` may return.
+    """A parameter's placement and mesh: a result of ``shard_placement_fn``.
 
-    Parameters of one call that lie on different meshes are gathered and reduced apart: each over
-    the ranks of its own mesh, and its gradient is the mean over these.
+    Parameters of one call on different meshes are gathered and reduced separately: each over the
+    ranks of its mesh, and its gradient is the mean over these.
 
     Args:
         placement: ``Shard(dim)``, ``Replicate()``, ``Whole()``, ``Aligned(dim)``, or ``None`` for
             ``Shard(0)``.
-        mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object whose ``mesh`` is
-            one and whose ``shard_mesh_dim`` and ``replicate_mesh_dim`` say which dim is which.
-            ``None``: the mesh of the call.
+        mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object with a ``mesh``
+            and its ``shard_mesh_dim`` and ``replicate_mesh_dim``. ``None``: the mesh of the call.
 
     Source: the meaning of the class of this name inside torch's ``fully_shard``.
     """
@@ -416,15 +401,10 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much runs beside the compute, and so how much is in memory at a time.
-
-    Args:
-        prefetch: units that are gathered ahead of the one that computes.
-        reductions: reductions that run on while compute goes on. With 0 each is waited for at once.
-        keeps_parts: keep the large parts of a root from forward to backward, read or not.
-        synchronizes: on a device, let the host wait at the end of each backward, so that a root's
-            parts can be reduced early there too. On a CPU they always are.
-    """
+    """Numbers of units gathered ahead and of reductions in flight; with 0 each is waited for
+    immediately. ``keeps_parts``: keep the large parts of a root from forward to backward.
+    ``synchronizes``: on a device, the host waits at the end of each backward, so that a root's
+    parts can be reduced early there too. On a CPU they always are."""
 
     prefetch: int = 1
     reductions: int = 1
@@ -434,15 +414,14 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Settings:
-    """Run-time settings of one unit; ``FSDPModule.set_*`` replace it as a whole.
+    """Run-time settings of one unit; ``FSDPModule.set_*`` replace the instance.
 
-    ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
-    root), a bool, or the number of ranks to reshard to. ``sharding`` is what is divided at all.
-    ``keeps_in_evaluation``: what a forward without gradients gathered serves the next one. The sum
-    of gradients is divided by ``divide_by`` (None: by the number of ranks). ``manual_finalization``
-    is the root's: backwards of the tree end by ``finalize_backward``. ``input_buffers`` reductions
-    may hold their inputs at a time (None: as many as ``overlap`` says). The prefetch lists are of
-    units; None: by the order of last time.
+    ``reshard_after_forward`` is the user's argument: ``None`` (True below the root, False at the
+    root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: the next forward
+    without gradients reuses gathered parameters. The sum of gradients is divided by ``divide_by``
+    (None: by the number of ranks). ``manual_finalization`` is set on the root: backwards of the
+    tree end by ``finalize_backward``. ``input_buffers`` is the number of reductions with live
+    inputs (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -465,5 +444,132 @@ class Settings:
 
     @cached_property
     def accumulates(self) -> bool:
-        """True if a backward without gradient sync says that others follow before a step."""
         return not (self.reduce_grads and self.all_reduce_grads)
+
+
+class CastBuffer:
+    """One buffer in low precision. See [Note: cast buffers]."""
+
+    def __init__(self, module: nn.Module, name: str, dtype: torch.dtype) -> None:
+        self.module = module
+        self.name = name
+        self._dtype = dtype
+        self._origin: torch.dtype | None = None
+        self._original: Tensor | None = None
+        self._cast: Tensor | None = None
+
+    def cast(self) -> None:
+        buffer = self.module._buffers.get(self.name)
+        if buffer is None or buffer is self._cast or not is_cast_by_policies(buffer):
+            return
+        self._origin, self._original = buffer.dtype, buffer
+        self._cast = self.module._buffers[self.name] = buffer.to(self._dtype)
+
+    def original(self) -> Tensor | None:
+        """Return the buffer in its original dtype; None if it was not cast."""
+        buffer, original = self.module._buffers.get(self.name), self._original
+        if buffer is None or self._origin is None or buffer.dtype is not self._dtype:
+            return None
+        is_own = buffer is self._cast and not buffer.is_meta
+        if original is not None and is_own and torch.equal(original.to(self._dtype), buffer):
+            return original
+        return buffer.detach().to(self._origin)
+
+    def restore(self) -> None:
+        original = self.original()
+        if original is not None:
+            self.module._buffers[self.name] = original
+            self._original = self._cast = None
+
+
+class CastBuffers:
+    def __init__(self, sites: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+        self.members = [CastBuffer(module, name, dtype) for module, name in sites]
+        self.is_on = False
+        for module in dict.fromkeys(member.module for member in self.members):
+            # not a bound method: torch sets an attribute on the hook
+            module.register_state_dict_post_hook(functools.partial(self._before_state_leaves))
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    def cast(self) -> None:
+        self.is_on = True
+        for member in self.members:
+            member.cast()
+
+    def restore(self) -> None:
+        self.is_on = False
+        for member in self.members:
+            member.restore()
+
+    def _before_state_leaves(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        for member in self.members:
+            key = prefix + member.name
+            original = member.original() if member.module is module else None
+            if original is not None and key in state:
+                state[key] = original.detach()
+
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        for member in self.members:
+            if member.module is module:
+                member.restore()
+
+    def _after_load(self, module: nn.Module, _keys: Any) -> None:
+        for member in self.members:
+            if member.module is module and self.is_on:
+                member.cast()
+
+
+def is_cast_by_policies(buffer: Tensor) -> bool:
+    """Return True for plain floating-point buffers of more than 8 bits."""
+    if isinstance(buffer, DTensor):
+        return False
+    return buffer.is_floating_point() and buffer.dtype.itemsize > 1
+
+
+class Precision:
+    """A unit's policy as chosen by the user, and as currently in effect."""
+
+    def __init__(self, chosen: MixedPrecisionPolicy, modules: Sequence[nn.Module]) -> None:
+        self.chosen = chosen
+        self.policy = _policy_for(chosen, modules)  # in effect; calls compare it by identity
+        self.buffers: CastBuffers | None = None
+        self.input_dtype: torch.dtype | None = None  # None: inputs are not cast
+        self.choose_input_dtype(is_root=False)
+
+    def choose_input_dtype(self, is_root: bool) -> None:
+        """Update the dtype to which floating-point inputs are cast; call it after a change."""
+        policy = self.policy
+        casts = policy.cast_forward_inputs or (policy.cast_root_forward_inputs and is_root)
+        self.input_dtype = policy.param_dtype if casts else None
+
+    def cast_buffers(self, sites: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+        """Add the buffers, and cast them if the current policy does."""
+        self.buffers = CastBuffers(sites, dtype)
+        if self.policy.buffer_dtype is not None:
+            self.buffers.cast()
+
+    def follow(self, modules: Sequence[nn.Module]) -> bool:
+        """Apply the policy for the modules' current mode; return whether it changed."""
+        policy = _policy_for(self.chosen, modules)
+        if policy == self.policy:
+            return False
+        self.policy = dataclasses.replace(policy)
+        if self.buffers is not None:
+            if policy.buffer_dtype is None:
+                self.buffers.restore()
+            else:
+                self.buffers.cast()
+        return True
+
+    def outdate(self) -> None:
+        """Replace the policy by an equal one, to distinguish later calls from recorded ones."""
+        self.policy = dataclasses.replace(self.policy)
+
+
+def _policy_for(policy: MixedPrecisionPolicy, modules: Iterable[nn.Module]) -> MixedPrecisionPolicy:
+    if not policy.full_precision_in_eval or any(module.training for module in modules):
+        return policy
+    return dataclasses.replace(policy, param_dtype=None, buffer_dtype=None, gather_dtype=None)

@@ -1,7 +1,6 @@
-"""Private torch API, by subject: autograd: the running backward, hooks of parameters, versions.
+"""Private torch API for autograd: the running backward, hooks of parameters, versions.
 
-Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. Nothing here
-knows what a unit or a group is.
+Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -15,47 +14,35 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
 
-# Autograd.
-
-
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Let the engine call something once the running backward is over. No public way exists."""
+"""Run a callback after the running backward. No public way exists."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The running backward's number in this thread, -1 outside of any."""
 
-
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that autograd gives to the next node that this thread makes."""
+"""The sequence number of the next node that this thread creates."""
 
 age_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""The number of a node: of two of one thread, the one with the higher is younger."""
+"""A node's sequence number; within a thread, later nodes have higher ones."""
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node of autograd that is running, or whose hooks are, in this thread."""
+"""The autograd node that this thread is running, or whose hooks it is running."""
 
 
 def nodes_between(first: int, last: int, node: Any, owner: object) -> Iterator[Any]:
-    """Walk from a node to those that made its inputs, as far as their numbers are in a range.
-
-    Yields each node once for an owner, and none that accumulates the gradient of a leaf.
-    """
+    """Yield nodes before a node, in a range of sequence numbers, once per owner, without leaves."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        is_outside = not first <= age_of(node) <= last  # a leaf's has the highest number there is
-        if is_outside or owner in node.metadata:
-            continue
-        node.metadata[owner] = True
-        yield node
-        waiting.extend(before for before, _ in node.next_functions if before is not None)
+        if first <= age_of(node) <= last and owner not in node.metadata:  # a leaf's is the maximum
+            node.metadata[owner] = True
+            yield node
+            waiting.extend(before for before, _ in node.next_functions if before is not None)
 
 
 def node_before(number: int, tensor: torch.Tensor) -> Any:
-    """Return the node of a tensor's history from before the one of a number. None: there is none.
-
-    An update in place makes a node whose first edge leads to the history until then.
-    """
+    """Return the node of a tensor's history before a sequence number, or None."""
     node = tensor.grad_fn
     while node is not None and age_of(node) >= number:
         node = node.next_functions[0][0] if node.next_functions else None
@@ -63,10 +50,8 @@ def node_before(number: int, tensor: torch.Tensor) -> Any:
 
 
 def computes_gradient(param: torch.Tensor) -> bool:
-    """True if the running backward computes the gradient of a leaf. The public API does not tell.
-
-    The engine refuses to answer about leaves that ``torch.autograd.grad`` was asked for by name.
-    """
+    """Return True if the running backward computes a leaf's gradient. No public way exists. The
+    engine raises for leaves that were passed to ``torch.autograd.grad``."""
     accumulate = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
@@ -75,7 +60,11 @@ def computes_gradient(param: torch.Tensor) -> bool:
 
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a tensor is a view of."""
+gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""A leaf's ``register_hook`` hooks, or None."""
+
+accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""A leaf's ``register_post_accumulate_grad_hook`` hooks, or None."""
 
 
 def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -87,13 +76,6 @@ def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
     return grad
 
 
-gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
-"""The hooks that ``register_hook`` left on a leaf, or None."""
-
-accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks that ``register_post_accumulate_grad_hook`` left on a leaf, or None."""
-
-
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Run a leaf's ``register_post_accumulate_grad_hook`` hooks, as autograd would."""
     for hook in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
@@ -101,7 +83,7 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give hooks that the user put on a parameter to the one that takes its place."""
+    """Copy the user's hooks from a parameter to its replacement."""
     for hook in (source._backward_hooks or {}).values():
         target.register_hook(hook)
     for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -110,24 +92,24 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @torch.inference_mode(False)
 def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Return the nodes that accumulate the gradients of leaves; each owns its leaf."""
+    """Return the gradient accumulators of leaves; each owns its leaf."""
     edge = torch.autograd.graph.get_gradient_edge
     return [edge(t).node for t in tensors if t is not None and t.requires_grad]
 
 
 packing_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the innermost hooks on saved tensors, if any, as under checkpointing. Give it False."""
+"""Return the innermost saved-tensor hooks, or None. Pass False."""
+
+packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
+"""Return False where saved-tensor hooks would raise, as in some transforms."""
 
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """Take hooks on saved tensors off their stack for a while.
-
-    A work holds the state of the thread that issued it, these hooks with it, and they own a graph.
-    Gloo's own thread lets go of a work some time after it has ended: until then the graph would
-    live, and hooks of the user's might be freed in that thread.
-    """
-    autograd: Any = torch._C._autograd  # its stub lacks names
+    """Temporarily pop all saved-tensor hooks. A work captures the thread state of its issuer,
+    including these hooks, which own a graph. Gloo's thread releases a work some time after its
+    completion: the graph would live until then, and the thread might free the user's hooks."""
+    autograd: Any = torch._C._autograd  # the type stub lacks some names
     hooks = []
     while (top := packing_hooks(False)) is not None:
         hooks.append(top)
@@ -140,8 +122,8 @@ def without_packing() -> Iterator[None]:
 
 
 def stop_packing(pack: Callable[..., Any]) -> None:
-    """Take the innermost hooks on saved tensors off their stack that pack so; others stay."""
-    autograd: Any = torch._C._autograd  # its stub lacks two of the names
+    """Pop the innermost saved-tensor hooks with this pack function; keep the others."""
+    autograd: Any = torch._C._autograd  # the type stub lacks two names
     inside: list[Any] = []
     while (top := packing_hooks(False)) is not None:
         autograd._pop_saved_tensors_default_hooks()
@@ -153,37 +135,28 @@ def stop_packing(pack: Callable[..., Any]) -> None:
 
 
 def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
-    """True if hooks on saved tensors would hide none, or only those that pack by ``own``."""
-    autograd: Any = torch._C._autograd  # its stub lacks a name
-    if not autograd._saved_tensors_hooks_is_enabled():
+    """Return True if new saved-tensor hooks would shadow none, or only those of ``own``."""
+    if not packing_is_enabled():
         return False
     top = packing_hooks(False)
     return top is None or top[0] == own
 
 
-packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
-"""False where hooks on saved tensors would raise, as in some transforms."""
-
-
 def is_in_checkpoint() -> bool:
-    """True if the innermost hooks on saved tensors are those of ``torch.utils.checkpoint``."""
+    """Return True if the innermost saved-tensor hooks are those of ``torch.utils.checkpoint``."""
     top = packing_hooks(False)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:
-    """Return whether somebody set ``grad_dtype`` on a leaf, and what it is.
-
-    Before torch 2.15 one that is set to the leaf's own dtype looks like none.
-    """
+    """Return whether ``grad_dtype`` was set (before torch 2.15: if it differs), and its value."""
     is_set = getattr(param, "_has_grad_dtype_override", None)
     dtype = param.grad_dtype
     return (dtype is not param.dtype if is_set is None else bool(is_set)), dtype
 
 
 version_of = attrgetter("_version")
-"""How often a tensor was written in place; for ``map``: a step asks for hundreds."""
-
+"""A tensor's version counter; for ``map``: a step reads hundreds."""
 
 preserved_versions: Callable[..., AbstractContextManager[Any]] = _unsafe_preserve_version_counter
-"""Hide in-place writes from autograd: what it saved is being filled again with its values."""
+"""Hide in-place writes from autograd, as they restore the values of saved tensors."""

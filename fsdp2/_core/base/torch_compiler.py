@@ -1,7 +1,6 @@
-"""Private torch API, by subject: the compiler: what it may trace, and the graphs that it makes.
+"""Private torch API for the compiler: what it may trace, and the graphs that it creates.
 
-Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. Nothing here
-knows what a unit or a group is.
+Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import torch
 import torch.nn as nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
+Compiler = Callable[..., Any]  # called with a graph and its inputs
 
 # Compilation. The public ``torch.compiler.disable`` imports the compiler, which takes seconds, and
-# puts a wrapper around every call. These decorators set what it sets, and cost a call nothing.
+# wraps every call. These decorators set the same flags, without a cost per call.
 
 
 def _not_compiled(*, with_callees: bool, breaks_graph: bool) -> Callable[[Function], Function]:
@@ -38,40 +37,29 @@ def _not_compiled(*, with_callees: bool, breaks_graph: bool) -> Callable[[Functi
 
 
 never_traced = _not_compiled(with_callees=False, breaks_graph=True)
-"""Let the compiler break its graph at a call, and not compile it; what it calls is compiled."""
+"""Decorator: break the graph at a call, and compile callees but not the function."""
 
 always_eager = _not_compiled(with_callees=True, breaks_graph=True)
-"""As ``never_traced``, and what the function calls is not compiled either."""
+"""Like ``never_traced``, but do not compile callees either."""
 
 eager_unless_inlined = _not_compiled(with_callees=True, breaks_graph=False)
-"""Let the compiler trace a function as a part of a graph only.
-
-Called on its own while the compiler is running, it is not compiled, nor is what it calls.
-"""
+"""Trace only as part of a graph; otherwise compile neither the function nor its callees."""
 
 inlined_or_eager = _not_compiled(with_callees=False, breaks_graph=False)
-"""As ``eager_unless_inlined``, but what the function calls is compiled, if that is not traced.
-
-For what stands around a user's module: on its own it is not worth a graph.
-"""
-
+"""Like ``eager_unless_inlined``, but compile callees: for wrappers not worth a separate graph."""
 
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
-"""What ``module.compile()`` made, which runs the module's hooks and forward."""
-
+"""The function that ``module.compile()`` creates; runs the module's hooks and forward."""
 
 call_with_hooks: Callable[..., Any] = nn.Module._call_impl
-"""What ``nn.Module.__call__`` calls: one stack frame less for each unit inside another."""
+"""The body of ``nn.Module.__call__``; saves a stack frame per nested unit."""
 
 
 def region_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a region for what a module's forward does, if that was marked as one.
-
-    (``torch.compiler.nested_compile_region``; the mark has no public name.) It takes the module,
-    tensors that are registered on it, and what forward takes. A compiler knows again a tensor that
-    a region uses if it is an input of the graph or an argument of the region, and what is gathered
-    in the graph is no input.
-    """
+    """Return a compile region for a module's forward, if it is marked as one
+    (``nested_compile_region``; the mark has no public name), of the module, tensors registered on
+    it, and the arguments. A compiler reuses a region only if its tensors are inputs of the graph or
+    arguments of the region, and tensors gathered in the graph are not inputs."""
     marked = forward = type(module).forward
     while hasattr(forward, "__marked_compile_region_fn__"):
         forward = forward.__marked_compile_region_fn__
@@ -89,17 +77,16 @@ def _make_region(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(module: nn.Module, wholes: object, args: Any, kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
 
-    # of its own for each forward: compilers know regions again by their code
+    # a separate function per forward: compilers identify regions by their code
     code = run.__code__.replace()
     own = FunctionType(code, run.__globals__, run.__name__, None, run.__closure__)
     limit = getattr(forward, "__marked_compile_region_max_reuse_entries__", None)  # since 2.13
     options: Any = {} if limit is None else {"max_reuse_entries": limit}
-    made: Callable[..., Any] = torch.compiler.nested_compile_region(own, **options)
-    return made
+    return cast(Callable[..., Any], torch.compiler.nested_compile_region(own, **options))
 
 
 class GraphPass(Protocol):
-    """Changes a forward or a backward graph. ``uuid`` says how: graphs are kept on disk by it."""
+    """Changes a forward or a backward graph. ``uuid`` identifies it in on-disk graph caches."""
 
     def __call__(self, graph: torch.fx.Graph) -> None: ...
 
@@ -107,27 +94,22 @@ class GraphPass(Protocol):
 
 
 def find_compiler(
-    backend: Any,
-    mode: str | None,
-    options: dict[str, Any] | None,
-    dynamic: bool | None,
-) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
-    """Return what ``torch.compile`` would call with each graph. No public way exists."""
+    backend: Any, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Compiler:
+    """Return the function that ``torch.compile`` calls with each graph. No public way exists."""
     if backend == "inductor":
-        compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        compiler: Compiler = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         return compiler
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
 def with_passes(
-    compiler: Callable[..., Any], backend: Any, joint: GraphPass, change: GraphPass | None
-) -> Callable[..., Any]:
-    """Return a compiler that changes graphs, for the backends ``"inductor"`` and ``"aot_eager"``.
-
-    ``joint`` changes the graph of forward and backward before it is parted, ``change`` each of the
-    two before it is lowered; None: as it is. Inductor sorts nodes by memory behind every pass,
-    which undoes what that one does, so it is off then, unless the user asks for it.
-    """
+    compiler: Compiler, backend: Any, joint: GraphPass, change: GraphPass | None
+) -> Compiler:
+    """Return a compiler that changes graphs, for the backends ``"inductor"`` and ``"aot_eager"``:
+    ``joint`` before partitioning, ``change`` each of the two before lowering; None: no change.
+    Inductor reorders nodes by memory after every pass, which would undo ``change``, so this is
+    disabled unless the user requests it."""
     if backend != "inductor":
         return _changed_aot_eager(joint, change)
     options = dict(compiler.config)  # type: ignore[attr-defined]  # of the wrapper
@@ -137,16 +119,12 @@ def with_passes(
         passes["post_grad_custom_post_pass"] = change
     for name, one in passes.items():
         options[name] = _as_inductors(one, options.get(name))
-    changed: Callable[..., Any] = torch._TorchCompileInductorWrapper(
-        None,
-        options,
-        compiler.dynamic,  # type: ignore[attr-defined]
-    )
-    return changed
+    dynamic = compiler.dynamic  # type: ignore[attr-defined]
+    return cast(Compiler, torch._TorchCompileInductorWrapper(None, options, dynamic))
 
 
 def _as_inductors(change: GraphPass, chosen: Any) -> Any:
-    """Wrap a pass, behind the one of the user's, in the class that inductor's caches ask."""
+    """Wrap a pass, run after the user's, in the class that inductor's caches expect."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -164,7 +142,7 @@ def _as_inductors(change: GraphPass, chosen: Any) -> Any:
     return Pass()
 
 
-def _changed_aot_eager(joint: GraphPass, change: GraphPass | None) -> Callable[..., Any]:
+def _changed_aot_eager(joint: GraphPass, change: GraphPass | None) -> Compiler:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -175,10 +153,10 @@ def _changed_aot_eager(joint: GraphPass, change: GraphPass | None) -> Callable[.
 
         def run(arguments: list[Any]) -> Any:
             held = list(arguments)
-            arguments.clear()  # the caller keeps none of them alive
+            arguments.clear()  # so that the caller keeps none of them alive
             return graph(*held)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # says that it takes a list
+        run._boxed_call = True  # type: ignore[attr-defined]  # it accepts a list
         return run
 
     def part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -186,12 +164,11 @@ def _changed_aot_eager(joint: GraphPass, change: GraphPass | None) -> Callable[.
         graph.recompile()
         return min_cut_rematerialization_partition(graph, *args, **kwargs)
 
-    made: Callable[..., Any] = aot_autograd(fw_compiler=keep, partition_fn=part)
-    return made
+    return cast(Compiler, aot_autograd(fw_compiler=keep, partition_fn=part))
 
 
 def region_called(node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """Return the graph of the region that a node calls; None: it calls none."""
+    """Return the graph of the region that a node calls, or None."""
     if node.target is not torch.ops.higher_order.invoke_subgraph:
         return None
     body, owner = node.args[0], node.graph.owning_module
@@ -202,13 +179,12 @@ def region_called(node: torch.fx.Node) -> torch.fx.GraphModule | None:
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """True if a node of a forward or backward graph views its first input."""
+    """Return True if a node of a forward or backward graph views its first input."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
 
 
 def collective_of(node: torch.fx.Node) -> str:
-    """Return the name of the functional collective that a node is, or an empty string."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
         return target._schema.name.split("::")[1]
@@ -216,7 +192,6 @@ def collective_of(node: torch.fx.Node) -> str:
 
 
 def operation_of(node: torch.fx.Node) -> str:
-    """Return the name of the operation of torch's that a node is, or an empty string."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
         return target._schema.name.split("::")[1]
@@ -224,7 +199,7 @@ def operation_of(node: torch.fx.Node) -> str:
 
 
 def has_effects(node: torch.fx.Node) -> bool:
-    """True if a node of a compiler's graph may change its inputs, or takes random numbers."""
+    """Return True if a graph node may change its inputs, or draws random numbers."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
@@ -234,19 +209,19 @@ def has_effects(node: torch.fx.Node) -> bool:
 
 
 def switches_gradients(node: torch.fx.Node) -> bool:
-    """True if a node of a traced graph says whether gradients are recorded from there on."""
+    """Return True if a node of a traced graph switches gradient recording."""
     name = getattr(node.target, "__name__", "")
     return name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 def switches_off(node: torch.fx.Node) -> bool:
-    """True if gradients are not recorded from such a node on."""
+    """Return True if such a node disables gradient recording."""
     name, args = getattr(node.target, "__name__", ""), node.args
     return args[0] is False if name == "_set_grad_enabled" else name == "_enter_inference_mode"
 
 
 def views_or_wraps(node: torch.fx.Node) -> bool:
-    """True if a node of a traced graph takes a tensor out of a list, or makes a DTensor of it."""
+    """Return True if a node of a traced graph indexes a list, or wraps a DTensor."""
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         return node.target is operator.getitem or name == "prim_from_local"
@@ -254,26 +229,21 @@ def views_or_wraps(node: torch.fx.Node) -> bool:
 
 
 def switches_of_steps() -> AbstractContextManager[Any]:
-    """Switch the compiler's settings as functional steps need them.
+    """Patch the compiler's settings for functional steps. It then traces writes to modules inside
+    ``torch.utils.checkpoint`` and omits them from recomputation: correct for parameters that are
+    registered before a module runs and dropped after it. And it guards on the hooks of each module:
+    a unit's forward is one code object, so after a graph break, code for a unit without hooks would
+    otherwise run for one with hooks."""
+    from torch._dynamo.config import patch
 
-    It traces writes to modules inside ``torch.utils.checkpoint``, whose recomputation leaves them
-    out: right for parameters that are registered before a module runs and forgotten after it. And
-    it looks at the hooks of each module: our call of a unit's forward is one piece of code for all
-    units, and where a graph breaks in it, one without hooks would be used for one with them.
-    """
-    import torch._dynamo.config as config
-
-    patched: AbstractContextManager[Any] = config.patch(
-        skip_fwd_side_effects_in_bwd_under_checkpoint=True, skip_nnmodule_hook_guards=False
+    return cast(
+        AbstractContextManager[Any],
+        patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True, skip_nnmodule_hook_guards=False),
     )
-    return patched
 
 
 def recompute_in_backward(node: torch.fx.Node) -> None:
-    """Let the partitioner compute a node of a compiler's graph again in backward.
-
-    The tags are those of selective checkpointing. The number is larger than that of any region of a
-    user's checkpoint, because what is used in a later region would be saved instead.
-    """
+    """Mark a node for recomputation with the tags of selective checkpointing. Its region number
+    exceeds any user's, because tensors used in a later region would be saved instead."""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30

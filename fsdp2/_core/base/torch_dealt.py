@@ -1,20 +1,18 @@
-"""Private torch API, by subject: a DTensor whose rows are dealt to ranks in whole blocks.
+"""Private torch API for a DTensor whose rows are dealt to ranks in whole blocks.
 
-Torch's DTensor knows chunks of equal size only, and its rules for operations make a plain ``Shard``
-of any other placement. So such a tensor is a subclass, whose operations are done here: what works
-element by element is done where the elements are; a view is one of the memory of who has all of it;
-anything else is done on a DTensor that every rank has whole. Tried on torch 2.12.1, 2.13.0 and
-2.14.1; torch 2.11 does not ask a subclass. Nothing here knows what a unit or a group is.
+Torch's DTensor supports only chunks of equal size, and its operation rules turn any other placement
+into a plain ``Shard``. So such a tensor is a subclass that dispatches itself: element-wise
+operations run on local rows; views are views of local memory; all other operations run on a
+replicated DTensor. Tried on torch 2.12.1, 2.13.0 and 2.14.1; torch 2.11 does not dispatch to a
+subclass.
 
 [Note: dealt placements]
-``Dealt`` is a ``Shard`` that answers torch's own question of where rows begin, so that checkpoints,
-and whatever else asks it, get right offsets. Torch's specs insist that a shard equals
-``Shard(dim)``, so it does; the deals tell two of them apart. No operation of torch's own may see
-one: they all come to ``DealtTensor`` first. Torch itself can make a plain DTensor with such
-placements (``from_local``, and states that its helpers load). For that one torch would compute with
-chunks of wrong sizes, in silence. But it looks every operation up by a hash of the placements
-first, and that is an error here. Where we see such a tensor, we make a ``DealtTensor`` of it
-(``adopt``).
+``Dealt`` is a ``Shard`` that returns row offsets to torch, as for checkpoints. It equals
+``Shard(dim)``, as torch's specs require of a shard; two of them differ by their deals. Torch's own
+operations never receive one: they all reach ``DealtTensor`` first. But torch can create a plain
+DTensor with such placements (``from_local``, and states loaded by its helpers), and would silently
+compute with wrong chunk sizes. It first looks up every operation by a hash of the placements, so
+the hash raises an error. Our code converts such tensors (``adopt``).
 """
 
 from __future__ import annotations
@@ -42,20 +40,17 @@ MADE_ALIKE = frozenset(
         *("bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
     )
 )
-"""Operations beside the element-wise ones that are done where the elements are."""
+"""Operations, besides element-wise ones, that run on local rows."""
 
 NEW = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_empty", "new_full"))
-"""Operations whose result lies like the tensor, if it is asked for in the same shape."""
+"""Operations whose result has the tensor's placement if the requested shape is the same."""
 
 
 class Dealt(Shard):
-    """The placement of a tensor whose rows are dealt to the ranks of an axis.
-
-    See [Note: dealt placements].
-    """
+    """The placement of a tensor whose rows are dealt: [Note: dealt placements]."""
 
     deal: Deal
-    was_made: ClassVar[bool] = False  # a look that costs nothing to who has none
+    was_made: ClassVar[bool] = False  # a check without cost for programs without deals
 
     def __new__(cls, dim: int, deal: Deal) -> Dealt:
         return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's stub lacks it
@@ -73,8 +68,8 @@ class Dealt(Shard):
     def __hash__(self) -> int:
         raise UnsupportedError(
             "FS232",
-            f"{self!r}: torch computes with a DTensor that {self.deal.asked_by}, and was made by "
-            "torch's own functions (from_local). Give it placements of its own, such as Shard(0).",
+            f"{self!r}: torch computes with a DTensor that {self.deal.asked_by}, created by "
+            "torch's own functions (from_local). Pass them other placements, such as Shard(0).",
         )
 
     def __repr__(self) -> str:
@@ -88,7 +83,7 @@ class Dealt(Shard):
     def __reduce__(self) -> tuple[Any, tuple[int, ...]]:
         return dealt, (self.dim, self.deal.block, self.deal.first, *self.deal.ends)
 
-    # What torch asks a shard: where its rows begin, and what a rank has of a whole tensor.
+    # Methods that torch calls on a shard's placement.
 
     def _local_shard_size_and_offset(
         self, curr_local_size: int, num_chunks: int, rank: Any
@@ -96,30 +91,16 @@ class Dealt(Shard):
         start, rows = rows_of(curr_local_size, num_chunks, int(rank), self.deal)
         return rows, start
 
-    def _split_tensor(
-        self,
-        tensor: Tensor,
-        num_chunks: int,
-        *,
-        with_padding: bool = True,
-        contiguous: bool = True,
-    ) -> Any:
+    def _split_tensor(self, tensor: Tensor, num_chunks: int, **_: Any) -> Any:
         raise UnsupportedError(
             "FS232",
             f"torch's own functions cannot distribute a tensor of shape {tuple(tensor.shape)} that "
-            f"{self.deal.asked_by}. Give them placements of their own (Shard(0)), or use "
-            "fsdp2.checkpoint, which loads whole tensors.",
+            f"{self.deal.asked_by}. Pass them other placements, such as Shard(0), or use "
+            "fsdp2.checkpoint, which loads full tensors.",
         )
 
     def _select_split_tensor(
-        self,
-        tensor: Tensor,
-        num_chunks: int,
-        index: Any,
-        *,
-        with_padding: bool = True,
-        contiguous: bool = True,
-        clone: bool = True,
+        self, tensor: Tensor, num_chunks: int, index: Any, *, clone: bool = True, **_: Any
     ) -> Tensor:
         length = tensor.shape[self.dim]
         rows = tensor.narrow(self.dim, *rows_of(length, num_chunks, int(index), self.deal))
@@ -132,22 +113,21 @@ class Dealt(Shard):
 
 
 def dealt(dim: int, block: int, first: int, *ends: int) -> Dealt:
-    """Make a placement of numbers: a pickle names this function, and no class of ours besides."""
+    """Create a placement from ints: pickles name only this function."""
     return Dealt(dim, Deal(block, first, ends))
 
 
 def deal_in(placement: Placement) -> Deal | None:
-    """Return the deal that a placement is; None: it is none."""
+    """Return a placement's deal; None if it is not dealt."""
     return placement.deal if isinstance(placement, Dealt) else None
 
 
 def are_same(first: Sequence[Placement], second: Sequence[Placement]) -> bool:
-    """True if placements are equal, and deals too. See [Note: dealt placements]."""
+    """Return True if placements and deals are equal. See [Note: dealt placements]."""
     return tuple(first) == tuple(second) and [*map(deal_in, first)] == [*map(deal_in, second)]
 
 
 def dealt_axis(placements: Sequence[Placement]) -> int | None:
-    """Return the axis on which rows are dealt; None if there is none."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, Dealt):
             return axis
@@ -155,12 +135,11 @@ def dealt_axis(placements: Sequence[Placement]) -> int | None:
 
 
 def key_of(placements: Sequence[Placement]) -> tuple[object, ...]:
-    """Return what stands for placements in the key of a dict."""
     return tuple(("dealt", p.dim, p.deal) if isinstance(p, Dealt) else p for p in placements)
 
 
 def adopt(tensor: object) -> None:
-    """Let a plain DTensor with dealt placements be what it is, the same object."""
+    """Change the class of a plain DTensor with dealt placements in place."""
     if type(tensor) is DTensor and dealt_axis(tensor.placements) is not None:
         tensor.__class__ = DealtTensor
 
@@ -168,23 +147,21 @@ def adopt(tensor: object) -> None:
 def _join(
     local: Tensor, shape: Sequence[int], mesh: DeviceMesh, axis: int, placement: Dealt
 ) -> Tensor:
-    """Return what all ranks of an axis have, joined, on each of them. Collective over it.
-
-    It has ``shape``. All dtypes travel as bytes: not every backend has every dtype.
-    """
+    """All-gather the rows of an axis into a tensor of ``shape``, as bytes, because not every
+    backend supports every dtype. Collective over the axis."""
     group, owner = mesh.get_group(axis), placement.deal.owner
     plain = torch.contiguous_format
     is_alone = not isinstance(group, dist.ProcessGroup) or mesh.size(axis) == 1
     if owner is not None or is_alone:
         mine = is_alone or mesh.get_local_rank(axis) == owner
-        # a copy: what is whole must not change with the shard, nor the shard with it
+        # a copy, so that writes to the full tensor and the shard stay separate
         whole = local.clone(memory_format=plain) if mine else local.new_empty(tuple(shape))
         if not is_alone:
             dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=owner)
         return whole
     dim, size = placement.dim, mesh.size(axis)
     most = most_rows(shape[dim], size, placement.deal)
-    # one collective of equal parts, each filled up to the longest
+    # one collective of equal parts, each padded to the longest
     padded = [*shape[:dim], most, *shape[dim + 1 :]]
     own = local.new_zeros(padded)
     own.narrow(dim, 0, local.shape[dim]).copy_(local)
@@ -220,25 +197,18 @@ class DealtTensor(DTensor):
         if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
             return _of_lists(func, name, args, kwargs)
         like = next((a for a in args if isinstance(a, DealtTensor)), None)
+        found: Any = NotImplemented
         if like is not None and name in NEW:
             if tuple(args[1]) == tuple(like.shape):
                 shape = like._local_tensor.shape
-                return like._made(func(like._local_tensor, shape, *args[2:], **kwargs))
+                found = like._made(func(like._local_tensor, shape, *args[2:], **kwargs))
         elif like is not None and _is_element_wise(func):
-            local = _element_wise(func, like, args, kwargs)
-            if local is not NotImplemented:
-                return local
+            found = _element_wise(func, like, args, kwargs)
         elif like is not None and name == "aten::linalg_vector_norm" and like.is_plain:
             found = _norm(func, like, args, kwargs)
-            if found is not NotImplemented:
-                return found
         elif like is not None and func.is_view and like.is_plain:
             found = _view(func, like, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        return _on_whole(func, args, kwargs)
-
-    # How it lies.
+        return _on_whole(func, args, kwargs) if found is NotImplemented else found
 
     @property
     def axis(self) -> int:
@@ -252,18 +222,18 @@ class DealtTensor(DTensor):
 
     @property
     def owner(self) -> int | None:
-        """The rank of the axis that has all of it; None: it is divided."""
+        """The rank of the axis that has all rows; None: they are divided."""
         return self.placement.deal.owner
 
     @property
     def is_plain(self) -> bool:
-        """True if no other axis divides it."""
+        """Return True if no other axis divides the tensor."""
         others = [p for axis, p in enumerate(self._spec.placements) if axis != self.axis]
         return all(p.is_replicate() for p in others)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tensors have in common that can be worked on together."""
+        """Key that is equal for tensors that one operation can process together."""
         spec = self._spec
         return id(spec.mesh), key_of(spec.placements)
 
@@ -273,7 +243,7 @@ class DealtTensor(DTensor):
         return is_there and other.shape == self.shape and are_same(mine.placements, its.placements)
 
     def _made(self, local: Tensor) -> DealtTensor:
-        """Wrap a local tensor of another dtype, perhaps, that lies as this one does."""
+        """Wrap a local tensor, possibly of another dtype, in this tensor's placement."""
         spec, old = self._spec, self._spec.tensor_meta
         assert old is not None
         if local.dtype != old.dtype:
@@ -283,7 +253,7 @@ class DealtTensor(DTensor):
 
     @property
     def _whole_shape(self) -> tuple[int, ...]:
-        """Shape of what the ranks of its axis have together."""
+        """Shape of the tensor that the ranks of the axis have together."""
         dim, mesh = self.placement.dim, self._spec.mesh
         rows = self.shape[dim]
         for axis, placement in enumerate(self._spec.placements):
@@ -295,13 +265,13 @@ class DealtTensor(DTensor):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first row that this rank has of those of its axis, and how many."""
+        """This rank's first row on its axis, and the number of rows."""
         mesh, placement = self._spec.mesh, self.placement
         length, place = self._whole_shape[placement.dim], mesh.get_local_rank(self.axis)
         return rows_of(length, mesh.size(self.axis), place, placement.deal)
 
     def replicated(self) -> DTensor:
-        """Return it whole on every rank of its axis, and as it is on the others. Collective."""
+        """Return the tensor replicated over its axis, unchanged on the others. Collective."""
         spec = self._spec
         assert spec.tensor_meta is not None
         placements = [Replicate() if isinstance(p, Dealt) else p for p in spec.placements]
@@ -310,7 +280,7 @@ class DealtTensor(DTensor):
         return DTensor(local, made, requires_grad=False)
 
     def rows_of(self, value: object) -> Any:
-        """Return this rank's part of a value that takes part in an operation beside this one."""
+        """Return this rank's part of a value that an operation combines with this tensor."""
         if not isinstance(value, Tensor):
             return value
         adopt(value)
@@ -327,11 +297,9 @@ class DealtTensor(DTensor):
             ]
             value = value.redistribute(self._spec.mesh, placements).to_local()
         elif value.shape == self.shape and not self.is_plain:
-            return NotImplemented  # plain, and beside it this one is divided over other axes
+            return NotImplemented  # a plain value, while other axes divide this tensor
         dim = self.placement.dim - (self.dim() - value.dim())  # shapes match from the right
         return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, *self.span)
-
-    # What users of a DTensor call.
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         if not torch.is_grad_enabled() or not self.requires_grad:
@@ -359,19 +327,24 @@ class DealtTensor(DTensor):
         return cast(DTensor, _Replicate.apply(self))  # type: ignore[no-untyped-call]  # torch's own
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(
+        inner: Any,
+        context: Any,
+        size: Any,
+        stride: Any,
+    ) -> Any:
         made = DTensor.__tensor_unflatten__(inner, context, size, stride)
         return _new(made._local_tensor, made._spec, requires_grad=made.requires_grad)
 
 
-# A state that holds one loads with weights_only, as one of torch's own DTensors does.
+# States that contain one load with weights_only, like those with torch's own DTensors.
 torch.serialization.add_safe_globals([dealt, DealtTensor])
 
 
 def redistribute(
     tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], **kwargs: Any
 ) -> DTensor:
-    """Do what ``DTensor.redistribute`` does, also to dealt placements. Collective."""
+    """Like ``DTensor.redistribute``, including dealt placements. Collective."""
     axis = dealt_axis(placements)
     if axis is None or isinstance(tensor, DealtTensor):
         return tensor.redistribute(mesh, placements, **kwargs)
@@ -381,17 +354,13 @@ def redistribute(
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Place a tensor that every rank has whole."""
     others = [Replicate() if isinstance(p, Dealt) else p for p in placements]
     whole = distribute_tensor(tensor, mesh, others, src_data_rank=None)
     return whole if dealt_axis(placements) is None else own_part(whole, placements)
 
 
 def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
-    """Let the states of a parameter lie as it does, whoever loaded them. Collective if they do not.
-
-    Ranks take them in one order, by name.
-    """
+    """Redistribute a parameter's loaded states to its placements, in order of names. Collective."""
     for key in sorted(entry, key=str):
         value = entry[key]
         if isinstance(value, DTensor) and value.dim() and value.device_mesh == param.device_mesh:
@@ -401,7 +370,7 @@ def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
 
 
 def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return the dealt tensor of a DTensor that every rank of the axis has whole."""
+    """Return this rank's dealt tensor of a DTensor that is replicated over the axis."""
     axis = dealt_axis(placements)
     assert axis is not None
     mesh, meta = whole.device_mesh, whole._spec.tensor_meta
@@ -410,7 +379,7 @@ def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
     local, dim = whole._local_tensor.detach(), placement.dim
     place = mesh.get_local_rank(axis)
     span = rows_of(local.shape[dim], mesh.size(axis), place, placement.deal)
-    # a copy: the whole may be the user's
+    # a copy, because the full tensor may be the user's
     local = local.narrow(dim, *span).clone(memory_format=torch.contiguous_format)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return _new(local, spec, requires_grad=False)
@@ -425,12 +394,11 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        made: Tensor = ctx.made(grad.contiguous())
-        return made
+        return cast(Tensor, ctx.made(grad.contiguous()))
 
 
 class _Replicate(torch.autograd.Function):
-    """Whole on all ranks; ranks are taken to compute the same of it, as torch's own does."""
+    """Replicate. Ranks must compute the same with the result, as with torch's own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DealtTensor) -> DTensor:
@@ -442,11 +410,8 @@ class _Replicate(torch.autograd.Function):
         return redistribute(grad, ctx.mesh, ctx.placements)
 
 
-# Operations.
-
-
 def _is_element_wise(func: Any) -> bool:
-    """True for an operation that makes or changes each element of the elements at its place."""
+    """Return True for an operation that computes each element from elements at the same index."""
     name = func._schema.name
     return name in MADE_ALIKE or (torch.Tag.pointwise in func.tags and name != "aten::equal")
 
@@ -454,7 +419,7 @@ def _is_element_wise(func: Any) -> bool:
 def _element_wise(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do an operation on what this rank has; NotImplemented if that is not what was asked for."""
+    """Run an operation on this rank's rows; return NotImplemented if that is not equivalent."""
     schema = func._schema
     if schema.is_mutable and not isinstance(args[0], DealtTensor):
         return NotImplemented
@@ -477,13 +442,15 @@ def _element_wise(
     return template._made(found)
 
 
-def _view(func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View the memory of each rank: what is written there stays.
-
-    Of a tensor that one rank has whole any view is one of its memory, and others have no rows. Of
-    divided rows it is a view that treats all of them alike. NotImplemented for others, and for a
-    view of no dims, which has no rows to leave out.
-    """
+def _view(
+    func: Any,
+    like: DealtTensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """View each rank's memory, so that writes to the view persist. A tensor with an owner supports
+    any view; divided rows only views that treat all rows identically. Return NotImplemented for
+    others, and for a view without dims, which has no rows to omit."""
     meta = like._spec.tensor_meta
     assert meta is not None
     if args[0] is not like:
@@ -517,20 +484,17 @@ def _view(func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str,
 def _dim_in_view(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Return which dim of a view is the divided one, whole; None if it treats rows unlike.
-
-    It is asked of tensors without memory that have more and more rows: the view of rows that are
-    alike has as many.
-    """
+    """Return the divided dim of a view, or None if rows are not treated identically: then on meta
+    tensors the view does not grow with their number."""
     dim, sizes = like.placement.dim, list(like.shape)
-    if func._schema.name == "aten::diagonal":  # as many rows as there are, but another place each
+    if func._schema.name == "aten::diagonal":  # the same number of rows, but shifted
         return None
     shapes = []
     for more in (0, 1, 2):
         sizes[dim] = like.shape[dim] + more
         try:
             found = func(torch.empty(sizes, dtype=like.dtype, device="meta"), *args[1:], **kwargs)
-        except (RuntimeError, IndexError):  # of another number of rows there is no such view
+        except (RuntimeError, IndexError):  # this number of rows has no such view
             return None
         if not isinstance(found, Tensor):
             return None
@@ -543,30 +507,35 @@ def _dim_in_view(
     return None
 
 
-def _norm(func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the norm of all elements, on every rank: of the norms of what each rank has."""
+def _norm(
+    func: Any,
+    like: DealtTensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return the norm of all elements on every rank, from the norms of each rank's rows."""
     rest, order = args[2:], args[1] if len(args) > 1 else 2
     if any(r is not None and r is not False for r in rest) or args[0] is not like:
         return NotImplemented
     if like.owner is None and not order:
-        return NotImplemented  # a count of elements is no norm of counts
+        return NotImplemented  # counts of elements are joined by a sum, not by a norm
     local = like._local_tensor
     norm = func(local, *args[1:], **kwargs) if local.numel() else _none(like, order, kwargs)
     return _scalar(like, _norms_joined([like], norm.view(1), order)[0])
 
 
 def _norms_joined(likes: list[DealtTensor], norms: Tensor, order: float) -> Tensor:
-    """Return the norms ``[n]`` of tensors that lie alike, from those of what each rank has."""
+    """Return the norms ``[n]`` of tensors with equal placements, from each rank's norms."""
     like = likes[0]
     mesh, axis, placement = like._spec.mesh, like.axis, like.placement
     if like.owner is not None:
         return _join(norms, norms.shape, mesh, axis, placement)
-    joined: Tensor = torch.linalg.vector_norm(_rows_of_ranks(norms, mesh, axis), order, dim=0)
-    return joined
+    rows = _rows_of_ranks(norms, mesh, axis)
+    return cast(Tensor, torch.linalg.vector_norm(rows, order, dim=0))
 
 
 def _rows_of_ranks(own: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Return ``[W, n]``: a row of each rank of an axis. Collective over it."""
+    """Return ``[W, n]``: one row per rank of an axis. Collective over it."""
     group, size = mesh.get_group(axis), mesh.size(axis)
     if not isinstance(group, dist.ProcessGroup) or size == 1:
         return own.expand(size, -1)
@@ -576,7 +545,7 @@ def _rows_of_ranks(own: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
 
 
 def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
-    """Return the norm of no elements, which changes no other."""
+    """Return the norm of no elements."""
     dtype = kwargs.get("dtype") or like.dtype
     real = dtype.to_real() if dtype.is_complex else dtype
     nothing = float("inf") if order < 0 else 0.0
@@ -584,24 +553,21 @@ def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _scalar(like: DealtTensor, value: Tensor) -> DTensor:
-    """Return a number that every rank has as a DTensor."""
+    """Return a number that is equal on all ranks as a DTensor."""
     mesh = like._spec.mesh
     meta = TensorMeta(torch.Size(()), (), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     return DTensor(value, spec, requires_grad=False)
 
 
-def _asked_by(args: Sequence[Any]) -> str:
-    return next(a.placement.deal.asked_by for a in args if isinstance(a, DealtTensor))
-
-
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation on DTensors that every rank has whole. Collective."""
+    """Run an operation on replicated DTensors. Collective."""
     if func.is_view:
+        deal = next(a.placement.deal for a in args if isinstance(a, DealtTensor))
         raise UnsupportedError(
             "FS232",
-            f"{func}: found a tensor that {_asked_by(args)}, of which there is no such view: what "
-            "is written to it would be lost. Use full_tensor(), or to_local().",
+            f"{func}: found a tensor that {deal.asked_by}, which has no such view: writes to it "
+            "would be lost. Use full_tensor() or to_local().",
         )
     made: dict[int, DTensor] = {}
 
@@ -620,18 +586,20 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = [*args, *kwargs.values()]
     for value in written:
         if isinstance(value, DealtTensor):
-            # every rank did the same; each has room for its rows
+            # every rank computed the same, and keeps its rows
             new = own_part(made[id(value)], value._spec.placements)
             value._local_tensor.copy_(new._local_tensor)
     back = {id(one): value for value in written for one in [made.get(id(value))] if one is not None}
     return back.get(id(found), found)
 
 
-def _of_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation on lists of tensors: on those that lie alike together.
-
-    What is written to decides how: beside a tensor that is not dealt, dealt ones are made whole.
-    """
+def _of_lists(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operation on lists of tensors, by the placement of the written or the dealt one."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
     count = len(lists[0])
     for one in lists:
@@ -668,8 +636,13 @@ def _whole_of(value: Any) -> Any:
     return value.replicated() if isinstance(value, DealtTensor) else value
 
 
-def _of_one_key(func: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Do it on lists of tensors that are dealt alike."""
+def _of_one_key(
+    func: Any,
+    name: str,
+    args: list[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operation on lists of tensors with the same deal."""
     first = next(a for a in (*args, *kwargs.values()) if isinstance(a, list))
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list)]
     likes = [
@@ -689,9 +662,9 @@ def _of_one_key(func: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -
                 if not isinstance(value, DealtTensor) or not like.lies_like(value):
                     raise UnsupportedError(
                         "FS232",
-                        f"{name}: is to write to a tensor that lies otherwise than the one beside "
-                        f"it, which {like.placement.deal.asked_by}. Redistribute it first: "
-                        "other.redistribute(placements=param.placements) of such a one.",
+                        f"{name}: found an output whose placements differ from those of its input, "
+                        f"which {like.placement.deal.asked_by}. Redistribute it first: "
+                        "other.redistribute(placements=param.placements).",
                     )
     if name == "aten::_foreach_norm":
         return _norms(func, likes, args, kwargs)
@@ -709,7 +682,7 @@ def _of_one_key(func: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -
 def _norms(
     func: Callable[..., Any], likes: list[DealtTensor], args: list[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the norms of tensors that are dealt alike, by one collective."""
+    """Return the norms of tensors with the same deal, in one collective."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if not all(like.is_plain for like in likes) or (likes[0].owner is None and not order):
         return [torch.linalg.vector_norm(like.replicated(), order) for like in likes]

@@ -1,28 +1,44 @@
-"""Private torch API, by subject: dTensors: their parts, their specs, and meshes.
+"""Private torch API for DTensors: their parts, their specs, and meshes.
 
-Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. Nothing here
-knows what a unit or a group is.
+Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+
+[Note: annotated parameters]
+On each axis of a mesh a plain parameter may be annotated as R (equal on all ranks, which compute
+different results with it: gradients are sums over the ranks), I (equal, with equal results:
+gradients are equal) or S(dim) (each rank has its part of dim). Placements of a DTensor and of its
+gradient express exactly this, so the shards are such DTensors. In compute the parameter stays
+plain, with the annotation. Data axes must be R or omitted: the group averages over them.
+
+Source: the meaning of such annotations in ``torch.distributed.fsdp``, torch 2.15.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch._subclasses.meta_utils import MetaTensorDescriber  # `import torch` loads it
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,  # a parameter made of a collective's result; tried on 2.13.0 only
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
 from torch.distributed.tensor.placement_types import _StridedShard  # TP and FSDP on one dim
@@ -30,13 +46,13 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,  # the test torch itself uses
 )
 
-from fsdp2._core.base.errors import UnsupportedError
+from fsdp2._core.base.errors import ConfigError, UnsupportedError
 from fsdp2._core.base.rows import EVERYTHING, Deal
 from fsdp2._core.base.torch_dealt import Dealt, DealtTensor, dealt_axis, key_of
 from fsdp2._core.base.torch_modes import hidden_from_modes
 
-# DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
-# costs eight times as much as the constructor, because it builds the spec each time.
+# A step creates a gradient DTensor for each parameter. The public ``DTensor.from_local`` takes
+# eight times as long as the constructor, because it builds the spec each time.
 
 
 def make_spec(
@@ -46,10 +62,9 @@ def make_spec(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Build the metadata that ``new_dtensor`` takes, once for all tensors that are alike."""
+    """Build the spec for ``new_dtensor``, shared by all identical tensors."""
     placements, shape, stride = tuple(placements), tuple(shape), tuple(stride)
-    # a spec keeps its mesh alive, so that no other mesh has the id while the spec is known; equal
-    # meshes will not do: one of them may have been destroyed
+    # by id, since an equal mesh may have been destroyed; the cached spec keeps the mesh alive
     key = id(mesh), key_of(placements) if Dealt.was_made else placements, shape, stride, dtype
     spec = _specs.get(key)
     if spec is None:
@@ -58,19 +73,14 @@ def make_spec(
     return spec
 
 
-# The blocks of a model are alike: of 3,200 parameters two have a spec of their own.
+# The blocks of a model are identical: of 3,200 parameters only two have a separate spec.
 _specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDictionary()
 
 
-def new_dtensor(
-    local: torch.Tensor, spec: DTensorSpec, like: torch.Tensor | None = None
-) -> DTensor:
-    """Wrap a local tensor; the caller answers for its shape.
-
-    ``like`` has the same shape, dtype and device, and offset 0, which ``local`` may not have: torch
-    takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it. For its
-    compiler see [Note: fake wrappers].
-    """
+def new_dtensor(local: Tensor, spec: DTensorSpec, like: Tensor | None = None) -> DTensor:
+    """Wrap a local tensor; the caller guarantees its shape. ``like`` has the same shape, dtype and
+    device, and offset 0: torch treats a wrapper with an offset as a tensor with memory, and fails
+    to copy or pickle it. For its compiler see [Note: fake wrappers]."""
     is_dealt = Dealt.was_made and dealt_axis(spec.placements) is not None
     kind: Any = DealtTensor if is_dealt else DTensor
     if like is None:
@@ -81,13 +91,18 @@ def new_dtensor(
 
 
 class _AtNoOffset:
-    """What a description of a DTensor has for its class, if the wrapper alone has offset 0."""
+    """The described class of a DTensor whose wrapper has offset 0, but not its local tensor."""
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+    def __tensor_unflatten__(
+        inner: Any,
+        context: Any,
+        size: Any,
+        stride: Any,
+    ) -> DTensor:
         """Wrap a fake local tensor as ``new_dtensor`` wraps a real one with ``like``."""
         made = DTensor.__tensor_unflatten__(inner, context, size, stride)
-        wrapper = torch.Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(
             DTensor,
             made.size(),
             strides=made.stride(),
@@ -101,18 +116,17 @@ class _AtNoOffset:
 
 
 def _let_fakes_keep_offsets() -> None:
-    """Let fakes of DTensors have the storage offset of the real ones. See [Note: fake wrappers].
+    """Give fakes of DTensors the storage offset of the real ones.
 
     [Note: fake wrappers]
-    The compiler works on a fake of each tensor. Torch makes that of a DTensor from a description:
-    ``__tensor_unflatten__`` of its class wraps a fake local tensor, whose offset the wrapper gets.
-    If the real wrapper has another (``new_dtensor`` with ``like``), torch then moves the fake to
-    other memory, which fails for a wrapper: no optimizer could be compiled, for every gradient but
-    the first of a buffer lies at an offset. Real wrappers cannot have it, because of copies and
-    pickles; fakes cannot have it alone, because guards compare the offsets of real tensors. So the
-    description of such a wrapper names ``_AtNoOffset`` as its class. No other one is changed, and
-    of these torch would make no fake. Nothing public comes between torch and its descriptions.
-    """
+    The compiler works on a fake of each tensor. Torch creates a DTensor's from a description:
+    ``__tensor_unflatten__`` of its class wraps a fake local tensor, and the wrapper gets its
+    offset. If the real wrapper has another offset (``new_dtensor`` with ``like``), torch then moves
+    the fake to other memory, which fails for a wrapper: no optimizer could be compiled, since every
+    gradient but the first of a buffer has an offset. Real wrappers cannot have an offset, because
+    of copies and pickles; fakes alone cannot, because guards compare the offsets of real tensors.
+    So the description of such a wrapper, of which torch could not create a fake, names
+    ``_AtNoOffset`` as its class. Others are unchanged. Torch has no public hook for this."""
     describe = MetaTensorDescriber.describe_tensor
 
     @functools.wraps(describe)
@@ -121,127 +135,111 @@ def _let_fakes_keep_offsets() -> None:
         if found.type is not DTensor or type(found.storage_offset) is not int:
             return found
         inner = found.attrs["_local_tensor"].storage_offset
-        if found.storage_offset != 0 or (type(inner) is int and inner == 0):  # else symbolic
+        if found.storage_offset != 0 or (type(inner) is int and inner == 0):  # otherwise symbolic
             return found
         return dataclasses.replace(found, type=_AtNoOffset)
 
-    describer: Any = MetaTensorDescriber  # else assigning to a method is an error of types
+    describer: Any = MetaTensorDescriber  # assigning to a method is a type error
     describer.describe_tensor = describe_wrapper
 
 
 _let_fakes_keep_offsets()
 
 
-def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of a tensor that nothing else holds.
-
-    ``nn.Parameter`` detaches a DTensor, and DTensor plans that op anew for each shape and mesh:
-    1.5 ms a parameter, nine tenths of ``fully_shard``. There is nothing to detach from, so the flag
-    that ``nn.Parameter`` would set does, on the tensor itself.
-    """
+def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
+    """Make a parameter of an unshared tensor. ``nn.Parameter`` detaches a DTensor, which DTensor
+    plans for each shape and mesh: 1.5 ms per parameter, nine tenths of ``fully_shard``. So set the
+    flag that ``nn.Parameter`` would set on the tensor itself."""
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
-    tensor._is_param = True  # what `isinstance` looks for; tried on 2.13.0 only
-    tensor.requires_grad = requires_grad  # the method is refused under functorch's transforms
+    tensor._is_param = True  # checked by `isinstance`; tried on 2.13.0 only
+    tensor.requires_grad = requires_grad  # functorch's transforms reject the method
     return cast(nn.Parameter, tensor)
 
 
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
-local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""A DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
+local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+"""A DTensor's local tensor; ``to_local()`` would return a view, and enter autograd."""
 
 
 def is_among(types: Sequence[type]) -> bool:
-    """True if a dispatch mode is asked about an operation on DTensors."""
+    """Return True if an operation passed to a dispatch mode involves DTensors."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's own local tensor, and any other tensor itself."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def spec_like(tensor: DTensor, dtype: torch.dtype) -> DTensorSpec:
-    """Return the spec of a tensor that is placed as another, perhaps in another dtype."""
     spec = spec_of(tensor)
     if dtype == tensor.dtype:
         return spec
     return make_spec(spec.mesh, spec.placements, tensor.shape, tensor.stride(), dtype)
 
 
-def placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of a local part, of any dtype, that is placed as another."""
+def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Wrap a local part of any dtype with the placement of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return local
     return new_dtensor(local, spec_like(tensor, local.dtype))
 
 
-def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let a DTensor keep its values in other memory (the group's flat buffer)."""
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Move a DTensor to other memory (the group's flat buffer)."""
     tensor._local_tensor = local
 
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Inside it an attribute of a subclass is read without looking for its ``__torch_function__``."""
+"""Context in which attributes of a subclass are read without ``__torch_function__``."""
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return the placement of a shard of a shard: this axis splits what later axes split first."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def shards_dim(placement: Placement, dim: int) -> bool:
-    """True if the placement splits the tensor along ``dim``, strided or not."""
+    """Return True if the placement splits the tensor along ``dim``, strided or not."""
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
 def is_strided(placement: Placement) -> bool:
-    """True if this axis splits what later axes split first."""
+    """Return True if this axis splits after later axes."""
     return isinstance(placement, _StridedShard)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
-    return mesh._get_root_mesh()
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh")
+"""The mesh from which a mesh was sliced; itself if it was not."""
 
 
 def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return several dims of a mesh as one dim, the first name slowest. No public way exists.
-
-    Torch keeps the result on the root mesh, under the joined names, so it is made once.
-    """
+    """Flatten dims, the first name slowest; torch caches the result. No public way exists."""
     part = mesh if names == tuple(mesh.mesh_dim_names or ()) else mesh[names]
     return part._flatten()
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the axes of several meshes, in this order and with their groups, as one mesh.
-
-    Public slicing of the root keeps the root's order of axes, knows no flattened or unflattened
-    axes, and needs the root: DTensor's caches hand out an *equal* mesh, which may be a slice of
-    another root.
-
-    Raises:
-        RuntimeError: the meshes share an axis, or are not over the same ranks.
-    """
+    """Return one mesh of the axes of several meshes, in this order and with their groups;
+    RuntimeError if they share an axis, or are over different ranks. Public slicing uses the root's
+    order of axes, supports no flattened or unflattened axes, and needs the root: DTensor's caches
+    return an *equal* mesh, which may be a slice of another root."""
     return DeviceMesh._concatenate([*meshes])
 
 
-is_wrapper_subclass: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+is_wrapper_subclass: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 
 
-def is_on_its_way(tensor: torch.Tensor) -> bool:
-    """True for the result of a functional collective, which is a plain tensor once it is read."""
+def is_on_its_way(tensor: Tensor) -> bool:
+    """Return True for the result of a functional collective that was not waited for."""
     return isinstance(tensor, AsyncCollectiveTensor)
 
 
-# Meshes of ranks that do not exist: no public way makes one without process groups.
+# Meshes of nonexistent ranks. No public way creates one without process groups.
 
 
 class ImaginedGroup(dist.ProcessGroup):
-    """Ranks in number: nothing can be sent."""
-
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # an overload the stub lacks
 
@@ -262,15 +260,14 @@ class ImaginedMesh(DeviceMesh):
         groups = self.__dict__.setdefault("_fsdp2_groups", {})
         if dim not in groups:
             groups[dim] = ImaginedGroup(self.get_local_rank(dim), self.size(dim))
-        group: dist.ProcessGroup = groups[dim]
-        return group
+        return cast(dist.ProcessGroup, groups[dim])
 
     def _place_of(self, dim: int | str | None) -> int:
         return (self.mesh_dim_names or ()).index(dim) if isinstance(dim, str) else dim or 0
 
 
 def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> ImaginedMesh:
-    """Return a mesh on the CPU as one of its ranks would see it."""
+    """Return a CPU mesh from the perspective of one of its ranks."""
     with hidden_from_modes():  # numbers of ranks are no fakes
         ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
         return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
@@ -278,10 +275,7 @@ def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> 
 
 @functools.cache
 def asks_subclasses() -> bool:
-    """True if torch lets a subclass of DTensor do its operations: 2.12 and later do, 2.11 does not.
-
-    Looked at with a tensor of one element, on a mesh that does not exist.
-    """
+    """Return True if torch dispatches to DTensor subclasses: 2.12 and later do, 2.11 does not."""
     with hidden_from_modes(), torch.no_grad():
         mesh = imagined_mesh((1,), ("shard",), 0)
         spec = make_spec(mesh, [Dealt(0, Deal(EVERYTHING))], (1,), (1,), torch.float32)
@@ -290,3 +284,237 @@ def asks_subclasses() -> bool:
             return type(probe.detach()) is DealtTensor
         except UnsupportedError:
             return False
+
+
+# Tensors without memory.
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Create fake tensors inside: shapes, dtypes and devices, but no values."""
+    return cast(AbstractContextManager[Any], FakeTensorMode(allow_non_fake_inputs=True))
+
+
+@contextlib.contextmanager
+def without_traces_in_the_log() -> Iterator[None]:
+    """Suppress the log of fake tensors: a traceback of every error, which is raised anyway."""
+    log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_others)
+
+
+def has_real_memory() -> bool:
+    """Return True unless new tensors are fake (an estimate of memory, a trace)."""
+    return type(torch.empty(0, dtype=torch.uint8, device="cpu")) is Tensor
+
+
+# The package ``spmd_types``: placements of plain parameters from their annotations.
+
+ATTRIBUTES = frozenset({"_local_type", "_partition_spec"})
+"""Where the package stores annotations: on the tensor object, like user attributes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Annotation:
+    """A plain parameter's annotation. See [Note: annotated parameters]. ``types`` and ``spec`` are
+    restored on the unsharded tensor; ``placements`` and ``gradients`` are those on the full mesh.
+    ``sums``: gradients are sums over an axis over which the group does not average."""
+
+    types: Mapping[Any, Any]
+    spec: Any
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    gradients: tuple[Placement, ...]
+    sums: bool
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Annotation:
+        return self  # frozen, and its mesh is shared
+
+    def placed(self, tensor: Tensor) -> DTensor:
+        """Return the DTensor on the full mesh of this rank's plain values."""
+        local = tensor.detach()
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
+
+    def placed_gradient(self, grad: Tensor) -> DTensor:
+        return DTensor.from_local(grad, self.mesh, self.gradients, run_check=False)
+
+    def restore(self, tensor: Tensor) -> None:
+        """Restore the parameter's annotation on a plain tensor; omitted data axes become R."""
+        _package().assert_type(tensor, dict(self.types), partition_spec=self.spec)
+
+
+def _package() -> Any:
+    return sys.modules.get("spmd_types")
+
+
+def own_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """Return the user's attributes of a parameter, without annotations and wrapper parts."""
+    dispatches = type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if dispatches and not isinstance(param, DTensor):
+        return {}
+    foreign = ATTRIBUTES if _package() is not None else ()
+    return {
+        name: value
+        for name, value in vars(param).items()
+        if not name.startswith("_fsdp2") and name not in foreign
+    }
+
+
+def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
+    """Exclude functions that move shards from the type checker; before 0.3 it has no such list."""
+    register = getattr(_package(), "register_no_typecheck", None)
+    if register is not None:
+        for function in functions:
+            register(function)
+
+
+def annotation_of(
+    param: Tensor, fqn: str, mesh: DeviceMesh | None, data_names: Iterable[str]
+) -> Annotation | None:
+    """Read the annotation of a plain parameter; None if it has none. ``mesh`` is the full one (None
+    without named dims), ``data_names`` its data-parallel dims."""
+    package = _package()
+    if package is None or isinstance(param, DTensor):
+        return None
+    own = dict(package.get_local_type(param))
+    if not own:
+        return None
+    if mesh is None:
+        raise ConfigError(
+            "FS220",
+            f"{fqn}: has an spmd_types annotation, but no dp_mesh_dims were passed. Pass the full "
+            "mesh with dim names, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...).",
+        )
+    return _Reader(package, fqn, mesh, frozenset(data_names)).read(param, own)
+
+
+class _Reader:
+    """Reads one annotation for the mesh that will store the parameter."""
+
+    def __init__(
+        self, package: Any, fqn: str, mesh: DeviceMesh, data_names: frozenset[str]
+    ) -> None:
+        self._package = package
+        self._fqn = fqn
+        self._mesh = mesh
+        names = mesh.mesh_dim_names or ()
+        self._axes = {name: package.MeshAxis.of(mesh.get_group(name)) for name in names}
+        self._data = {name: self._axes[name] for name in names if name in data_names}
+
+    def read(self, param: Tensor, own: dict[Any, Any]) -> Annotation:
+        spec = self._package.get_partition_spec(param)
+        types = {**own, **self._shards(spec)}
+        computed_on = self._compute_mesh(types)
+        strangers = [axis for axis in types if axis not in computed_on]
+        if strangers:
+            raise self._error(
+                f"is annotated on {strangers}, which are not axes of the compute mesh, "
+                f"{sorted(map(str, computed_on))}. Annotate it on axes of that mesh."
+            )
+        placed = self._by_name(types)
+        pairs = [self._placements(name, placed.get(name)) for name in self._axes]
+        placements, gradients = (tuple(column) for column in zip(*pairs, strict=True))
+        restored = {axis: own.get(axis, self._package.R) for axis in computed_on}
+        sums = any(
+            gradient.is_partial()
+            for name, gradient in zip(self._axes, gradients, strict=True)
+            if name not in self._data
+        )
+        return Annotation(restored, spec, self._mesh, placements, gradients, sums)
+
+    def _error(self, rest: str) -> ConfigError:
+        return ConfigError("FS220", f"{self._fqn}: {rest}")
+
+    def _shards(self, spec: Any) -> dict[Any, Any]:
+        """Return the type S(dim) of each axis that splits the parameter, in mesh order."""
+        found: dict[Any, Any] = {}
+        order = list(self._axes.values())
+        for dim, entry in enumerate(spec or ()):
+            axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            places = [order.index(axis) for axis in axes if axis in order]
+            if places != sorted(places):
+                raise self._error(
+                    f"dim {dim} is split over {axes}, but the order of the mesh is "
+                    f"{self._mesh.mesh_dim_names}. Split it in that order."
+                )
+            found.update((axis, self._package.S(dim)) for axis in axes)
+        return found
+
+    def _compute_mesh(self, types: Mapping[Any, Any]) -> tuple[Any, ...]:
+        """Return the axes on which the unsharded parameter is annotated again."""
+        stored_on = self._ranks(self._axes.values())
+        if self._ranks(types) == stored_on:
+            return tuple(types)
+        current = self._package.current_mesh()
+        if current is None:
+            raise self._error(
+                f"is annotated on {list(types)}, which are not all axes of the mesh, {self._axes}. "
+                "Annotate it on every axis, or call fully_shard inside "
+                "spmd_types.set_current_mesh(...) with the compute mesh."
+            )
+        if self._ranks(current) != stored_on:
+            raise self._error(
+                f"expected the current spmd_types mesh, {list(current)}, to have the ranks of the "
+                f"mesh passed to fully_shard, {self._axes}. Set or pass a matching mesh."
+            )
+        return tuple(current)
+
+    def _ranks(self, axes: Iterable[Any]) -> set[int]:
+        """Return the ranks reachable along some axes, relative to the first rank."""
+        axes = tuple(axes)
+        try:
+            self._package.normalize_mesh(frozenset(axes))
+        except self._package.SpmdTypeError as error:
+            raise self._error(
+                f"is annotated on axes that overlap, {list(axes)}: {error} Annotate it on axes "
+                "that are dims of one mesh."
+            ) from error
+        found = {0}
+        for axis in axes:
+            steps = axis.layout.all_ranks_from_zero()
+            found = {start + step for start in found for step in steps}
+        return found
+
+    def _by_name(self, types: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return the type on each named dim that is not data-parallel; the others must be R."""
+        names = {axis: name for name, axis in self._axes.items() if name not in self._data}
+        data_ranks = self._ranks(self._data.values())
+        found = {}
+        for axis, said in types.items():
+            if self._ranks([axis]) <= data_ranks:
+                if said is not self._package.R:
+                    raise self._error(
+                        f"expected R on the data-parallel axis {axis}, found {said}. fully_shard "
+                        "shards the parameter over that axis and averages its gradient: annotate "
+                        "it R, or omit the axis."
+                    )
+            elif axis in names:
+                found[names[axis]] = said
+            else:
+                raise self._error(
+                    f"is annotated on {axis}, which is not a dim of the mesh (data-parallel: "
+                    f"{list(self._data)}, others: {list(names.values())}). Annotate it on these."
+                )
+        return found
+
+    def _placements(self, name: str, said: Any) -> tuple[Placement, Placement]:
+        """Return the placements of values and gradients on a dim of the mesh."""
+        package = self._package
+        is_alone = self._axes[name].size() == 1  # annotations are not kept there
+        if name in self._data or (said is package.R and not is_alone):
+            return Replicate(), Partial()
+        if said is package.I or is_alone:
+            return Replicate(), Replicate()
+        if isinstance(said, package.S):
+            return Shard(said.dim), Shard(said.dim)
+        found = "nothing" if said is None else repr(said)
+        raise self._error(
+            f"expected R, I or S(dim) on mesh dim {name!r}, found {found}. Annotate it with "
+            "spmd_types.assert_type: otherwise its placement there is unknown."
+        )

@@ -1,7 +1,7 @@
-"""Private torch API, by subject: what operations cost, for who plans a step.
+"""Private torch API for the cost of operations, used by plans of a step.
 
-Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. A file of its
-own, because torch's table of costs is loaded by nothing that a training program needs.
+Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. A separate
+file, because training programs do not need torch's table of costs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ aten = torch.ops.aten
 
 
 def _of_attention(count: Callable[..., float], first: int) -> Callable[..., float]:
-    """Count attention whose keys and values have fewer heads, which torch 2.11 refuses to count.
-
-    Its kernels do the same work as with a copy of them for each head of the query. ``first``: where
-    the query is among the arguments; key and value follow.
-    """
+    """Count attention with fewer key and value heads, for which torch 2.11 raises, like a copy of
+    them per query head. ``first``: position of the query, followed by key and value."""
 
     def counted(*args: Any, **kwargs: Any) -> float:
         query, *rest = args[first : first + 3]
@@ -35,40 +32,25 @@ def _of_attention(count: Callable[..., float], first: int) -> Callable[..., floa
     return counted
 
 
-_FORWARD = aten._scaled_dot_product_flash_attention
-_BACKWARD = aten._scaled_dot_product_flash_attention_backward
-_EFFICIENT = aten._scaled_dot_product_efficient_attention
-_CUDNN = aten._scaled_dot_product_cudnn_attention
+_forward = _of_attention(flop_registry[aten._scaled_dot_product_flash_attention], 0)
+_backward = _of_attention(flop_registry[aten._scaled_dot_product_flash_attention_backward], 1)
 
-FLOPS: dict[Any, Callable[..., float]] = {
-    **flop_registry,
-    **dict.fromkeys(
-        (_FORWARD, aten._scaled_dot_product_flash_attention_for_cpu, _EFFICIENT, _CUDNN),
-        _of_attention(flop_registry[_FORWARD], 0),
-    ),
-    **dict.fromkeys(
-        (
-            _BACKWARD,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            aten._scaled_dot_product_efficient_attention_backward,
-            aten._scaled_dot_product_cudnn_attention_backward,
-        ),
-        _of_attention(flop_registry[_BACKWARD], 1),
-    ),
-}
-"""Operations of products, by what is called. Torch's list lacks attention on a CPU."""
+FLOPS: dict[Any, Callable[..., float]] = dict(flop_registry)
+"""FLOP counters by operation. Torch's list lacks attention on a CPU."""
+
+_KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+for _kind in _KINDS:
+    FLOPS[getattr(aten, f"_scaled_dot_product_{_kind}")] = _forward
+    FLOPS[getattr(aten, f"_scaled_dot_product_{_kind}_backward")] = _backward
 
 VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
-"""A view that does not say so: the only one without a public name."""
+"""A view without a view schema: the only one that has no public name."""
 
 
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, bool], ...]:
-    """Return the position or keyword of each argument that an operation writes to.
-
-    The second of each pair is true if it is only written: an ``out``, or the target of a copy or a
-    fill. No public way exists to ask an operation for its schema.
-    """
+    """Return the position or keyword of each argument that an operation writes to, and True if it
+    only writes: an ``out``, or the target of a copy or a fill. No public way exists."""
     schema = func._schema
     is_overwritten = schema.name.removeprefix("aten::").rstrip("_") in _OVERWRITES
     return tuple(

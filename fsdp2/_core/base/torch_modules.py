@@ -1,8 +1,7 @@
-"""Private torch API, by subject: modules, and what other software asks about them.
+"""Private torch API for modules, and for other software's queries about them.
 
-The public names of torch's own FSDP2 that isinstance checks ask about come in here, and nowhere
-else. Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. Nothing
-here knows what a unit or a group is.
+The only place that imports the public names of torch's own FSDP2, for isinstance checks. Each
+private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.distributed import _composable_state  # what `_get_module_state` looks into
+from torch.distributed import _composable_state  # read by `_get_module_state`
 from torch.distributed import fsdp as _fsdp
-from torch.distributed._composable.contract import (  # what `replicate` and the like read
+from torch.distributed._composable.contract import (  # read by `replicate` and similar
     REGISTRY_KEY,
     STATE_KEY,
     RegistryItem,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
-from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
+from torch.distributed.fsdp import FSDPModule as FSDPModule  # for isinstance checks
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-from torch.distributed.fsdp import fully_shard as fully_shard  # its accessor; our peer in a doctor
-from torch.distributed.fsdp._fully_shard._fsdp_common import (  # what other code asks a mesh for
+from torch.distributed.fsdp import fully_shard as fully_shard  # its accessor; compared by doctor
+from torch.distributed.fsdp._fully_shard._fsdp_common import (  # mesh descriptions for other code
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -46,7 +45,7 @@ from fsdp2._core.base.errors import ConfigError
 if TYPE_CHECKING:
 
     class FSDPState:
-        """Torch's class, by which its getters know a state. Ours inherits nothing of it."""
+        """Torch's class, which its getters check. We inherit nothing from it."""
 else:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
@@ -57,126 +56,107 @@ try:
 except ImportError:
 
     class GradientReductionHandle:  # type: ignore[no-redef]
-        """Stands where torch has none yet."""
+        """Placeholder for older torch."""
 
 
-try:
-    from torch.distributed.fsdp import (
-        DataParallelMeshDims as DataParallelMeshDims,  # since torch 2.12 or 2.13
-    )
+try:  # since torch 2.12 or 2.13
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 except ImportError:
 
     class DataParallelMeshDims:  # type: ignore[no-redef]
-        """Stands where torch has none yet."""
+        """Placeholder for older torch."""
 
 
 HOMES = (
     "torch.distributed.fsdp",
-    "torch.distributed.fsdp._fully_shard",  # of which the one above imports them
+    "torch.distributed.fsdp._fully_shard",  # from which the one above imports them
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
-"""Modules of torch from which software imports the names of FSDP2: loaded now, see below."""
+"""Torch modules from which software imports FSDP2's names."""
 
 INNER_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"
-"""The module that torch's FSDP2 is written in, from which some software imports its names too."""
+"""The module that implements torch's FSDP2, from which some software also imports its names."""
 
 for _home in (*HOMES, INNER_HOME):
-    importlib.import_module(_home)  # else the later ones would import ours from the first
+    importlib.import_module(_home)  # now: imported later, it would get our names from the first
 
 PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
-"""Torch's own objects by their names, whatever stands in the homes later."""
+"""Torch's own objects by name, also after their replacement."""
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """True if a buffer is in its module's ``state_dict``. No public way exists."""
+    """Return True if a buffer is in its module's ``state_dict``. No public way exists."""
     return name not in module._non_persistent_buffers_set
 
 
 def name_of_class_policy(policy: object) -> str | None:
-    """Name a policy of FSDP1 that picks modules by their classes; None if it is another."""
+    """Return the name of an FSDP1 policy that picks modules by class; None for others."""
     if isinstance(policy, ModuleWrapPolicy):
         return "ModuleWrapPolicy"
-    if getattr(policy, "func", None) is transformer_auto_wrap_policy:  # of functools.partial
+    if getattr(policy, "func", None) is transformer_auto_wrap_policy:  # a functools.partial
         return "transformer_auto_wrap_policy"
     return None
 
 
 custom_policy_function: Callable[[CustomPolicy], Callable[[nn.Module], Any]]
-custom_policy_function = attrgetter("_lambda_fn")
-"""The function of a module that the user made the policy of."""
-
-
-# Observation and composition.
-
-
-profiler_is_running: Callable[[], bool] = partial(
-    attrgetter("_is_profiler_enabled"), torch.autograd.profiler
-)
-
+custom_policy_function = attrgetter("_lambda_fn")  # the function that the user passed to the policy
+profiler_is_running: Callable[[], bool]
+profiler_is_running = partial(attrgetter("_is_profiler_enabled"), torch.autograd.profiler)
 
 REGISTRIES = (REGISTRY_KEY, STATE_KEY)
-"""Attributes of a module by which torch finds what was applied to it: from there to the unit."""
+"""Module attributes through which torch finds composable APIs and their states."""
 
 
 class _Registry(dict[str, RegistryItem]):
-    """The composable APIs of one module, with a sentence for torch's own ``fully_shard``.
-
-    That one does not ask whether a module below is a unit of ours: it would shard its shards. It
-    asks each whether ``replicate`` was applied, as nothing else does by a function of this name.
-    """
+    """The composable APIs of a module. Raises an error for torch's own ``fully_shard``, which would
+    shard our shards: it checks modules only for ``replicate``, in a uniquely named function."""
 
     def __contains__(self, name: object) -> bool:
         if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
             raise ConfigError(
                 "FS908",
-                "torch's own fully_shard was called on a tree with a module that fsdp2 has "
-                "sharded, and cannot manage it. Use fsdp2.fully_shard for the whole tree: import "
+                "torch's own fully_shard was called on a tree that contains a module sharded by "
+                "fsdp2, which it cannot manage. Use fsdp2.fully_shard for the entire tree: import "
                 "it from fsdp2, or call fsdp2.replace_torch() first.",
             )
         return super().__contains__(name)
 
 
 def register_composable_name(module: nn.Module, name: str) -> None:
-    """Enter a name in the registry of composable APIs, which ``replicate`` and the like read.
-
-    The public decorator ``contract`` builds the state itself and checks every name of the tree
-    again at each call, which costs quadratic time over a model's units.
-    """
+    """Register a composable API for ``replicate`` and similar. The public decorator ``contract``
+    checks all names in the tree at each call, which is quadratic in a model's units."""
     known = module.__dict__.get(REGISTRY_KEY, {})
     module.__dict__[REGISTRY_KEY] = _Registry({**known, name: RegistryItem()})
 
 
 def register_torch_state(module: nn.Module, state: FSDPState) -> None:
-    """Let torch's getters return ``state``: ``fully_shard.state(module)``, and two private ones.
-
-    The accessor, itself public, looks under the function that the decorator ``contract`` wrapped.
-    Programs ask ``_get_module_state`` and ``_get_module_fsdp_state`` whether a module is sharded
-    already, and shard it once more if the answer is None. The latter returns an ``FSDPState`` only.
-    """
+    """Make torch's getters return ``state``: ``fully_shard.state(module)``, which looks up the
+    function that the decorator ``contract`` wrapped, and two private ones. Programs call
+    ``_get_module_state`` and ``_get_module_fsdp_state`` (which returns only an ``FSDPState``) to
+    check whether a module is already sharded."""
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
-    found: Any = state  # to a type checker ours is no `_State`
+    found: Any = state  # ours is not a `_State` to a type checker
     _composable_state._module_state_mapping[module] = weakref.ref(found)
 
 
 def torch_state(module: nn.Module) -> object:
-    """Return what ``register_torch_state`` left; None if it did not."""
+    """Return the state from ``register_torch_state``; None if there is none."""
     return module.__dict__.get(STATE_KEY, {}).get(inspect.unwrap(fully_shard))
 
 
 def composable_names(module: nn.Module) -> list[str]:
-    """Return the composable APIs that were applied to the module."""
     return list(module.__dict__.get(REGISTRY_KEY, {}))
 
 
 def forget_composable_names(state: dict[str, Any]) -> None:
-    """Drop the registry from a module's state before it is pickled: its key is per process."""
+    """Drop the registry from a module's state before pickling: its key is per process."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)
 
 
 def mesh_info(mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None) -> Any:
-    """Describe a mesh as torch's FSDP2 does inside: which dim is which, with sizes and groups."""
+    """Describe a mesh in torch's FSDP2 classes: the role of each dim, with sizes and groups."""
     if shard_dim is None:
         return DDPMeshInfo(mesh, replicate_mesh_dim=replicate_dim)
     if replicate_dim is None:
@@ -184,11 +164,8 @@ def mesh_info(mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None
     return HSDPMeshInfo(mesh, shard_mesh_dim=shard_dim, replicate_mesh_dim=replicate_dim)
 
 
-# What torch's classes have and ours, which are recognised as theirs, have not.
-
-
 class _Hidden:
-    """A name of torch's class that ours does not have: as if it were not inherited."""
+    """An attribute of torch's class that our subclass hides, as if it were not inherited."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -198,7 +175,7 @@ class _Hidden:
 
 
 def hide_torchs_own(ours: type, theirs: type) -> None:
-    """Hide what ``ours`` would inherit from ``theirs``, which it is a subclass of."""
+    """Hide the attributes that ``ours`` would inherit from its base ``theirs``."""
     own = set().union(*(vars(cls) for cls in ours.__mro__ if cls not in (theirs, object)))
     for name in vars(theirs):
         if name not in own and not hasattr(object, name):

@@ -1,8 +1,8 @@
-"""What torch's schedulers of learning rates leave on an optimizer: a ``step`` of its own.
+"""Private torch API for optimizers, and learning rate schedulers, which wrap their ``step``.
 
-A scheduler puts a function on the optimizer that notes a step, and runs the step of the class which
-the optimizer had then. ``_wrapped_by_lr_sched`` marks it, ``_opt_called`` is the note; both are
-private in torch 2.11 to 2.15, and nothing public tells of them.
+A scheduler's wrapper records the call and runs the ``step`` of the class at the time of wrapping.
+``_wrapped_by_lr_sched`` marks it, and ``_opt_called`` is the record; both are private in torch 2.11
+to 2.15, without public equivalents.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from torch.optim import Optimizer
 
 
 def steps_as_its_class(optimizer: Optimizer) -> bool:
-    """True if an optimizer has no ``step`` of its own, or one that a scheduler put there."""
+    """Return True if an optimizer's ``step`` is its class's, or a scheduler's wrapper."""
     own = vars(optimizer).get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)
 
 
+def expect_eager_steps(optimizer: Any) -> None:
+    """Suppress torch's warning if a capturable optimizer steps eagerly (torch 2.11 to 2.15)."""
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
 def step_as_new_class(optimizer: Any) -> None:
-    """Let what a scheduler put on an optimizer run the step of the class that it has now."""
+    """Make a scheduler's wrapper run the ``step`` of the optimizer's current class."""
     if "step" not in vars(optimizer):
         return
     reference = weakref.ref(optimizer)

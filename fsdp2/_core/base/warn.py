@@ -1,15 +1,11 @@
-"""Warnings: all ranks issue one, and one of them shows it.
+"""Warnings: all ranks issue one, and one rank shows it.
 
-Most warnings come on every rank, and as many copies as there are ranks hide what they say. So the
-first rank shows one, and another rank shows only what the first one does not come to, as a warning
-about one stage of a pipeline.
-
-All ranks issue it all the same: where filters make errors of warnings, every rank must raise, or
-the others would wait for it. And a rank whose program looks at warnings sees its own: one that
-records them (``catch_warnings(record=True)``, ``pytest.warns``), replaced ``warnings.showwarning``
-(as ``logging.captureWarnings`` does), or has a filter for this warning.
-
-``FSDP2_WARNINGS=every_rank`` shows them everywhere, as where ranks are looked at one by one.
+Another rank shows only those that the first one does not issue, such as a warning about one stage
+of a pipeline. All ranks still issue it: if filters turn warnings into errors, every rank must
+raise, or the others would wait for it. And a program that inspects warnings receives those of its
+rank: it records them (``catch_warnings(record=True)``, ``pytest.warns``), replaces
+``warnings.showwarning`` (as ``logging.captureWarnings`` does), or has a filter for this warning.
+``FSDP2_WARNINGS=every_rank`` shows them on every rank.
 """
 
 from __future__ import annotations
@@ -29,32 +25,19 @@ import torch.distributed as dist
 from fsdp2._core.base import torch_comm
 from fsdp2._core.base.errors import coded
 
-EVERY_RANK = "every_rank"
-
-PATIENCE_S = 0.5
-"""How long another rank waits, once for each text, for the first one to show it."""
-
-NOT_USERS = ("fsdp2", "torch", "contextlib")
-"""Packages whose lines say nothing to a user. The last one runs our context managers."""
+PATIENCE_S = 0.5  # how long another rank waits, once per text, for the first one to show it
+NOT_USERS = ("fsdp2", "torch", "contextlib")  # the last one runs our context managers
 
 _shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""By process group, of which a job may make several one after the other: texts that came up, and
-whether this rank shows them."""
+"""By process group (a job may create several): issued texts, and whether this rank shows them."""
 
 _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Process groups whose store cannot be asked: torch writes of each attempt at length."""
+"""Process groups with an unusable store: torch would log each attempt at length."""
 
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
-    """Do what ``warnings.warn`` does, on one rank for all. No rank needs another one for it.
-
-    It names the line of the user's that led here.
-
-    Args:
-        code: of a paragraph in ``fsdp2/_core/errors``.
-        text: what to show. Ranks that give the same one show it once.
-        category: of the warning.
-    """
+    """Like ``warnings.warn``, on one rank for all that pass the same text, without waiting for
+    other ranks. Attributes the warning to the user's line that led here."""
     message, level = coded(code, text), _level_outside()
     if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
@@ -64,12 +47,12 @@ def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
         warnings.warn(message, category, stacklevel=level)
     finally:
         silence.is_over = True
-        if warnings.showwarning is silence:  # another thread may have put something there
+        if warnings.showwarning is silence:  # another thread may have replaced it
             warnings.showwarning = silence.shown
 
 
 def _level_outside() -> int:
-    """Return how far above ``warn`` the first function is that is neither ours nor torch's."""
+    """Return the stack level above ``warn`` of the first function outside of fsdp2 and torch."""
     frame, level = inspect.currentframe(), -1  # this function is one below ``warn``
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_USERS:
@@ -79,7 +62,7 @@ def _level_outside() -> int:
 
 
 def _has_filter(message: str, category: type[Warning]) -> bool:
-    """Return True if the program has a filter for a warning. Python has none for ours."""
+    """Return True if the program has a filter for a warning; Python's defaults match none."""
     return any(
         issubclass(category, of) and (text is None or text.match(message))
         for _, text, of, _, _ in warnings.filters
@@ -87,37 +70,32 @@ def _has_filter(message: str, category: type[Warning]) -> bool:
 
 
 class _Silence:
-    """In the place of ``warnings.showwarning``: prints nothing of this thread, until it is over.
+    """Replaces ``warnings.showwarning`` and suppresses this thread's output until it is over;
+    another thread may save it and restore it long after that."""
 
-    Another thread may find it there, and put it back when it is long over.
-    """
-
-    shown: Callable[..., Any]
-    is_over: bool
+    is_over = False
 
     def __init__(self, shown: Callable[..., Any]) -> None:
         while isinstance(shown, _Silence) and shown.is_over:
             shown = shown.shown
-        self.shown = shown
+        self.shown: Callable[..., Any] = shown
         self.thread = threading.get_ident()
-        self.is_over = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self.is_over or self.thread != threading.get_ident():
             self.shown(*args, **kwargs)
             return
         shown = self.shown
-        while isinstance(shown, _Silence):  # of another thread
+        while isinstance(shown, _Silence):  # set by another thread
             shown = shown.shown
-        if shown.__module__ == "warnings":
-            # Python's own: it prints to a file that nobody reads, or appends to what is recorded
+        if shown.__module__ == "warnings":  # Python's: prints to this file, or appends to a record
             shown(*args[:4], io.StringIO())
         else:
             shown(*args, **kwargs)
 
 
 def _is_shown_here(message: str) -> bool:
-    if os.environ.get("FSDP2_WARNINGS") == EVERY_RANK or not dist.is_initialized():
+    if os.environ.get("FSDP2_WARNINGS") == "every_rank" or not dist.is_initialized():
         return True
     group = dist.group.WORLD
     shows = _shows.setdefault(group, {})
@@ -127,7 +105,7 @@ def _is_shown_here(message: str) -> bool:
 
 
 def _is_first(message: str) -> bool:
-    """Ask the ranks' store, which answers at once. Whoever cannot ask shows the warning."""
+    """Query the ranks' store, without blocking. Without a store, show the warning."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return True
@@ -142,7 +120,7 @@ def _is_first(message: str) -> bool:
             if time.monotonic() > deadline:
                 return bool(store.add(f"{key}/elsewhere", 1) == 1)
             time.sleep(0.02)
-    except Exception:  # a store of a job that ends, or one that cannot do this
+    except Exception:  # the job is ending, or the store lacks an operation
         _unreachable.add(dist.group.WORLD)
         return True
     return False

@@ -1,1 +1,1 @@
-"""What ranks exchange: meshes, collectives, streams."""
+"""Communication between ranks: meshes, collectives, streams."""

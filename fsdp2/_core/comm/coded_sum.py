@@ -1,9 +1,7 @@
-"""Sums over ranks that travel in codes of 8 bits.
+"""Sums over ranks whose values are sent in codes of 8 bits. Independent of layouts and units.
 
-Owns the exchange and its blocks: what a rank sends to another one is codes, a scale for each block,
-and behind them columns that are not rounded. It must not know layouts or units.
-
-Legend: W = ranks of the group, S = elements of a rank's part, B = elements of a block.
+A message consists of codes, a scale per block, and a tail of columns that are not rounded.
+Legend: W = ranks of the group, S = elements of a rank's part.
 """
 
 from __future__ import annotations
@@ -21,86 +19,22 @@ from fsdp2._core.base import torch_comm
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 SCALE_DTYPE = torch.bfloat16
-ROUNDED_UP = 1.0 + 2.0**-8  # a scale is not below what the largest element needs, in bf16 either
+ROUNDED_UP = 1.0 + 2.0**-8  # so that a scale rounded to bf16 still covers the largest element
 
-Exact = Sequence[tuple[int, int]]
-"""First and last columns, exclusive, that are not rounded."""
+Exact = Sequence[tuple[int, int]]  # ranges of columns that are not rounded
 
 
 @dataclass(frozen=True)
-class CodedSum:
-    """One sum of gradients over the ranks of a group.
-
-    ``errors`` keeps what was rounded off, for the next sum of as many elements; None: nobody does.
-    """
+class Codes:
+    """Codes of rows. ``errors``: rounding errors to add next time, or None."""
 
     dtype: torch.dtype
     block: int
     errors: dict[Any, Tensor] | None
-    exact: Exact
-    group: dist.ProcessGroup
 
-    def reduce_scatter(self, packed: Tensor, reduced: Tensor) -> None:
-        """Fill ``reduced`` ``[S]`` with this rank's part of the sum of ``packed`` ``[W * S]``."""
-        size = self.group.size()
-        rows = packed.view(size, -1)
-        coded, kept = self._columns(rows)
-        received = self._exchange(self._encode(coded, "sent"), kept)
-        self._add_up(received, kept.shape[1], reduced, coded.shape[1])
-
-    def all_reduce(self, packed: Tensor, reduced: Tensor) -> None:
-        """Fill ``reduced`` with the sum of all ``packed``, ``[S]`` both; they may be the same.
-
-        Each rank adds up a part, and sends the sum to all in codes, which is what all have of it.
-        """
-        size = self.group.size()
-        coded, kept = self._columns(packed.view(1, -1))
-        numel = coded.shape[1]
-        width = -(-numel // (size * self.block)) * self.block
-        parts = _padded(coded, size * width).view(size, width)
-        kept = kept.expand(size, -1)
-        received = self._exchange(self._encode(parts, "sent"), kept)
-        part = packed.new_empty(width + kept.shape[1])  # in the reduce dtype, as sums are kept
-        self._add_up(received, kept.shape[1], part, width, is_part=True)
-        own = self._encode(part[:width].unsqueeze(0), "summed")
-        gathered = own.new_empty((size, own.shape[1]))
-        torch_comm.all_gather_single(gathered.view(-1), own.view(-1), self.group)
-        sums = self._decode(gathered, width, packed.dtype).view(1, -1)[:, :numel]
-        self._put(reduced.view(1, -1), sums, part[width:].unsqueeze(0))
-
-    # Columns.
-
-    def _spans(self, width: int) -> list[tuple[int, int]]:
-        """Return the spans of columns that are rounded: those between the exact ones."""
-        spans, end = [], 0
-        for first, last in (*sorted(self.exact), (width, width)):
-            if first > end:
-                spans.append((end, first))
-            end = max(end, last)
-        return spans
-
-    def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns that are rounded, and those that are not."""
-        spans = self._spans(rows.shape[1])
-        coded = [rows[:, first:last] for first, last in spans]
-        kept = [rows[:, first:last] for first, last in sorted(self.exact)]
-        return _joined(coded, rows), _joined(kept, rows)
-
-    def _put(self, rows: Tensor, coded: Tensor, kept: Tensor) -> None:
-        """Write both sorts of columns where they belong."""
-        for spans, source in ((self._spans(rows.shape[1]), coded), (sorted(self.exact), kept)):
-            start = 0
-            for first, last in spans:
-                rows[:, first:last].copy_(source[:, start : start + last - first])
-                start += last - first
-
-    # Codes.
-
-    def _encode(self, rows: Tensor, what: str) -> Tensor:
-        """Return rows ``[n, k]`` in codes, as bytes, and keep what that rounds off.
-
-        In fp32 at least: a scale of small gradients is below what fp16 has, and so is an error.
-        """
+    def encode(self, rows: Tensor, what: str) -> Tensor:
+        """Return rows ``[n, k]`` as codes, in bytes, and keep the rounding errors. Computes at
+        least in fp32: scales and errors of small gradients are below the range of fp16."""
         key, rows = (what, rows.shape), rows.to(_wide(rows.dtype))
         if self.errors is not None and key in self.errors:
             rows = rows + self.errors[key]
@@ -114,12 +48,11 @@ class CodedSum:
         codes = codes.clamp(-self._most, self._most).nan_to_num(0.0).to(self.dtype)
         sent = torch.cat([codes.flatten(1).view(torch.uint8), scales.view(torch.uint8)], 1)
         if self.errors is not None:
-            there = self._decode(sent, rows.shape[1], rows.dtype)
+            there = self.decode(sent, rows.shape[1], rows.dtype)
             self.errors[key] = (rows - there).nan_to_num_(0.0, 0.0, 0.0)
         return sent
 
-    def _decode(self, sent: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return what bytes ``[n, nbytes]`` stand for, ``[n, width]``."""
+    def decode(self, sent: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         if not width:
             return sent.new_empty((len(sent), 0), dtype=dtype)
         blocks = -(-width // self.block)
@@ -132,14 +65,64 @@ class CodedSum:
 
     @property
     def _most(self) -> float:
-        if self.dtype is torch.int8:
-            return 127.0
-        return torch.finfo(self.dtype).max
+        return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
-    # The exchange.
+
+@dataclass(frozen=True)
+class CodedSum(Codes):
+    """A sum of gradients over ranks."""
+
+    exact: Exact
+    group: dist.ProcessGroup
+
+    def reduce_scatter(self, packed: Tensor, reduced: Tensor) -> None:
+        """Fill ``reduced`` ``[S]`` with this rank's part of the sum of ``packed`` ``[W * S]``."""
+        size = self.group.size()
+        rows = packed.view(size, -1)
+        coded, kept = self._columns(rows)
+        received = self._exchange(self.encode(coded, "sent"), kept)
+        self._add_up(received, kept.shape[1], reduced, coded.shape[1])
+
+    def all_reduce(self, packed: Tensor, reduced: Tensor) -> None:
+        """Fill ``reduced`` ``[S]`` with the sum of all ``packed`` ``[S]``; they may share memory.
+        Each rank adds up a part and sends its sum in codes; all ranks use the decoded sum."""
+        size = self.group.size()
+        coded, kept = self._columns(packed.view(1, -1))
+        numel = coded.shape[1]
+        width = -(-numel // (size * self.block)) * self.block
+        parts = _padded(coded, size * width).view(size, width)
+        kept = kept.expand(size, -1)
+        received = self._exchange(self.encode(parts, "sent"), kept)
+        part = packed.new_empty(width + kept.shape[1])  # has the reduce dtype
+        self._add_up(received, kept.shape[1], part, width, is_part=True)
+        own = self.encode(part[:width].unsqueeze(0), "summed")
+        gathered = own.new_empty((size, own.shape[1]))
+        torch_comm.all_gather_single(gathered.view(-1), own.view(-1), self.group)
+        sums = self.decode(gathered, width, packed.dtype).view(1, -1)[:, :numel]
+        self._put(reduced.view(1, -1), sums, part[width:].unsqueeze(0))
+
+    def _spans(self, width: int) -> list[tuple[int, int]]:
+        """Return the ranges of columns that are rounded: those between the exact ones."""
+        spans, end = [], 0
+        for first, last in (*sorted(self.exact), (width, width)):
+            if first > end:
+                spans.append((end, first))
+            end = max(end, last)
+        return spans
+
+    def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns that are rounded, and those that are not."""
+        return _columns(rows, self._spans(rows.shape[1])), _columns(rows, sorted(self.exact))
+
+    def _put(self, rows: Tensor, coded: Tensor, kept: Tensor) -> None:
+        for spans, source in ((self._spans(rows.shape[1]), coded), (sorted(self.exact), kept)):
+            start = 0
+            for first, last in spans:
+                rows[:, first:last].copy_(source[:, start : start + last - first])
+                start += last - first
 
     def _exchange(self, codes: Tensor, kept: Tensor) -> Tensor:
-        """Send each rank its row; return what all of them sent to this one, ``[W, nbytes]``."""
+        """Send each rank its row; return the rows received from all ranks, ``[W, nbytes]``."""
         missing = -codes.shape[1] % kept.dtype.itemsize
         exact = kept.contiguous().view(torch.uint8) if kept.numel() else codes[:, :0]
         sent = torch.cat([_padded(codes, codes.shape[1] + missing), exact], 1)
@@ -150,12 +133,12 @@ class CodedSum:
     def _add_up(
         self, received: Tensor, kept: int, reduced: Tensor, width: int, is_part: bool = False
     ) -> None:
-        """Add up what came from all ranks, in their order, so that the sum is the same anywhere."""
+        """Add up all ranks' rows in rank order, so that the sum is the same on every rank."""
         dtype = reduced.dtype
         wide = _wide(dtype)
         total = reduced.new_zeros((1, width), dtype=wide)
         for row in received:
-            total += self._decode(row.unsqueeze(0), width, wide)
+            total += self.decode(row.unsqueeze(0), width, wide)
         exact = reduced.new_zeros((1, kept), dtype=dtype)
         if kept:
             nbytes = kept * dtype.itemsize
@@ -172,13 +155,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    if not parts:
-        return like[:, :0]
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+def _columns(rows: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    if len(spans) < 2:
+        first, last = spans[0] if spans else (0, 0)
+        return rows[:, first:last]
+    return torch.cat([rows[:, first:last] for first, last in spans], 1)
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
-    """Fill rows up with zeros."""
     missing = width - rows.shape[1]
     return torch.nn.functional.pad(rows, (0, missing)) if missing else rows

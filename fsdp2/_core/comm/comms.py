@@ -1,4 +1,4 @@
-"""What users implement to replace a collective: ``Comm``, ``AllGather`` and ``ReduceScatter``."""
+"""Interfaces of user-supplied collectives: ``Comm``, ``AllGather`` and ``ReduceScatter``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Comm(ABC):
@@ -18,16 +19,19 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+        self,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        It may be the same one each time: a group asks again only when it has done with the last.
-        """
+        It may be the same one each time: a group allocates only after it is done with the last."""
 
 
 class AllGather(Comm):
-    """A custom all-gather: ``set_custom_all_gather`` takes an instance of a class derived from it.
+    """A custom all-gather: derive, and pass an instance to ``set_custom_all_gather``.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -35,8 +39,8 @@ class AllGather(Comm):
     @abstractmethod
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -46,14 +50,13 @@ class AllGather(Comm):
         and have the same dtype. ``input_tensor`` is this rank's slice of ``output_tensor``.
 
         Returns:
-            With ``async_op`` a ``Work``, which is waited for; or None, with ``async_op`` or
-            without: then the output is ready, or the work that fills it is ordered on the current
-            stream.
+            With ``async_op`` a ``Work`` to wait for; or None, with or without ``async_op``: then
+            the output is ready, or the work that fills it is ordered on the current stream.
         """
 
 
 class ReduceScatter(Comm):
-    """A custom reduce-scatter: ``set_custom_reduce_scatter`` takes an instance of a derived class.
+    """A custom reduce-scatter: derive, and pass an instance to ``set_custom_reduce_scatter``.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -61,8 +64,8 @@ class ReduceScatter(Comm):
     @abstractmethod
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
@@ -70,22 +73,21 @@ class ReduceScatter(Comm):
         """Fill ``output_tensor`` ``[S]`` with this rank's part of all ``input_tensor`` ``[W * S]``.
 
         W is the number of ranks in ``group``, and S is a number of elements. Both tensors are 1-D,
-        in the reduce dtype; complex gradients come as their real and imaginary parts. ``op`` says
-        how parts are joined: ``AVG``, or ``SUM`` where the group scales the gradients itself.
+        in the reduce dtype; complex gradients arrive as their real and imaginary parts. ``op`` is
+        the reduction: ``AVG``, or ``SUM`` if the group scales the gradients itself.
 
         Returns:
-            With ``async_op`` a ``Work``, which is waited for; or None, with ``async_op`` or
-            without: then the output is ready, or the work that fills it is ordered on the current
-            stream.
+            With ``async_op`` a ``Work`` to wait for; or None, with or without ``async_op``: then
+            the output is ready, or the work that fills it is ordered on the current stream.
         """
 
 
 @runtime_checkable
 class CustomComm(Protocol):
-    """What a setter of a custom collective takes: one of ours, of torch's, or of the same shape."""
+    """Any object that the setters of custom collectives accept, such as torch's."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor: ...
+    ) -> Tensor: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None: ...

@@ -1,7 +1,4 @@
-"""The lanes of a device: what is in flight is ordered by streams, and nobody waits on the host.
-
-Owns one stream a lane, and the events between them. ``wire.Streams`` is the same for a CPU.
-"""
+"""The lanes of a device: streams ordered by events, without host waits; see ``wire.Streams``."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from fsdp2._core.comm.wire import InFlight, Streams
 
 
 class DeviceStreams(Streams):
-    """Lanes of a device: one stream each, beside the current (compute) stream."""
+    """Lanes of a device: one stream each, in addition to the current (compute) stream."""
 
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        # Compute waits for what is gathered, and for memory that is reduced; for a sum over
-        # replicas only at the end, so that may come behind its kernels, as torch's does.
+        # Compute waits for gathers and for memory being reduced; for sums over replicas only at the
+        # end, so these may run after its kernels, as in torch.
         priority = capabilities(device).lane_priority
         priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
         self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}
@@ -33,7 +30,7 @@ class DeviceStreams(Streams):
         self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     @property
-    def current(self) -> torch.Stream | None:  # type: ignore[override]  # read only
+    def current(self) -> torch.Stream | None:  # type: ignore[override]  # read-only
         return torch.accelerator.current_stream()
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
@@ -48,7 +45,7 @@ class DeviceStreams(Streams):
         after: InFlight | None = None,
     ) -> InFlight:
         stream, retired = self._lanes[lane], self._retired[lane]
-        # What compute reads now it may go on to read, beside what is launched here.
+        # not the last one: compute may keep reading it during this launch
         for held in retired[:-1]:
             held.hold_back(stream)
         del retired[:-1]
@@ -56,9 +53,9 @@ class DeviceStreams(Streams):
             after.hold_back(stream)
         with stream, torch_autograd.without_packing():
             flight = issue(*args)
-            flight.wait()  # a work that a collective of the user's returned, unasked
+            flight.wait()  # a work that a user's collective returned without async_op
             flight.end_with(stream.record_event())
-        if after is not None:  # read or written here, in memory of another lane
+        if after is not None:  # this launch uses its buffers, from another lane
             flight.buffers += after.buffers
         return flight
 
@@ -67,7 +64,7 @@ class DeviceStreams(Streams):
 
     def order_after_event(self, lane: str, event: torch.Event) -> None:
         with self._lanes[lane]:
-            event.wait()  # its own method: a stream takes a torch.cuda.Event, and waits for nothing
+            event.wait()  # the event's method: a stream silently ignores a torch.cuda.Event
 
     def hold_back(self, stream: torch.Stream | None) -> None:
         current = torch.accelerator.current_stream()
@@ -76,7 +73,7 @@ class DeviceStreams(Streams):
 
     def lane_of(self, stream: torch.Stream) -> str:
         name = f"stream {stream.stream_id}"
-        if name not in self._lanes:  # a plain stream: its events are what other lanes can wait for
+        if name not in self._lanes:  # a plain stream, whose events other lanes can wait for
             self._lanes[name] = torch.Stream(
                 stream_id=stream.stream_id,
                 device_index=stream.device_index,
@@ -91,7 +88,7 @@ class DeviceStreams(Streams):
                 look.note()
 
     def look_late(self, looks: Iterable[LateLook]) -> None:
-        if not self._is_capturing():  # a graph that is captured must not ask for events
+        if not self._is_capturing():  # events must not be queried during graph capture
             for look in looks:
                 look.look()
 
@@ -107,20 +104,20 @@ class DeviceStreams(Streams):
 
     def reset(self) -> None:
         torch.accelerator.synchronize()
+        self.forget()
+
+    def forget(self) -> None:
         for held in self._retired.values():
             held.clear()
+        self.host_read = None
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Return the lanes of a device."""
     return DeviceStreams(device) if capabilities(device).has_lanes else Streams()
 
 
-# Launches whose waits somebody is told of. A run that nobody observes enters nothing here.
-
-
 class FlightObserver(Protocol):
-    """Is told of the waits for one launch of a lane."""
+    """Notified of the waits for one launch of a lane."""
 
     def before_wait(self, flight: InFlight) -> None: ...
 
@@ -128,7 +125,7 @@ class FlightObserver(Protocol):
 
 
 class ObservedFlight(InFlight):
-    """A launch whose waits are told of. It takes the place of the one that was launched."""
+    """Replaces an observed launch, and notifies observers of waits for it."""
 
     __slots__ = ("__weakref__", "_observers")
 

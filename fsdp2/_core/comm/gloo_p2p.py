@@ -1,8 +1,8 @@
-"""Collectives of large buffers made of sends and receives, where the backend's own cost more.
+"""Collectives on large buffers from sends and receives, where these are faster than gloo's own.
 
-gloo reduce-scatters by an all-reduce, which sends everything twice, and runs every collective in a
-thread of its own. Between few ranks each part is sent right from where it lies to where it is used;
-between many, parts go in one all-to-all. It must not know layouts or groups.
+gloo implements reduce-scatter as an all-reduce, which sends everything twice, and runs every
+collective in a separate thread. Between few ranks, each part is sent directly from its source to
+its destination; between many, parts share one all-to-all. Independent of layouts and groups.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from torch import Tensor
 
 from fsdp2._core.base import torch_comm
 
-LARGE_NBYTES = 32768
-"""Bytes of a buffer from which this costs less than gloo's own (docs/decisions/0013)."""
-
-MAX_RANKS = 4
-"""Ranks up to which parts are sent one by one."""
-
+LARGE_NBYTES = 32768  # minimum size at which this beats gloo's own (docs/decisions/0013)
+MAX_RANKS = 4  # maximum number of ranks for sending parts individually
 GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
-"""Beside the tags of the user's own sends. Messages of one tag arrive in the order sent."""
+"""Distinct from the tags of user code. Messages with the same tag arrive in the order sent."""
 
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """True if a collective on a large ``tensor`` is cheaper this way."""
+    """Return True if this is cheaper for a collective on a large ``tensor``."""
     return tensor.is_cpu and torch_comm.is_gloo(group)
 
 
 def is_small(group: dist.ProcessGroup) -> bool:
-    """True if parts are sent one by one."""
+    """Return True if parts are sent individually."""
     return group.size() <= MAX_RANKS
 
 
-class Several:
-    """Works that were issued one behind the other, as one."""
+def run(work: Any, async_op: bool) -> dist.Work | None:
+    """Return a work with ``async_op``; otherwise complete it and return None."""
+    if not async_op:
+        work.wait()
+    return work if async_op else None
 
+
+class Several:
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
@@ -52,18 +53,13 @@ class Several:
 
 
 class DirectGather(Several):
-    """An all-gather: each of ``rows`` gets what that rank has ``sent``, of any length."""
+    """An all-gather: each of ``rows`` receives that rank's ``sent``, of any length."""
 
     def __init__(
         self, rows: Sequence[Tensor] | Tensor, sent: Tensor, group: dist.ProcessGroup
     ) -> None:
-        rank = group.rank()
-        works = []
-        for other in _others(group):
-            works.append(group.recv([rows[other]], other, GATHER_TAG))
-            works.append(group.send([sent], other, GATHER_TAG))
-        super().__init__(works)
-        memmove(rows[rank].data_ptr(), sent.data_ptr(), sent.nbytes)  # seen by no mode
+        super().__init__(_swap(rows, [sent] * group.size(), group, GATHER_TAG))
+        memmove(rows[group.rank()].data_ptr(), sent.data_ptr(), sent.nbytes)  # invisible to modes
         self._held = (rows, sent)
 
     def wait(self) -> None:
@@ -72,12 +68,10 @@ class DirectGather(Several):
 
 
 class Exchange:
-    """A reduce-scatter: ``output`` ``[S]`` gets the sum, or the mean, of this rank's parts.
-
-    Sums are in the dtype of ``output`` and in the order of ranks, so a narrower dtype may travel,
-    and equal parts have equal sums. It is done when it has been waited for. ``sizes`` are the
-    elements of each rank's output; None: they are as many.
-    """
+    """A reduce-scatter: ``output`` ``[S]`` receives the sum or the mean of this rank's parts. It
+    adds in the dtype of ``output`` and in rank order, so a narrower dtype may be sent, and equal
+    parts have equal sums. It completes in ``wait``. ``sizes``: the elements of each rank's output;
+    None: all equal."""
 
     def __init__(
         self,
@@ -94,11 +88,7 @@ class Exchange:
         own = sent.view(size, -1) if sizes is None else sent.split(list(sizes))
         self._work: Any
         if sent.is_cpu and torch_comm.is_gloo(group) and is_small(group):
-            works = []
-            for other in _others(group):
-                works.append(group.recv([received[other]], other, REDUCE_TAG))
-                works.append(group.send([own[other]], other, REDUCE_TAG))
-            self._work = Several(works)
+            self._work = Several(_swap(received, own, group, REDUCE_TAG))
             self._rows = [own[i] if i == rank else received[i] for i in range(size)]
         else:
             lengths = None if sizes is None else [n * sent.itemsize for n in sizes]
@@ -115,14 +105,18 @@ class Exchange:
         self._sent: Tensor | None = sent
 
     def is_completed(self) -> bool:
-        """True if nothing has to travel any more."""
         return self._sent is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Wait for the parts and add them up."""
         if self._sent is None:
             return
         self._work.wait()
+        self._add_up()
+        if self._is_mean:
+            self._output.div_(len(self._rows))
+        self._work, self._sent, self._rows = None, None, []
+
+    def _add_up(self) -> None:
         output, (first, second, *others) = self._output, self._rows
         if first.dtype == output.dtype and not others:
             torch.add(first, second, out=output)
@@ -132,12 +126,18 @@ class Exchange:
             output.copy_(first)
             for part in (second, *others):
                 output.add_(part)
-        if self._is_mean:
-            output.div_(len(self._rows))
-        self._work, self._sent, self._rows = None, None, []
 
 
-def _others(group: dist.ProcessGroup) -> list[int]:
-    """Return the other ranks, beginning with the next one: not all write to one at a time."""
-    size, rank = group.size(), group.rank()
-    return [(rank + step) % size for step in range(1, size)]
+def _swap(
+    received: Sequence[Tensor] | Tensor,
+    sent: Sequence[Tensor] | Tensor,
+    group: dist.ProcessGroup,
+    tag: int,
+) -> list[dist.Work]:
+    """Send each other rank its item, and receive one from it."""
+    works, size, rank = [], group.size(), group.rank()
+    for step in range(1, size):  # from the next rank on, to spread simultaneous sends
+        other = (rank + step) % size
+        works.append(group.recv([received[other]], other, tag))
+        works.append(group.send([sent[other]], other, tag))
+    return works

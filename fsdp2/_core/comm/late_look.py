@@ -1,7 +1,7 @@
-"""What a device has seen of other ranks, told to the host without a wait.
+"""Stamps that a device received from other ranks, copied to the host without a wait.
 
-Owns the copies of stamps, one a step, and when they are looked at. It must not know what a stamp
-says: whoever has one compares. See [Note: agreement] in ``_core.agreement.agreement``.
+Owns these copies and the time of their check; stamps compare themselves. See [Note: agreement] in
+``_core.agreement.agreement``.
 """
 
 from __future__ import annotations
@@ -15,53 +15,47 @@ from torch import Tensor
 
 
 class Seen(Protocol):
-    """A stamp whose gathers leave those of all ranks in ``seen`` ``[W, n]``."""
+    """A stamp; its gathers store those of all ranks in ``seen`` ``[W, n]``."""
 
     seen: Tensor | None
 
     def check(self, seen: Tensor) -> None:
-        """Compare what was copied."""
+        """Compare the copied stamps."""
 
     def check_sum(self, seen: Tensor, number: int) -> None:
-        """Compare the sum of the stamps of a reduction, which had a number."""
+        """Compare the sum of a reduction's stamps with this number."""
 
 
 class LateLook:
-    """The stamps that came with the gathers over one process group of a device.
+    """The stamps from gathers over one process group of a device. Once a step, one copy brings them
+    to the host. Its completion is polled: the check is mostly a step later."""
 
-    Once a step they are copied to the host, in one copy. If that is over is asked, not waited for:
-    they are looked at mostly a step later.
-    """
-
-    count: ClassVar[int] = 0  # of those that were made: who collects them collects again
+    count: ClassVar[int] = 0  # instances created: lets collections of them detect new ones
 
     def __init__(self) -> None:
-        # of each stamp the row that every rank sends, and how many ranks do
-        self._expected: weakref.WeakKeyDictionary[Seen, tuple[bytes, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # of these, as copied
-        self._slots: list[Tensor] = []  # what a device leaves for each, as bytes
-        self._is_known = False  # the last two are those of the stamps that live
+        # the row that every rank sends, and the number of ranks
+        self._expected = weakref.WeakKeyDictionary[Seen, tuple[bytes, int]]()
+        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # parts of the copied stamps
+        self._slots: list[Tensor] = []  # device memory of each, as bytes
+        self._is_known = False  # the last two match the live stamps
         self._copied: Tensor | None = None  # in pinned memory
-        self._event: torch.Event | None = None  # of the copy that nobody has looked at
-        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; holds its memory
+        self._event: torch.Event | None = None  # of the copy not yet checked
+        self._sum: tuple[Seen, int, Tensor] | None = None  # last reduction; holds its memory
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
         LateLook.count += 1
 
     def add(self, stamp: Seen, row: bytes, ranks: int) -> None:
-        """Look at what a device leaves in ``stamp.seen``: a row of each of so many ranks."""
+        """Check the device's contents of ``stamp.seen``: one row per rank."""
         self._expected[stamp] = row, ranks
         self._is_known, self._event = False, None
 
     def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
-        """Look at the sum of stamps ``[n]`` too; a rank that gives up does so in every one."""
+        """Also check a sum of stamps ``[n]``; a rank that gives up reports it in every sum."""
         self._sum = stamp, number, total
 
-    @torch.inference_mode(False)  # what is kept is written again outside of it
+    @torch.inference_mode(False)  # kept tensors are written again outside of it
     @torch.no_grad()
     def note(self) -> None:
-        """Copy what the device has seen, behind what it was given so far."""
         total, self._sum = self._sum, None
         if self._event is not None:
             return
@@ -84,11 +78,7 @@ class LateLook:
             self._event = torch.accelerator.current_stream().record_event()
 
     def look(self) -> None:
-        """Compare what was copied, if the copy is over.
-
-        Raises:
-            StateError: a rank gathered something else.
-        """
+        """Compare the copied stamps, if the copy is complete."""
         if self._event is None or not self._event.query():
             return
         self._event = None
@@ -102,7 +92,7 @@ class LateLook:
         for known, row, ranks in self._parts:
             nbytes = len(row) * ranks
             at, begin = begin, begin + nbytes
-            if string_at(address + at, nbytes) == row * ranks:  # held for no longer: it is large
+            if string_at(address + at, nbytes) == row * ranks:  # temporary: it is large
                 continue
             stamp = known()
             if stamp is not None and stamp.seen is not None:

@@ -1,19 +1,15 @@
-"""The ranks that a group talks to.
-
-Owns ``MeshAxis`` and ``DataMesh``. An absent axis has size 1, so that no caller asks whether it
-exists. It must not know parameters.
+"""The ranks that a group communicates with. An absent axis has size 1: no special case for callers.
 
 [Note: roles]
-Every dim of the mesh on which sharded parameters lie has a role: to shard over, to replicate over,
-or to be a parameter's own (tensor-parallel, expert-parallel), which data parallelism leaves alone.
-At most one dim has the role to shard; several that a user names become one first, flattened.
+Every dim of the mesh of sharded parameters has a role: to shard over, to replicate over, or to be a
+parameter's own (tensor-parallel, expert-parallel), which data parallelism does not use. At most one
+dim is sharded over; several such dims are first flattened into one.
 
 [Note: layers]
-With ``shard_outer`` parameters are sharded over all ranks of a 2-D mesh, as one axis, so that
-whatever is kept between steps is. Within a step neighbours along the inner dim have copies among
-themselves: of parameters (a smaller mesh after forward), and of sums of gradients. So a gradient
-goes two ways: it is scattered over the inner axis, where each rank gets the shards of its whole
-line of the outer axis, and these are scattered over that line when the step is due.
+With ``shard_outer``, parameters and all persistent state are sharded over all ranks of a 2-D mesh,
+as one axis. Within a step neighbours along the inner dim share copies: of parameters (a smaller
+mesh after forward), and of summed gradients. So a gradient is scattered over the inner axis, where
+each rank gets the shards of its line of the outer axis, and over that at the end of the step.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._core.base import torch_comm, torch_dtensor, torch_modes
-from fsdp2._core.base.arguments import wrong_type
-from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base.errors import ConfigError, UnsupportedError, wrong_type
 from fsdp2._core.base.policy import DataParallelMeshDims
 from fsdp2._core.base.warn import warn
 
@@ -43,12 +38,9 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh as this rank sees it.
-
-    ``whole``: the axis whose ranks agree on what is sent over this one, which has some or all of
-    them; None: the ranks of this one do. See [Note: several groups of some ranks] in
-    ``_core.agreement.agreement``.
-    """
+    """One axis of a mesh from this rank's perspective. ``whole``: the axis, of more ranks, on which
+    ranks agree on operations over this one; None: this axis. See [Note: several groups of some
+    ranks] in ``_core.agreement.agreement``."""
 
     name: str
     size: int
@@ -57,10 +49,7 @@ class MeshAxis:
     whole: MeshAxis | None = dataclasses.field(default=None, compare=False)
 
     def separate(self) -> MeshAxis:
-        """Return the axis with one more process group, which axes over these ranks share.
-
-        Collective over the axis, the first time.
-        """
+        """Return the axis with a second process group. The first call is collective."""
         assert self.pg is not None
         group = _separate.get(self.pg)
         if group is None:
@@ -71,37 +60,32 @@ class MeshAxis:
 
     @property
     def is_real(self) -> bool:
-        """True if torch.distributed carries what is sent over it; tests join ranks otherwise."""
+        """Return True if torch.distributed carries its data; tests join ranks otherwise."""
         return isinstance(self.pg, dist.ProcessGroup) and not self.is_imagined
 
     @property
     def is_imagined(self) -> bool:
-        """True if there are no ranks: somebody plans."""
+        """Return True if its ranks do not exist, as in planning."""
         return isinstance(self.pg, torch_dtensor.ImaginedGroup)
 
     @property
     def global_ranks(self) -> list[int]:
-        """Ranks of the axis, as the whole program counts them."""
         if isinstance(self.pg, dist.ProcessGroup) and self.is_real:
             return dist.get_process_group_ranks(self.pg)
         return list(range(self.size))
 
 
-_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+_separate: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 ABSENT_AXIS = MeshAxis("", 1, 0, None)
 
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The mesh that sharded parameters lie on, with the axes to shard and to replicate over.
-
-    ``roles`` has one entry for each dim of ``mesh``; see [Note: roles]. ``full`` and ``dims`` are
-    what the user passed if dims were named (``dp_mesh_dims``): then parameters come as DTensors on
-    ``full``, which is ``mesh`` unless several dims are sharded over.
-    """
+    """The mesh of sharded parameters, with the axes to shard and to replicate over, and a role for
+    each dim ([Note: roles]). ``full`` and ``dims`` are the user's arguments if dims were named
+    (``dp_mesh_dims``): then parameters are DTensors on ``full``, which is ``mesh`` unless several
+    dims are sharded over."""
 
     mesh: DeviceMesh
     shard: MeshAxis
@@ -113,7 +97,6 @@ class DataMesh:
 
     @property
     def size(self) -> int:
-        """Ranks over which gradients are averaged."""
         return self.shard.size * self.replicate.size
 
     @cached_property
@@ -123,20 +106,17 @@ class DataMesh:
 
     @cached_property
     def summed(self) -> MeshAxis:
-        """The axis over which the result is reduced then: of size 1 if that was all."""
+        """The axis over which the result is then reduced; absent if there is none."""
         return self.replicate if self.layers is None else self.layers.replicate
 
     @cached_property
     def rows_between(self) -> int:
-        """Shards of a gradient that a rank has between the two."""
+        """Number of a gradient's shards on a rank between these reductions."""
         return 1 if self.layers is None else self.layers.replicate.size
 
     @staticmethod
     def layered(mesh: DeviceMesh) -> DataMesh:
-        """Read a 2-D mesh as one axis of all its ranks, in layers. See [Note: layers].
-
-        Collective: the dims are flattened, and cut into lines again.
-        """
+        """Read a 2-D mesh as one axis of all its ranks. See [Note: layers]. Collective."""
         outer, inner = mesh.size(0), mesh.size(1)
         if _axis(mesh, 0).is_imagined:
             rank = mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
@@ -156,7 +136,7 @@ class DataMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh, roles: tuple[str, ...] | None = None) -> DataMesh:
-        """Read a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or as ``roles`` say."""
+        """Read a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or by ``roles``."""
         if roles is None:
             roles = (SHARD,) if mesh.ndim == 1 else (REPLICATE, SHARD)
         _require_ascending(mesh, [d for d, role in enumerate(roles) if role == SHARD])
@@ -168,10 +148,8 @@ class DataMesh:
 
     @staticmethod
     def named(full: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
-        """Read a mesh of any number of dims by their names; ``check_mesh`` has seen both.
-
-        Collective the first time, if several dims have one role: they are flattened.
-        """
+        """Read a checked mesh by the names of its dims. The first call is collective if several
+        dims have one role: they are flattened."""
         names = tuple(full.mesh_dim_names or ())
         shard = tuple(name for name in names if name in dims.shard_names)
         replicate = tuple(name for name in names if name in dims.replicate_names)
@@ -190,7 +168,7 @@ class DataMesh:
         return DataMesh(mesh, flat_shard, _joined_axis(full, replicate), roles, full, dims)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataMesh:
-        return self  # process groups are shared by what communicates over them
+        return self  # process groups are shared by copies
 
     def __reduce__(self) -> tuple[Callable[..., DataMesh], tuple[Any, ...]]:
         if self.layers is not None:
@@ -200,19 +178,13 @@ class DataMesh:
         return DataMesh.of, (self.mesh, self.roles)
 
     def split(self, size: int) -> DataMesh:
-        """Return the mesh on which ``size`` neighbours of the shard axis hold a whole parameter.
-
-        Collective: every rank of the mesh must call it (once; the result is kept on the mesh).
-        """
+        """Return the mesh on which ``size`` neighbours share a parameter. Collective, cached."""
+        names = ("outer", "inner")
         if self.shard.is_imagined:
-            return DataMesh.of(
-                torch_dtensor.imagined_mesh(
-                    (self.size // size, size),
-                    ("outer", "inner"),
-                    self.replicate.rank * self.shard.size + self.shard.rank,
-                )
-            )
-        # only the ranks of this slice may be here, so only they make the groups
+            rank = self.replicate.rank * self.shard.size + self.shard.rank
+            shape = (self.size // size, size)
+            return DataMesh.of(torch_dtensor.imagined_mesh(shape, names, rank))
+        # only the ranks of this slice may call this, so only they create the groups
         root = torch_dtensor.root_mesh(self.mesh)
         kept: KeptOnMesh = root.__dict__.setdefault("_fsdp2_split", KeptOnMesh())
         key = (self.mesh, self.roles, size)
@@ -222,23 +194,20 @@ class DataMesh:
             for lines in (ranks.t().tolist(), ranks.tolist()):
                 (line,) = (line for line in lines if dist.get_rank() in line)
                 groups.append(torch_comm.group_of(line, "neighbours of a smaller mesh"))
-            made = DataMesh.of(
-                DeviceMesh.from_group(
-                    groups, self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner")
-                )
-            )
+            kind = self.mesh.device_type
+            mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names)
+            made = DataMesh.of(mesh)
             inner = dataclasses.replace(made.shard, whole=self.shard)
             kept[key] = dataclasses.replace(made, shard=inner)
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return the ranks that share this rank's place on every own axis, shard axis last."""
+        """Return the ranks with this rank's coordinate on every own axis, shard axis last."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
-        order = sorted(
-            range(grid.ndim), key=lambda dim: (OWN, REPLICATE, SHARD).index(self.roles[dim])
-        )
+        kinds = (OWN, REPLICATE, SHARD)
+        order = sorted(range(grid.ndim), key=lambda dim: kinds.index(self.roles[dim]))
         grid = grid.permute(order)
         for dim in order[: self.roles.count(OWN)]:
             grid = grid[place[dim]]
@@ -246,7 +215,6 @@ class DataMesh:
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device("cpu")
@@ -254,17 +222,14 @@ class DataMesh:
 
 
 class KeptOnMesh(dict[Any, DataMesh]):
-    """What is kept on a mesh; copies and pickles of the mesh have none."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> KeptOnMesh:
-        return KeptOnMesh()
+    """A cache on a mesh; empty in copies and pickles of the mesh."""
 
     def __reduce__(self) -> tuple[type[KeptOnMesh], tuple[()]]:
         return KeptOnMesh, ()
 
 
 def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
-    """Return several dims as one axis; none are an absent one."""
+    """Return the axis of some dims, flattened if several; absent if there are none."""
     if not names:
         return ABSENT_AXIS
     if len(names) == 1:
@@ -272,8 +237,8 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
     if _axis(mesh, 0).is_imagined:
         raise UnsupportedError(
             "FS906",
-            "plan: dp_mesh_dims with several dims of one role is not planned, because it makes "
-            "process groups. Pass mesh with one dim of each role, of the same number of ranks.",
+            "plan: dp_mesh_dims with several dims of one role cannot be planned, because it "
+            "creates process groups. Pass a mesh of the same ranks with one dim per role.",
         )
     joined = torch_dtensor.flatten_dims(mesh, names)
     torch_comm.wait_as_the_world(joined.get_group())
@@ -283,19 +248,15 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
 def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
     torch_comm.pause_at_exit()
     names = mesh.mesh_dim_names
-    axis = MeshAxis(
-        names[dim] if names else f"axis {dim}",
-        mesh.size(dim),
-        mesh.get_local_rank(dim),
-        mesh.get_group(dim),
-    )
+    name = names[dim] if names else f"axis {dim}"
+    axis = MeshAxis(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim))
     if axis.size > 1 and axis.is_real:
         _tell_of_timeout(axis)
     return axis
 
 
 def _tell_of_timeout(axis: MeshAxis) -> None:
-    """Warn, once for each world, of a user's group that waits longer than the world."""
+    """Warn, once per world, if the axis's group has a longer time-out than the world's."""
     world, group = dist.group.WORLD, axis.pg
     if world is None or group is None or group is world or world in _told:
         return
@@ -305,76 +266,58 @@ def _tell_of_timeout(axis: MeshAxis) -> None:
     _told.add(world)
     warn(
         "FS231",
-        f"the process group of mesh dim {axis.name!r} waits {own.total_seconds():g} s for "
-        f"other ranks, and the default group {asked.total_seconds():g} s: a mesh does not take "
-        "over the time-out that init_process_group was given. If a link breaks, ranks wait "
-        f"that long. Set it: mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
-        f"seconds={asked.total_seconds():g})), for each dim.",
+        f"the process group of mesh dim {axis.name!r} has a timeout of {own.total_seconds():g} s, "
+        f"the default group one of {asked.total_seconds():g} s: a mesh does not inherit the "
+        "timeout of init_process_group. If a link fails, ranks wait that long. Call "
+        f"mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
+        f"seconds={asked.total_seconds():g})) for each dim.",
     )
 
 
 _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Default groups whose users were told that a mesh waits longer."""
+"""Default groups for which the warning was issued."""
 
 
 def default_mesh() -> DeviceMesh:
-    """Return the 1-D mesh of all ranks on the accelerator, or on the CPU.
-
-    Initialises the default process group from the launcher's environment if there is none.
-    """
+    """Return the 1-D mesh of all ranks on the accelerator or the CPU; may make a default group."""
     require_process_group("fully_shard: mesh=None")
     return init_device_mesh(default_device_type(), mesh_shape=(dist.get_world_size(),))
 
 
 def require_process_group(who: str) -> None:
-    """Initialise the default process group from the environment if there is none.
-
-    Raises:
-        ConfigError: that does not tell enough.
-    """
+    """Initialise the default process group from the environment if there is none."""
     if not dist.is_initialized():
         try:
             dist.init_process_group()
         except ValueError as error:
             raise ConfigError(
                 "FS218",
-                f"{who} needs a process group, and none could be initialised "
-                f"({error}). Start the program with torchrun --nproc-per-node=N, or call "
+                f"{who} needs a process group, but none could be initialized ({error}). Start the "
+                "program with torchrun --nproc-per-node=N, or call "
                 "torch.distributed.init_process_group first.",
             ) from error
 
 
 def default_device_type() -> str:
-    """Name the accelerator, or the CPU."""
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    return accelerator.type if accelerator is not None else "cpu"
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else "cpu"
 
 
 def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
-    """Return ``mesh`` if it is one that parameters can be sharded over.
-
-    Raises:
-        ConfigError: not a ``DeviceMesh``; without ``dims``, more than two dims, or two without
-            names; with ``dims``, no names, or not those that ``dims`` has.
-    """
+    """Return a mesh over which parameters can be sharded: with ``dims`` it must have these names,
+    otherwise one dim, or two with names."""
     if dims is not None and not isinstance(dims, DataParallelMeshDims):
         expected = "a fsdp2.DataParallelMeshDims or None"
         raise wrong_type("fully_shard", "dp_mesh_dims", expected, dims)
     if not isinstance(mesh, DeviceMesh):
-        raise wrong_type(
-            "fully_shard",
-            "mesh",
-            "a DeviceMesh" if dims is not None else "a DeviceMesh or None",
-            mesh,
-            "Make one with torch.distributed.device_mesh.init_device_mesh.",
-        )
+        expected = "a DeviceMesh" if dims is not None else "a DeviceMesh or None"
+        hint = "Make one with torch.distributed.device_mesh.init_device_mesh."
+        raise wrong_type("fully_shard", "mesh", expected, mesh, hint)
     if mesh.get_coordinate() is None:
         raise ConfigError(
             "FS229",
             f"fully_shard: rank {dist.get_rank()} is not on {mesh}. Call it on the ranks of the "
-            "mesh only, or pass each rank a mesh that it is on.",
+            "mesh only, or pass each rank a mesh that contains it.",
         )
     if dims is not None:
         _check_dims(mesh, dims)
@@ -389,28 +332,22 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ConfigError(
             "FS216",
-            "fully_shard: expected names on a 2-D mesh, found none. Pass mesh_dim_names="
-            "('replicate', 'shard') to init_device_mesh.",
+            "fully_shard: expected a 2-D mesh with dim names, found none. Pass "
+            "mesh_dim_names=('replicate', 'shard') to init_device_mesh.",
         )
     return mesh
 
 
 def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
-    """Refuse a mesh whose ranks do not ascend along ``dims``, which together cut a tensor.
-
-    torch sorts the ranks of a process group, and a collective hands out shards in that order. A
-    DTensor takes its place from the mesh. Where the two differ, what DCP writes is in the wrong
-    rows, without an error (torch 2.13.0). What ``mesh`` was sliced from is looked at, as a whole:
-    ranks of another slice, which work with these along other dims, raise too.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Reject a mesh whose ranks do not ascend along ``dims``, which together split a tensor. torch
+    sorts the ranks of a process group, and a collective assigns shards in that order, but a DTensor
+    takes its coordinate from the mesh. If the two differ, DCP silently writes the wrong rows (torch
+    2.13.0). The full root mesh is checked, so that ranks of other slices raise too."""
     if not dims:
         return
     whole, at = torch_dtensor.root_mesh(mesh), tuple(dims)
     names = [mesh.mesh_dim_names[dim] for dim in dims] if mesh.mesh_dim_names else []
-    if names and set(names) <= set(whole.mesh_dim_names or ()):  # dims that were joined are not
+    if names and set(names) <= set(whole.mesh_dim_names or ()):  # false for flattened dims
         at = tuple((whole.mesh_dim_names or ()).index(name) for name in names)
     else:
         whole = mesh
@@ -424,23 +361,21 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
         raise ConfigError(
             "FS230",
             f"fully_shard: found {whole}, whose ranks do not ascend along the sharded dim. torch "
-            "sorts the ranks of a process group, so checkpoints would mix up rows. "
-            "Sort them; to place ranks on machines, change which process has which rank.",
+            "sorts the ranks of a process group, so checkpoints would mix up rows. Sort them; to "
+            "choose the machine of a rank, change the ranks of processes.",
         )
     known.add(at)
 
 
-_ascending: weakref.WeakKeyDictionary[DeviceMesh, set[tuple[int, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The dims along which ranks were found to ascend: a model has many units on one mesh."""
+_ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""By mesh: dims known to ascend, because a model has many units on one mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if mesh.mesh_dim_names is None:
         raise ConfigError(
             "FS217",
-            "fully_shard: dp_mesh_dims names dims of a mesh, and this one has no names. Pass "
+            "fully_shard: dp_mesh_dims needs a mesh with dim names, found none. Pass "
             "mesh_dim_names to init_device_mesh.",
         )
     names = tuple(mesh.mesh_dim_names)
@@ -448,27 +383,22 @@ def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
         if name not in names:
             raise ConfigError(
                 "FS217",
-                f"fully_shard: found {name!r} in dp_mesh_dims, which is no dim of the mesh. Name "
-                f"some of {names}.",
+                f"fully_shard: found {name!r} in dp_mesh_dims, which is not a dim of the mesh. Use "
+                f"names from {names}.",
             )
     places = sorted({names.index(name) for name in dims.shard_names})
     if places and places[-1] - places[0] >= len(places):
         raise ConfigError(
             "FS217",
-            f"fully_shard: expected the dims to shard over to lie side by side, found "
-            f"{dims.shard_names} in a mesh of {names}. Order the dims so in init_device_mesh.",
+            f"fully_shard: expected the dims to shard over to be adjacent, found "
+            f"{dims.shard_names} in a mesh of {names}. Reorder the dims in init_device_mesh.",
         )
 
 
 def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
-    """Read the ``mesh_info`` that a parameter was given: None means the mesh of its unit.
-
-    Besides meshes it takes any object with a ``mesh``, and ``shard_mesh_dim`` and
-    ``replicate_mesh_dim`` if the dims are not in the usual order, as torch's own have.
-
-    Raises:
-        ConfigError: not a mesh; one that parameters cannot be sharded over; one of other devices.
-    """
+    """Read a parameter's ``mesh_info``; None means the mesh of its unit. Also accepts objects with
+    a ``mesh`` (and ``shard_mesh_dim`` and ``replicate_mesh_dim`` for another order of dims), such
+    as torch's own."""
     if found is None:
         return unit
     mesh = found if isinstance(found, DeviceMesh) else getattr(found, "mesh", None)
@@ -476,7 +406,7 @@ def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
         raise ConfigError(
             "FS215",
             f"{fqn}: shard_placement_fn returned mesh_info={found!r}. Return a 1-D mesh (shard), a "
-            "2-D mesh (replicate, shard), an object with one as its mesh, or None.",
+            "2-D mesh (replicate, shard), an object whose mesh is one of these, or None.",
         )
     chosen = {
         getattr(found, "replicate_mesh_dim", None): REPLICATE,
@@ -487,13 +417,13 @@ def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     if OWN in (roles or ()) or (roles is None and mesh.ndim not in (1, 2)):
         raise ConfigError(
             "FS215",
-            f"{fqn}: shard_placement_fn returned a mesh of {mesh.ndim} dims, {mesh}. Slice those "
-            "to replicate and to shard over from it.",
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.ndim} dims, {mesh}. Slice the "
+            "dims to replicate and to shard over.",
         )
     if mesh.device_type != unit.mesh.device_type:
         raise ConfigError(
             "FS215",
-            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device_type} devices, and "
-            f"fully_shard has one of {unit.mesh.device_type}. Use one kind in a call.",
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device_type} devices, but "
+            f"fully_shard has one of {unit.mesh.device_type}. Use one device type.",
         )
     return DataMesh.of(mesh, roles)

@@ -1,4 +1,4 @@
-"""An all-gather into symmetric memory, which ``set_symm_mem_for_comm`` puts in place of ours."""
+"""An all-gather into symmetric memory, which ``set_symm_mem_for_comm`` substitutes for ours."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp2._core.base import torch_comm
-from fsdp2._core.base.arguments import wrong_type, wrong_value
-from fsdp2._core.base.errors import UnsupportedError
+from fsdp2._core.base.errors import UnsupportedError, wrong_type, wrong_value
 from fsdp2._core.comm.wire import DefaultAllGather
 
 
@@ -31,14 +31,18 @@ class SymmetricMemoryAllGather(DefaultAllGather):
         self._memory = torch_comm.SymmetricMemory(group, backend)
 
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+        self,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         return self._memory.empty(size, dtype, device)
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:

@@ -1,22 +1,20 @@
-"""What a group sends, and beside what: the wire, and the lanes in which it works.
+"""The wire (a group's collectives and their buffers), and the lanes in which it works.
 
-Owns what is sent, not when. ``Wire`` is what a group calls: an all-gather and a reduce-scatter that
-can be swapped (``_core.comm.comms``), and the sum over replicas. A test swaps the ``Wire`` for one
-that joins several ranks in a process. Gradient scaling is a pure function here, because it depends
-on what the wire can carry.
+Defines how data is sent, not when. A group calls a ``Wire``: an all-gather and a reduce-scatter
+that can be replaced (``_core.comm.comms``), and the sum over replicas. Tests replace the ``Wire``
+by one that joins several ranks in a process.
 
-On a CPU the asynchrony is the collective's own (a ``Work``), and every method of ``Streams`` that
-orders streams does nothing. On a device there is a stream for each *lane* (``gather``, ``reduce``,
-``all_reduce``), and memory is handed over by events alone.
+On a CPU, collectives themselves are asynchronous (a ``Work``), and the stream-ordering methods of
+``Streams`` are no-ops. On a device there is a stream for each *lane* (``gather``, ``reduce``,
+``all_reduce``), and memory is handed over only by events.
 
 [Note: who frees a buffer]
-A buffer that two streams touch is held by an ``InFlight`` until the stream that allocated it has
-been told to wait for the stream that used it last. No ``record_stream``, no synchronisation with
-the host. Gather buffers are allocated in the gather lane and read by compute: ``retire`` records
-compute's progress, and the launch after the next one in that lane waits for it before it drops
-them. The next one does not: it gathers while compute unpacks. What is left when a forward or a
-backward is over is dropped by ``drain``. Reduce inputs are allocated by compute and read by the
-reduce lane: ``InFlight.wait`` makes compute wait.
+An ``InFlight`` owns a buffer used by two streams until the allocating stream has been ordered after
+the last using stream. No ``record_stream``, no host synchronisation. Gather buffers are allocated
+in the gather lane and read by compute: ``retire`` records compute's progress, and the launch after
+the next one in that lane waits for it before dropping them. The next one does not wait: it gathers
+while compute unpacks. ``drain`` drops the remainder at the end of a forward or a backward. Reduce
+inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` makes compute wait.
 """
 
 from __future__ import annotations
@@ -26,12 +24,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fsdp2._core.base import torch_autograd, torch_comm, torch_modes, torch_tensors
+from fsdp2._core.base import torch_autograd, torch_comm, torch_dtensor, torch_tensors
 from fsdp2._core.base.capabilities import ZERO_COPY_NBYTES, ZeroCopy
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.base.events import IDLE, Observable
@@ -44,44 +44,42 @@ from fsdp2._core.comm.mesh import MeshAxis
 
 
 class TorchMemory:
-    """Mixed into a collective: buffers come from torch's own allocator."""
+    """Mixin of a collective: buffers come from torch's own allocator."""
 
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+        self,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class DefaultAllGather(TorchMemory, AllGather):
-    """torch.distributed's, or direct sends where these are better."""
+    """torch.distributed's all-gather, or direct sends where they are faster."""
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
         is_large = input_tensor.nbytes >= gloo_p2p.LARGE_NBYTES
         if is_large and gloo_p2p.applies(group, input_tensor) and gloo_p2p.is_small(group):
             rows = output_tensor.view(group.size(), -1)
-            gather: Any = gloo_p2p.DirectGather(rows, input_tensor, group)
-            if not async_op:
-                gather.wait()
-            return gather if async_op else None
-        work: dist.Work | None = torch_comm.all_gather_single(
-            output_tensor, input_tensor, group, async_op
-        )
-        return work
+            return gloo_p2p.run(gloo_p2p.DirectGather(rows, input_tensor, group), async_op)
+        return torch_comm.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class DefaultReduceScatter(TorchMemory, ReduceScatter):
-    """torch.distributed's, or an exchange where that is better."""
+    """torch.distributed's reduce-scatter, or an exchange where it is faster."""
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
@@ -89,25 +87,23 @@ class DefaultReduceScatter(TorchMemory, ReduceScatter):
         is_large = input_tensor.nbytes >= gloo_p2p.LARGE_NBYTES
         is_cast = input_tensor.dtype != output_tensor.dtype
         if is_cast or (is_large and gloo_p2p.applies(group, input_tensor)):
-            exchange: Any = gloo_p2p.Exchange(output_tensor, input_tensor, group, op)
-            if not async_op:
-                exchange.wait()
-            return exchange if async_op else None
-        work: dist.Work | None = torch_comm.reduce_scatter_single(
-            output_tensor, input_tensor, op, group, async_op
-        )
-        return work
+            return gloo_p2p.run(gloo_p2p.Exchange(output_tensor, input_tensor, group, op), async_op)
+        return torch_comm.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class GroupMemory:
-    """Mixed into a collective: buffers come from the process group's own allocator, if any."""
+    """Mixin of a collective: buffers come from the process group's own allocator, if any."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+        self,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         flat = torch_comm.allocate_from_group(self._group, math.prod(size), dtype, device)
         return torch.empty(size, dtype=dtype, device=device) if flat is None else flat.view(*size)
 
@@ -121,14 +117,14 @@ class GroupMemoryReduceScatter(GroupMemory, DefaultReduceScatter):
 
 
 KEPT_NBYTES = 1 << 25
-"""Limit of ``KeptMemory``. The C library gets larger blocks from the system, and returns them."""
+"""Limit of ``KeptMemory``. The C library maps larger blocks separately, and unmaps them."""
 
 Cut = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Widths of columns, and the shapes in which these are used: with fewer rows, perhaps."""
+"""Widths of columns, and their shapes in use, possibly with fewer rows."""
 
 
 class Kept:
-    """A kept buffer ``[W, C]``, zeros at first, and its columns."""
+    """A kept buffer ``[W, C]``, initially zero, and its columns."""
 
     @torch.inference_mode(False)
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cut: Cut) -> None:
@@ -146,20 +142,23 @@ class Kept:
 
 
 class KeptMemory:
-    """Host buffers for what travels over one process group; groups use them one after another.
-
-    Allocating and freeing a few MB for each of many groups fragments the C library's heap: small
-    objects settle in the freed blocks, and the process grows with each group. Views of the columns
-    are kept too, because making them costs half of what unpacking small parameters does. They live
-    as long as a group that uses them.
-    """
+    """Host buffers for one process group's data, used by its groups sequentially. Allocating and
+    freeing a few MB for each of many groups would fragment the C library's heap, and the process
+    would grow with each group. Views of the columns are also kept, because creating them costs half
+    as much as unpacking small parameters. Buffers live as long as a group that uses them."""
 
     def __init__(self, most: int) -> None:
         self._buffers: dict[object, list[Kept]] = {}
         self._room = self._most = most
 
-    def take(self, use: str, shape: tuple[int, int], dtype: torch.dtype, cut: Cut) -> Kept:
-        """Return a free buffer. Outside of its columns only the same ``use`` has written."""
+    def take(
+        self,
+        use: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        cut: Cut,
+    ) -> Kept:
+        """Return a free buffer. Outside of its columns only the same ``use`` has written to it."""
         key = use, shape, dtype, cut
         for kept in self._buffers.get(key, ()):
             if kept.count_owners() == kept.at_rest:
@@ -179,8 +178,8 @@ _memories: weakref.WeakKeyDictionary[Any, weakref.ref[KeptMemory]] = weakref.Wea
 
 
 def memory_of(axis: MeshAxis) -> KeptMemory:
-    """Return the memory of an axis' process group. Fake tensors are not kept."""
-    if axis.pg is None or not torch_modes.has_real_memory():
+    """Return the memory of an axis's process group. Fake tensors are not kept."""
+    if axis.pg is None or not torch_dtensor.has_real_memory():
         return KeptMemory(0)
     known = _memories.get(axis.pg)
     memory = None if known is None else known()
@@ -190,37 +189,35 @@ def memory_of(axis: MeshAxis) -> KeptMemory:
     return memory
 
 
+@dataclass(eq=False)
 class Wire:
-    """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one.
-
-    ``zero_copy``: which parameters travel alone; ``gradient_dtype``: what gradients travel in, if
-    not in the reduce dtype. Whoever changes a wire tells its group (``ParamGroup.rewire``).
-    """
+    """A group's collectives. Call ``ParamGroup.rewire`` after changing a wire."""
 
     carries: ClassVar[bool] = True
+    adds_alike: ClassVar[bool] = False  # every rank adds in the same order
 
-    def __init__(self) -> None:
-        self.gather: Any = DefaultAllGather()
-        self.scatter: Any = DefaultReduceScatter()
-        self.uses_group_memory = False  # what a copy is told
-        self.is_separate = False  # gradients are reduced over a process group of their own
-        self.scatter_group: dist.ProcessGroup | None = None
-        self.zero_copy: ZeroCopy | None = ZeroCopy(ZERO_COPY_NBYTES)
-        self.gradient_dtype: torch.dtype | None = None
-        # a hook of the user's, over each axis; what must stay exact is told with the tensors
-        self.sum_rows: Callable[..., None] | None = None
-        self.sum_replicas: Callable[..., None] | None = None
-        self.exact: Exact = ()  # columns of a rank's part that nothing may round
-        self.keeps_landing = True  # on a host what is gathered may land in memory that is kept
+    gather: Any = field(default_factory=DefaultAllGather)
+    scatter: Any = field(default_factory=DefaultReduceScatter)
+    uses_group_memory: bool = False  # used in copying
+    is_separate: bool = False  # gradients are reduced over a separate process group
+    scatter_group: dist.ProcessGroup | None = None
+    # which parameters are sent separately
+    zero_copy: ZeroCopy | None = field(default_factory=lambda: ZeroCopy(ZERO_COPY_NBYTES))
+    gradient_dtype: torch.dtype | None = None  # dtype of sent gradients; None: the reduce dtype
+    # a user's hook over each axis; receives the exact columns with the tensors
+    sum_rows: Callable[..., None] | None = None
+    sum_replicas: Callable[..., None] | None = None
+    exact: Exact = ()  # columns of a rank's part that must not be rounded
+    keeps_landing: bool = True  # on a host, gathered data may land in kept memory
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies carry every choice; what hangs on a process group is made again by their group."""
+        """Copy all settings; the copy's group recreates objects that need a process group."""
         gather, scatter = self.custom
         kept = {name: value for name, value in vars(self).items() if name != "zero_copy"}
         nbytes, row_nbytes = self.zero_copy or (None, 1)
         return {
             **kept,
-            "zero_copy_nbytes": nbytes,  # as numbers: a pickle names as few classes as it can
+            "zero_copy_nbytes": nbytes,  # numbers, because pickles should refer to few classes
             "zero_copy_row_nbytes": row_nbytes,
             "gather": gather,
             "scatter": scatter,
@@ -236,7 +233,7 @@ class Wire:
         self.zero_copy = None if nbytes is None else ZeroCopy(nbytes, row_nbytes)
 
     def take_over(self, wire: Wire) -> None:
-        """Have the collectives and the choices of another wire, in whose place this one is put."""
+        """Adopt the collectives and settings of the wire that this one replaces."""
         self.gather, self.scatter = wire.gather, wire.scatter
         self.sum_rows, self.sum_replicas = wire.sum_rows, wire.sum_replicas
         self.is_separate, self.scatter_group = wire.is_separate, wire.scatter_group
@@ -244,26 +241,32 @@ class Wire:
         self.zero_copy, self.gradient_dtype = wire.zero_copy, wire.gradient_dtype
 
     def use_group_memory(self, pg: dist.ProcessGroup | None) -> None:
-        """Let buffers come from a process group's own allocator."""
+        """Allocate buffers with a process group's own allocator."""
         if pg is not None:
             self.gather = GroupMemoryAllGather(pg)
             self.scatter = GroupMemoryReduceScatter(self.scatter_group or pg)
 
     def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer of a reduction."""
-        buffer: torch.Tensor = self.scatter.allocate(shape, dtype=dtype, device=device)
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        buffer: Tensor = self.scatter.allocate(shape, dtype=dtype, device=device)
         return buffer
 
     @property
     def only_sums(self) -> bool:
-        """True if what joins gradients leaves a mean to the engine."""
+        """Return True if the engine must compute means, since the wire only sums."""
         return self.sum_replicas is not None
+
+    def summands(self, ranks: int) -> int:
+        """Return the number of gradients in a sum over ``ranks``, by which a mean divides it."""
+        return ranks
 
     @property
     def custom(self) -> tuple[Any, Any]:
-        """The all-gather and the reduce-scatter of the user's; None in place of one of ours."""
+        """The user's all-gather and reduce-scatter; None: the default one."""
         return (
             None if isinstance(self.gather, DefaultAllGather) else self.gather,
             None if isinstance(self.scatter, DefaultReduceScatter) else self.scatter,
@@ -271,31 +274,27 @@ class Wire:
 
     @property
     def is_custom(self) -> bool:
-        """True if a collective of the user's is set."""
         return self.custom != (None, None)
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """True if an all-gather may work on any memory; one of its own has to be packed."""
+        """Return True if the all-gather works on any memory; custom ones need packed buffers."""
         return type(self.gather) is DefaultAllGather
 
     @property
     def scatters_zero_copy(self) -> bool:
-        """The same for a reduce-scatter."""
+        """Return True if the reduce-scatter works on any memory."""
         return type(self.scatter) is DefaultReduceScatter
 
     @property
     def sends_kept(self) -> bool:
-        """True if on a host a reduce-scatter may send what lies in kept memory."""
+        """Return True if on a host a reduce-scatter may send from kept memory."""
         return self.keeps_landing and self.scatters_zero_copy and self.sum_rows is None
 
-    def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of an all-gather, and ``sent`` where it has to lie.
-
-        That is ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]``. A
-        swapped all-gather gets the latter, and what it sends is a slice of it, as torch's interface
-        has it.
-        """
+    def stage(self, sent: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor]:
+        """Return the output of an all-gather, and ``sent`` in the required memory. The output is
+        ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]``, also for custom
+        all-gathers; their input is a slice of it, as in torch's interface."""
         numel, gather = sent.numel(), self.gather
         if type(gather) is DefaultAllGather:
             shape = (axis.size, numel) if sent.dim() == 2 else (axis.size * numel,)
@@ -305,75 +304,58 @@ class Wire:
         return output, output.narrow(0, axis.rank * numel, numel).copy_(sent)
 
     def all_gather(
-        self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
+        self,
+        output: Tensor,
+        sent: Tensor,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> Any:
-        """Fill ``output``, ``W * C`` elements, with every rank's ``sent``, in rank order."""
+        """Fill ``output`` (``W * C`` elements) with every rank's ``sent``, in rank order."""
         assert axis.pg is not None
         return self.gather(output, sent, axis.pg, async_op)
 
     def all_gather_each(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], axis: MeshAxis, async_op: bool
+        self, pairs: Sequence[tuple[Tensor, Tensor]], axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Gather several pairs of output and input, in order."""
         if len(pairs) == 1:
             return self.all_gather(*pairs[0], axis, async_op)
         with torch_comm.coalesced(axis.pg, pairs[0][0].device):
             return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
 
     def all_gather_uneven(
-        self,
-        outputs: Sequence[torch.Tensor],
-        sent: torch.Tensor,
-        axis: MeshAxis,
-        async_op: bool,
+        self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill each of ``outputs`` with what that rank has ``sent``: as much as it has room for.
-
-        gloo's own takes equal lengths only, so the parts are sent one by one there.
-        """
+        """Fill each of ``outputs`` with that rank's ``sent``. gloo only supports equal lengths."""
         assert axis.pg is not None
         if gloo_p2p.applies(axis.pg, sent):
-            gather = gloo_p2p.DirectGather(outputs, sent, axis.pg)
-            if async_op:
-                return gather
-            gather.wait()
-            return None
+            return gloo_p2p.run(gloo_p2p.DirectGather(outputs, sent, axis.pg), async_op)
         return dist.all_gather(list(outputs), sent, axis.pg, async_op)
 
     def reduce_scatter_uneven(
         self,
-        output: torch.Tensor,
-        sent: torch.Tensor,
+        output: Tensor,
+        sent: Tensor,
         sizes: Sequence[int],
         op: Any,
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        """Fill ``output`` with this rank's part of all ``sent``, joined.
-
-        ``sizes`` are the elements of ``sent`` for each rank, in order.
-        """
+        """Fill ``output`` with this rank's reduced part of all ``sent``; ``sizes`` per rank."""
         group = self.scatter_group or axis.pg
         assert group is not None
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
             sizes = [2 * numel for numel in sizes]
         if sent.dtype != output.dtype or gloo_p2p.applies(group, sent):
-            exchange = gloo_p2p.Exchange(output, sent, group, op, sizes)
-            if async_op:
-                return exchange
-            exchange.wait()
-            return None
+            return gloo_p2p.run(gloo_p2p.Exchange(output, sent, group, op, sizes), async_op)
         return dist.reduce_scatter(output, list(sent.split(list(sizes))), op, group, async_op)
 
     def reduce_scatter(
-        self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined.
-
-        Complex numbers travel as their two parts, also to a reduce-scatter of the user's: NCCL has
-        none, and torch's reduce-scatter hands them on as they are.
-        """
+        """Fill ``output`` ``[S]`` with this rank's reduced part of all ``sent`` ``[W * S]``.
+        Complex numbers are sent as real pairs, also to a user's reduce-scatter: NCCL has no complex
+        dtypes, and torch's reduce-scatter does not convert."""
         group = self.scatter_group or axis.pg
         assert group is not None
         exact = self._exact_in(sent)
@@ -385,13 +367,8 @@ class Wire:
         return self.scatter(output, sent, group, op, async_op)
 
     def reduce_scatter_each(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        op: Any,
-        axis: MeshAxis,
-        async_op: bool,
+        self, pairs: Sequence[tuple[Tensor, Tensor]], op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Reduce several pairs of output and input, in order."""
         if len(pairs) == 1:
             return self.reduce_scatter(*pairs[0], op, axis, async_op)
         same = pairs[0][0].dtype == pairs[0][1].dtype  # else each is an exchange, with a sum
@@ -400,16 +377,16 @@ class Wire:
         ):
             return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
-    def _exact_in(self, tensor: torch.Tensor) -> Exact:
-        """Return the columns that nothing may round; of complex numbers each has two parts."""
+    def _exact_in(self, tensor: Tensor) -> Exact:
+        """Return the columns that must not be rounded; a complex number has two."""
         if not tensor.is_complex():
             return self.exact
         return [(2 * first, 2 * last) for first, last in self.exact]
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
-        """Replace ``tensor`` by what all ranks of the axis hold, joined."""
+        """Reduce ``tensor`` over all ranks of the axis, in place."""
         if self.sum_replicas is not None:
             assert axis.pg is not None
             exact = self._exact_in(tensor)
@@ -426,49 +403,48 @@ def _joined(works: Sequence[Any]) -> gloo_p2p.Several | None:
 
 
 class PendingReduction:
-    """Gradients of a tree that are being reduced, and that somebody has to wait for."""
+    """Reductions of a tree in flight, which must be waited for."""
 
     def __init__(self, tree: object) -> None:
         self.tree = tree
 
     def refuse(self, who: str, tree: object) -> None:
-        """Raise StateError: a tree on the same streams, or this one itself, wants to go on."""
+        """Raise StateError for a call on this tree, or on one that shares its streams."""
         whose = "" if self.tree is tree else " of a model that shares its streams (share_comm_ctx)"
         raise StateError(
             "FS311",
-            f"{who}: found a reduction{whose} that nobody has waited for. Call wait() on what "
-            "finalize_backward(async_op=True) returned.",
+            f"{who}: found a reduction{whose} that has not been waited for. Call wait() on the "
+            "handle from finalize_backward(async_op=True).",
         )
 
 
 class InFlight:
-    """Buffers that something still reads or writes. ``wait`` makes them safe to use."""
+    """Buffers that are still being read or written. ``wait`` makes them safe to use."""
 
     __slots__ = ("_event", "_lost", "_work", "buffers")
 
     def __init__(
         self,
-        buffers: tuple[torch.Tensor, ...],
-        work: dist.Work | None = None,  # of an asynchronous collective
-        lost: Callable[[Exception], Exception] | None = None,  # makes of the work's error ours
+        buffers: tuple[Tensor, ...],
+        work: dist.Work | None = None,  # the asynchronous collective
+        lost: Callable[[Exception], Exception] | None = None,  # converts the work's error to ours
     ) -> None:
         self.buffers = buffers
         self._work = work
         self._lost = lost
-        self._event: torch.Event | None = None  # in a lane: what is behind it may begin
+        self._event: torch.Event | None = None  # recorded in a lane, after the work
 
     def end_with(self, event: torch.Event) -> InFlight:
-        """Be over on a device when an event is."""
+        """Set the event that marks completion on a device."""
         self._event = event
         return self
 
-    def drop(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Hold some of the buffers no longer."""
+    def drop(self, buffers: Sequence[Tensor]) -> None:
         self.buffers = tuple(b for b in self.buffers if not any(b is other for other in buffers))
 
     @property
     def is_done(self) -> bool:
-        """True if the work has ended already, on a CPU."""
+        """Return True if the work is already complete, on a CPU."""
         return self._event is None and (self._work is None or self._work.is_completed())
 
     def wait(self) -> None:
@@ -485,14 +461,14 @@ class InFlight:
             torch.accelerator.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Make the host wait for the work: what it wrote to host memory can be read."""
+        """Make the host wait for the work, so that it can read host memory that the work wrote."""
         self.wait()
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def runs(self) -> bool:
-        """True if an asynchronous work was issued, and nobody has waited for it."""
+        """Return True if an asynchronous work was issued and not waited for."""
         return self._work is not None
 
     def hold_back(self, stream: torch.Stream) -> None:
@@ -505,17 +481,15 @@ WHERE_IT_IS = nullcontext()
 
 
 class Streams(Observable):
-    """Lanes of a CPU: none. Collectives are issued as async works."""
+    """The lanes of a CPU, which has no streams: collectives are issued as async works."""
 
     async_op = True
-    host_read: InFlight | None = None  # the last launch that reads memory of the host
-    pending: PendingReduction | None = None  # holds the lanes until somebody has waited for it
-
-    # The stream that computes now; a CPU has none. An attribute: it is read in every step.
-    current: torch.Stream | None = None
+    host_read: InFlight | None = None  # the last launch that reads host memory
+    pending: PendingReduction | None = None  # holds the lanes until it is waited for
+    current: torch.Stream | None = None  # for compute; None on a CPU
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Compute in a stream that ``current`` returned."""
+        """Return a context that computes in a stream from ``current``."""
         return WHERE_IT_IS
 
     def launch(
@@ -525,7 +499,7 @@ class Streams(Observable):
         *args: object,
         after: InFlight | None = None,
     ) -> InFlight:
-        """Run ``issue(*args)`` in a lane, behind ``after``."""
+        """Run ``issue(*args)`` in a lane, ordered after ``after``."""
         if after is not None:
             after.wait()
         if packing_hooks(False) is not None:
@@ -534,52 +508,49 @@ class Streams(Observable):
         return issue(*args)
 
     def order_after_compute(self, lane: str) -> None:
-        """Let a lane wait for what compute has been given so far."""
+        """Make a lane wait for all work issued to compute so far."""
 
-    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
-        """Free buffers of a lane once compute, as far as it is enqueued, has read them."""
+    def retire(self, lane: str, buffers: tuple[Tensor, ...]) -> None:
+        """Free buffers of a lane after the compute enqueued so far, which reads them."""
 
     def drain(self, lane: str) -> None:
-        """Free the retired buffers of a lane: nothing is launched there for a while."""
+        """Free a lane's retired buffers before a pause in its launches."""
 
     def order_after_event(self, lane: str, event: torch.Event) -> None:
-        """Let a lane wait for an event of the user's; here, the host does."""
+        """Make a lane wait for a user's event; on a CPU, the host waits."""
         event.synchronize()
 
     def hold_back(self, stream: torch.Stream | None) -> None:
-        """Let a stream whose memory compute has used, and gives back, wait for compute."""
+        """Make a stream wait for compute, which has used the stream's memory."""
 
     def finish_host_reads(self) -> None:
-        """Make the host wait until nothing reads its memory, which the user may write to then."""
+        """Make the host wait until its memory is no longer read, before the user writes to it."""
         if self.host_read is not None:
             self.host_read.synchronize()
             self.host_read = None
 
     def note_late(self, looks: Iterable[LateLook]) -> None:
-        """Let the device tell what it has seen of other ranks; here, the host sees at once."""
+        """Copy a device's received stamps to the host; on a CPU, the host checks immediately."""
 
     def look_late(self, looks: Iterable[LateLook]) -> None:
-        """Look at what the device has told, if that takes no wait.
-
-        Raises:
-            StateError: ranks gathered different things.
-        """
+        """Check the copied stamps, without waiting. StateError if ranks gathered different data."""
 
     def lane_of(self, stream: torch.Stream) -> str:
-        """Return the lane that is a stream of the user's; here, none is needed."""
+        """Return the lane of a user-supplied stream; a CPU needs none."""
         return "all_reduce"
 
     def reset(self) -> None:
-        """Drop everything held, after the device has finished it."""
+        """Drop all buffers, after the device has finished with them."""
+
+    def forget(self) -> None:
+        """Drop all buffers immediately: no operation that uses them was enqueued."""
 
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"launch": launch}
 
 
+@dataclass(eq=False, slots=True)
 class StepContext:
-    """What the groups of a tree share: the phase that its root is in, and the lanes."""
+    """State shared by the groups of a tree: the lanes, and the phase of its root."""
 
-    __slots__ = ("phase", "streams")
-
-    def __init__(self, streams: Streams) -> None:
-        self.phase = IDLE
-        self.streams = streams
+    streams: Streams
+    phase: str = IDLE

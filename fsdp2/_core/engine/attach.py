@@ -1,13 +1,10 @@
-"""How a tree of units begins: its root runs its first forward.
-
-Owns what only the whole tree shows: names, the runtime that its units share, which unit moves the
-groups of conditional ones, and the errors of trees that cannot run.
+"""Start of a tree of units, when its root runs its first forward: everything that requires the full
+tree, such as names, the common runtime, owning units, and errors for trees that cannot run.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 
 import torch.nn as nn
 
@@ -19,17 +16,13 @@ from fsdp2._core.engine.parts import Part, Parts
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
 from fsdp2._core.params.param import FSDPParam, check_unused
 
-_told: weakref.WeakSet[Unit] = weakref.WeakSet()
-"""Roots of which it was said once that a module of theirs ran before them."""
+_told: weakref.WeakSet[Unit] = weakref.WeakSet()  # roots with modules around them: warned about
 
 
 def attach(root: Unit) -> Runtime:
-    """Make ``root`` the root of every unit below it, and plan what only the whole tree shows.
-
-    Raises:
-        StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
-    """
-    if root.fqn:  # ``fully_shard`` of a module around it named it so
+    """Make ``root`` the root of every unit below it. StateError: the tree cannot run, for example
+    because a unit ran before it, or no unit contains all uses of a tied parameter."""
+    if root.fqn:  # named by ``fully_shard`` of a module around it
         _tell_of_outer(root)
     names: dict[Unit, str] = {}
     names_of_modules: dict[nn.Module, str] = {}
@@ -45,16 +38,16 @@ def attach(root: Unit) -> Runtime:
             raise StateError(
                 "FS304",
                 f"{name or '<root>'}: ran a forward before {class_name(root.modules[0])}, which "
-                "contains it, so it became a root of its own. Run the outermost module that "
-                "fully_shard was applied to first.",
+                "contains it, so it became a separate root. Run the outermost sharded module "
+                "first.",
             )
         if unit is not root and unit.settings.manual_finalization:
             raise StateError(
                 "FS303",
-                f"{name}: set_manual_backward_finalization(True) was called on it, and it is not "
+                f"{name}: set_manual_backward_finalization(True) was called on it, but it is not "
                 "the root. Call it on the module whose forward you run.",
             )
-        take_names(unit, names_of_modules)
+        unit.take_names(names_of_modules)
         for group in unit.groups:
             for param in group.params:
                 param.see_grad_dtype()
@@ -95,7 +88,7 @@ def attach(root: Unit) -> Runtime:
 
 
 def _tell_of_outer(root: Unit) -> None:
-    around = units_around(root)  # none: the name is that of the module which this is a copy of
+    around = units_around(root)  # none for a copy, which keeps the original's name
     outer = next((unit for unit in around if not unit.fqn), None)
     if outer is None or outer in _told:
         return
@@ -103,18 +96,15 @@ def _tell_of_outer(root: Unit) -> None:
     whole = class_name(outer.modules[0])
     warn(
         "FS304",
-        f"{root.fqn}: runs a forward by itself before {whole}, which contains it and is sharded "
-        f"too. So it is a root of its own from now on, and a forward of {whole} raises an error. "
-        f"If you mean to run {whole}, run it first; the modules in it can run alone after that.",
+        f"{root.fqn}: ran a forward on its own before {whole}, which contains it and is also "
+        f"sharded. It is now a separate root, and a forward of {whole} will raise an error. To use "
+        f"{whole}, run it first; its submodules can run on their own after that.",
     )
 
 
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
-    """Return the conditional units below each unit that is not. See [Note: conditional units].
-
-    Raises:
-        StateError: there is no such unit above a conditional one, or its modules have several.
-    """
+    """Map units to the conditional ones that they own: [Note: conditional units] in ``tree``.
+    StateError: a conditional unit has no unconditional one above it, or several."""
     above: dict[Unit, set[Unit | None]] = {}
 
     def walk(module: nn.Module, owner: Unit | None, inside: bool) -> None:
@@ -136,9 +126,9 @@ def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
         if len(owners) > 1 or None in owners:
             raise StateError(
                 "FS223",
-                f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
-                "has to gather it. Apply fully_shard without conditional to one module that "
-                "contains it, and run that one.",
+                f"{names[unit] or '<root>'}: is conditional, so exactly one enclosing unit that is "
+                "not conditional must gather it. Apply fully_shard without conditional to one "
+                "enclosing module, and run that module.",
             )
         for owner in owners:
             assert owner is not None
@@ -155,25 +145,13 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
     if outside:
         raise StateError(
             "FS210",
-            f"{param.fqn}: is shared with {class_name(outside[0])}, and no unit contains both. "
-            "Apply fully_shard to a module that contains both as well, and run that one.",
+            f"{param.fqn}: is shared with {class_name(outside[0])}, but no unit contains both. "
+            "Apply fully_shard to a module that contains both, and run that module.",
         )
 
 
-def take_names(unit: Unit, names: Mapping[nn.Module, str]) -> None:
-    """Call the unit and its parameters by their full names; ``names`` are those of modules."""
-    unit.fqn = next((names[module] for module in unit.modules if module in names), unit.fqn)
-    for group in unit.own_groups:
-        group.fqn = ".".join(filter(None, (unit.fqn, group.early.part)))
-        for param in group.params:
-            for site in param.sites:
-                if site.module in names:
-                    param.fqn = ".".join(filter(None, (names[site.module], site.name)))
-                    break
-
-
 def _take_over(owner: Unit, units: list[Unit]) -> None:
-    """Move the groups of conditional units from now on; ``tree`` has a note on these."""
+    """Move the groups of conditional units. See [Note: conditional units] in ``tree``."""
     owner.groups = owner.own_groups + [group for unit in units for group in unit.own_groups]
     for unit in units:
         unit.owner, unit.groups = owner, []

@@ -1,30 +1,51 @@
-"""What programs meet between the steps of a sharded module.
+"""State access between the steps of a sharded module.
 
-Owns the check that no step is under way, after which sharded parameters are registered, and the
-hooks by which ``state_dict`` and ``load_state_dict`` of a unit's modules ask for that; what other
-software finds in place of torch's own state; and the message where torch met a sharded parameter
-among ordinary tensors. It must not know when anything happens in a step.
+Owns the check that no step is in progress, and the hooks by which ``state_dict`` and
+``load_state_dict`` run it; the objects that other software finds in place of torch's own state; the
+error message for a sharded parameter among ordinary tensors; and checks of optimizers. Contains no
+code about the sequence of a step.
 
 [Note: the state that torch's software asks for]
-``fully_shard.state(module)`` is a ``TorchState``, by our accessor and by torch's getters, which
-return an ``FSDPState`` only, so it is one. From torch 2.15 on a stage of
+``fully_shard.state(module)`` is a ``TorchState``, from our accessor and from torch's getters, which
+return only an ``FSDPState``, so it is one. From torch 2.15 on, a stage of
 ``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
 ``set_manual_backward_finalization``, ``finalize_backward``, and settings. With
 ``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages. Up to torch
 2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
 False before each backward of a microbatch, so gradients stay on the unsharded parameters. After the
-last one it sets all three to True, calls ``post_backward`` on each group that it finds under
-``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward runs at that
-time, so no hook of ours would. The order of reductions is the runtime's to choose: the list of
-states is empty, and the callback is the end of a backward.
+last one it sets all three to True, calls ``post_backward`` on each group under
+``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward, and so none
+of our hooks, runs at that time. The runtime chooses the order of reductions: the list of states is
+empty, and the callback is the end of a backward.
 
 [Note: what tools may read]
-Torch's FSDP2 keeps a state with parameter groups on each module, and programs read some of it: how
-many ranks share a parameter, which dtype a unit computes in, whether a module is sharded already
-(docs/clients.md lists the names and who reads them). These are true here too. What would act on
-torch's internals, and every write, is an error. One of torch's groups is all parameters of a unit
-on one mesh, so large parts of a root are in the group of the rest. The objects live as long as the
-unit: programs use them as keys.
+Torch's FSDP2 keeps a state with parameter groups on each module, and programs read parts of it: how
+many ranks share a parameter, the dtype in which a unit computes, whether a module is sharded
+already (docs/clients.md lists the names and their readers). These reads are valid here too; other
+access to torch's internals, and every write, is an error. One of torch's groups contains all
+parameters of a unit on one mesh, including the large parts of a root. The objects live as long as
+the unit, because programs use them as keys.
+
+[Note: steps are counted]
+Unsharded parameters kept from one step to the next are compared with their shards by versions. But
+torch's multi-tensor and fused kernels write to DTensors without incrementing a version, of the
+DTensor or of its local tensor (torch 2.13.0). Every step of an optimizer that holds shards or their
+memory therefore counts as a write. A step of another one, such as a probe on one rank, does not:
+whether a forward gathers must depend only on what all ranks share.
+
+[Note: an optimizer that trains nothing]
+An optimizer made at the wrong moment holds parameters that never get a gradient: those from before
+``fully_shard``, or unsharded ones. Its first step raises, on every rank.
+
+[Note: forgotten parameters]
+It is easy to forget ``fully_shard`` on the outermost module. Parameters in no unit are trained, but
+their gradients are not averaged over ranks, so they silently drift apart. The first step of an
+optimizer that holds such parameters together with sharded ones warns.
+
+[Note: gradients that no optimizer sees]
+Gradients of a backward without sync wait for the next backward of the same root with sync. An
+optimizer step in between does not use them, which may be intended (one optimizer, several roots),
+so it warns once. Gradients that will never be reduced are an error.
 """
 
 from __future__ import annotations
@@ -36,43 +57,48 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from fsdp2._core.base import torch_autograd, torch_modules
-from fsdp2._core.base.arguments import check_module
-from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError, coded
+from fsdp2._core.base import torch_autograd, torch_compiler, torch_dealt, torch_modules
+from fsdp2._core.base.containers import alive
+from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError, check_module, coded
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.names import class_name, clean
 from fsdp2._core.base.pending_copies import wait_for_copies
 from fsdp2._core.base.policy import MixedPrecisionPolicy
+from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.mesh import REPLICATE, SHARD, DataMesh
 from fsdp2._core.comm.wire import Streams
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
+from fsdp2._core.params import registration
 from fsdp2._core.params.group import ParamGroup
-from fsdp2._core.params.param import FSDPParam
+from fsdp2._core.params.param import FSDPParam, OwnerMark, is_forgotten, placeholder_of
+from fsdp2._core.params.reduce import may_hold
 from fsdp2._core.params.registration import GATHERING, SHARDED, Site
 
 
 def units_below(module: nn.Module) -> list[Unit]:
-    """Return the units of a module's tree, each once; the module need not be one."""
+    """Return the unique units of a module's tree; the module need not be a unit."""
     found = (unit_of(part) for part in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def refuse_other_thread(module: object, what: str) -> None:
-    """Check that what ranks do together is begun by the thread of the steps, if there are several.
-
-    It is the same on all ranks, so nothing is told. See [Note: threads] in ``tree``.
-
-    Raises:
-        StateError: another thread took the last step, and still lives.
-    """
+    """Raise StateError if another, living thread runs the steps: only that one may begin collective
+    operations. Equal on all ranks. See [Note: threads] in ``tree``."""
     if threading.active_count() == 1 or not isinstance(module, nn.Module):
         return
     for unit in units_below(module):
@@ -81,20 +107,15 @@ def refuse_other_thread(module: object, what: str) -> None:
         if has_other and max(ranks, default=1) > 1:
             raise StateError(
                 "FS301",
-                f"{what}: called in another thread than the one that runs steps of "
-                f"{unit.fqn or '<root>'}. All ranks take part in both, each in the same order. "
-                "Call it in that thread, between steps.",
+                f"{what}: called in a different thread from the one that runs steps of "
+                f"{unit.fqn or '<root>'}. All ranks must issue the collectives of both in the same "
+                "order. Call it in that thread, between steps.",
             )
 
 
 def require_idle(module: object, what: str) -> list[Unit]:
-    """Check that no step is under way, and register sharded parameters; return the units.
-
-    Raises:
-        ConfigError: not a module.
-        StateError: inside a forward or a backward.
-    """
-    wait_for_copies()  # whoever calls may write
+    """Check that no step is in progress, and register sharded parameters; return the units."""
+    wait_for_copies()  # the caller may write
     units = units_below(check_module(what, "the model", module))
     refuse_other_thread(module, what)
     for unit in units:
@@ -117,13 +138,12 @@ def require_idle(module: object, what: str) -> list[Unit]:
 
 
 def reshard_if_idle(unit: Unit) -> None:
-    """Register sharded parameters, unless a step is under way."""
     with unless_another_thread_steps(unit) as is_another:
-        if is_another:  # to free what it keeps would change its collectives on this rank alone
+        if is_another:  # freeing memory would change the collectives of this rank only
             _require_sharded(unit)
             return
         if unit.runtime is not None:
-            with contextlib.suppress(StateError):  # ranks that diverged can still save theirs
+            with contextlib.suppress(StateError):  # diverged ranks can still save their state
                 unit.runtime.recover_if_failed()
         if unit.runtime is None or unit.runtime.context.phase is IDLE:
             for group in unit.own_groups:
@@ -134,13 +154,8 @@ def reshard_if_idle(unit: Unit) -> None:
 
 @contextlib.contextmanager
 def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
-    """Around what looks at parameters between steps. See [Note: threads] in ``tree``.
-
-    It gives True if steps run in another thread.
-
-    Raises:
-        StateError: another thread is inside of a forward or a backward.
-    """
+    """Guard access to parameters between steps; yield True if steps run in another thread.
+    StateError: that is inside a forward or a backward. See [Note: threads] in ``tree``."""
     runtime = unit.runtime
     if runtime is None:
         yield False
@@ -149,9 +164,9 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
         if runtime.is_in_other_thread:
             raise StateError(
                 "FS301",
-                f"{unit.fqn or '<root>'}: another thread is inside a {runtime.context.phase} "
-                "of it, where parameters are gathered and freed. Read, copy or save its state "
-                "in the thread that trains, between steps.",
+                f"{unit.fqn or '<root>'}: another thread is inside a {runtime.context.phase} of "
+                "it, where parameters are gathered and freed. Read, copy or save its state in the "
+                "training thread, between steps.",
             )
         yield runtime.thread.is_another
 
@@ -160,18 +175,15 @@ def _require_sharded(unit: Unit) -> None:
     if any(group.state is not SHARDED for group in unit.own_groups):
         raise StateError(
             "FS301",
-            f"{unit.fqn or '<root>'}: another thread has run a forward, and keeps parameters "
-            "whole for its backward or for the next forward. Read, copy or save its state in "
-            "that thread, between steps.",
+            f"{unit.fqn or '<root>'}: another thread has run a forward, which keeps parameters "
+            "unsharded for its backward or the next forward. Read, copy or save its state in that "
+            "thread, between steps.",
         )
 
 
 def adopt_if_idle(unit: Unit) -> None:
-    """Take over what ``load_state_dict(assign=True)`` registered.
-
-    At once, so that an optimizer made next holds shards, before the first forward too. A model
-    that leaves the meta device in several loads waits for the last of them.
-    """
+    """Adopt parameters registered by ``load_state_dict(assign=True)`` immediately, so that an
+    optimizer made next holds shards. A model on the meta device waits for its last load."""
     if unit.summoned_on:
         return
     if unit.runtime is None or unit.runtime.context.phase is IDLE:
@@ -180,14 +192,13 @@ def adopt_if_idle(unit: Unit) -> None:
                 group.inspect()
 
 
+@dataclass(eq=False)
 class StateHooks:
-    """What a unit's modules call around their states: an object, so that copies of them copy it."""
+    """State hooks of a unit's modules: an object, so that copies of them copy it."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    unit: Unit
 
     def before_state(self, *_: Any, **__: Any) -> None:
-        """Register sharded parameters before ``state_dict`` reads them."""
         reshard_if_idle(self.unit)
 
     def before_load(
@@ -198,22 +209,16 @@ class StateHooks:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Register a module's sharded parameters before ``load_state_dict`` fills them.
-
-        Raises:
-            ConfigError: it has whole tensors for them.
-        """
+        """Register a module's shards before a load; ConfigError for full tensors."""
         reshard_if_idle(self.unit)
         if not local_metadata.get("assign_to_params_buffers", False):
             own = ((prefix + name, param) for name, param in module._parameters.items())
-            refuse_whole(own, state_dict, "Modules before it are loaded already.")
+            refuse_whole(own, state_dict, "The modules before it were loaded.")
 
     def after_load(self, *_: Any, **__: Any) -> None:
-        """Take over what ``load_state_dict(assign=True)`` registered."""
         adopt_if_idle(self.unit)
 
     def register(self) -> None:
-        """Put the hooks onto the unit's modules, and onto those that hold its parameters."""
         unit = self.unit
         for module in unit.modules:
             module.register_load_state_dict_post_hook(self.after_load)
@@ -226,7 +231,7 @@ class StateHooks:
 
 @contextlib.contextmanager
 def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
-    """Register cast buffers in their dtypes of origin inside the context: to be filled."""
+    """Restore the original dtypes of cast buffers inside the context, for loading."""
     found = [unit.precision.buffers for unit in units]
     on = [buffers for buffers in found if buffers is not None and buffers.is_on]
     for buffers in on:
@@ -241,10 +246,7 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 def refuse_whole(
     params: Iterable[tuple[str, torch.Tensor | None]], state_dict: Mapping[str, Any], after: str
 ) -> None:
-    """Raise ConfigError where torch would fail to copy whole tensors to shards.
-
-    ``after`` says what was changed.
-    """
+    """Raise ConfigError for full tensors, which torch cannot load. ``after`` ends its message."""
     for name, param in params:
         value = state_dict.get(name, state_dict.get(clean(name)))
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
@@ -252,18 +254,15 @@ def refuse_whole(
         if isinstance(param, DTensor):
             raise ConfigError(
                 "FS623",
-                f"load_state_dict: {clean(name)} is a whole tensor in the state dict, and sharded "
-                "in the model. Load whole tensors with fsdp2.checkpoint.load_full_state(model, "
+                f"load_state_dict: {clean(name)} is a full tensor in the state dict, but sharded "
+                "in the model. Load full tensors with fsdp2.checkpoint.load_full_state(model, "
                 f"{{'model': state_dict}}). {after}",
             )
 
 
 def finish(runtime: Runtime) -> None:
-    """Reduce what backwards left to the caller, and reshard, as settings say now.
-
-    Raises:
-        StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
-    """
+    """Reduce gradients that backwards left unreduced, and reshard, by current settings. StateError:
+    a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``."""
     lost = [
         unit
         for unit in runtime.units
@@ -275,11 +274,11 @@ def finish(runtime: Runtime) -> None:
     if lost:
         raise StateError(
             "FS315",
-            f"{lost[0].fqn or '<root>'}: found no gradient after a step of a pipeline whose "
-            "schedule computes gradients of inputs first and those of parameters later. Such a "
-            "schedule looks for the parameters between forward and backward, when this unit "
-            f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
-            "a stage with reshard_after_forward=False.",
+            f"{lost[0].fqn or '<root>'}: found no gradient after a pipeline step whose schedule "
+            "splits the backward into input gradients and weight gradients. Such a schedule looks "
+            f"up the parameters between forward and backward, when this unit ({len(lost)} in this "
+            "stage) had freed them. Apply fully_shard to the modules of a stage with "
+            "reshard_after_forward=False.",
         )
     runtime.is_pipelined = True
     if runtime.parts is not None:
@@ -288,7 +287,7 @@ def finish(runtime: Runtime) -> None:
 
 
 def rest(runtime: Runtime) -> None:
-    """Wait for what is in flight, and for the optimizer: a step begins that is not ours."""
+    """Wait for work in flight and for the optimizer, before a step that the engine does not run."""
     if runtime.reductions:
         runtime.wait_for_reductions()
     event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
@@ -298,26 +297,23 @@ def rest(runtime: Runtime) -> None:
         event.wait()
 
 
-# What to say where torch met a sharded parameter among ordinary tensors.
+MIXED = "got mixed torch.Tensor and DTensor"  # part of the message in torch 2.11 to 2.15
 
-MIXED = "got mixed torch.Tensor and DTensor"
-"""In torch's message, of 2.11 to 2.15."""
-
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 
 
 def know(unit: Unit) -> None:
-    """Let errors name the parameters of a unit. The first one lets Python's last words say more."""
+    """Let error messages name a unit's parameters. The first call installs the excepthook."""
     if not _units:
-        tell_before_the_end()
-    _units.add(unit)
+        _explain_uncaught()
+    _units[id(unit)] = unit
 
 
 def units_around(unit: Unit) -> list[Unit]:
     """Return the units whose modules contain those of a unit."""
     return [
         other
-        for other in list(_units)
+        for other in alive(_units)
         if other is not unit
         and all(any(part is top for part in _parts(other)) for top in unit.modules)
     ]
@@ -329,12 +325,12 @@ def _parts(unit: Unit) -> Iterator[nn.Module]:
 
 
 def explained(error: BaseException) -> StateError | None:
-    """Return what to raise in place of torch's error; None for any other error."""
+    """Return the error to raise in place of torch's for mixed tensors; None for another error."""
     if not isinstance(error, RuntimeError) or MIXED not in str(error):
         return None
     owners = {
         (id(site.module), site.name): (param, site, unit)
-        for unit in list(_units)
+        for unit in alive(_units)
         for group in unit.own_groups
         for param in group.params
         for site in param.sites
@@ -354,16 +350,16 @@ def _words(param: FSDPParam, site: Site, unit: Unit, error: RuntimeError) -> str
     names = {id(module): name for name, module in top.named_modules()}
     inside = names.get(id(site.module), "")
     ways = (
-        "Use it inside of that forward (another method than forward: "
+        "Use it inside that forward (for a method other than forward, call "
         "fsdp2.register_fsdp_forward_method)"
     )
     if inside:
         called = f"{unit.fqn}.{inside}" if unit.fqn else inside
         ways += f", or apply fully_shard to {called} too: then its own call gathers it"
     return (
-        f"{param.fqn}: used while it is sharded. It is whole while a forward of {owner} runs, and "
-        f"that one was not running here. {ways}. To read it between steps: "
-        f"fsdp2.summon_full_params. torch said: {error}"
+        f"{param.fqn}: used while it is sharded. It is unsharded during a forward of {owner}, "
+        f"which was not running here. {ways}. To read it between steps, use "
+        f"fsdp2.summon_full_params. torch reported: {error}"
     )
 
 
@@ -376,7 +372,7 @@ def _innermost_first(traceback: TracebackType | None) -> list[tuple[FrameType, i
 
 
 def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the parameters that a frame's own module has, or that its line names."""
+    """Yield the parameters of a frame's ``self``, and those named in its expression."""
     own = frame.f_locals.get("self")
     if isinstance(own, nn.Module):
         yield from ((own, name) for name in own._parameters)
@@ -389,12 +385,12 @@ def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, st
 
 
 def _expressions(frame: FrameType, instruction: int) -> Iterator[ast.AST]:
-    """Yield the nodes of the expression that runs, or nothing where it cannot be read."""
+    """Yield the nodes of the running expression, if its source is available."""
     code = frame.f_code
     first = last = frame.f_lineno
     begin: int | None = None
     end: int | None = None
-    if sys.version_info >= (3, 11):  # before, all that is known is the line
+    if sys.version_info >= (3, 11):  # older versions record only the line
         found = list(code.co_positions())[instruction // 2]
         first, last, begin, end = found[0] or first, found[1] or last, found[2], found[3]
     lines = [
@@ -408,14 +404,14 @@ def _expressions(frame: FrameType, instruction: int) -> Iterator[ast.AST]:
     for candidate in (f"({text})", text, text.removeprefix("return ")):
         try:
             tree = ast.parse(candidate)
-        except SyntaxError:  # a part of a statement, or none
+        except SyntaxError:  # part of a statement, or no statement
             continue
         yield from ast.walk(tree)
         return
 
 
 def _value(node: ast.AST, known: Mapping[str, Any]) -> Any:
-    """Return what a chain of names refers to, without running code of a property."""
+    """Return the object that a chain of names refers to, without running property code."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -436,12 +432,8 @@ def _member(owner: Any, name: str) -> Any:
     return found
 
 
-def tell_before_the_end() -> None:
-    """Say it also behind the traceback of an error that nobody catches.
-
-    A call of an inner module alone passes through none of our code, and hooks on every module
-    would cost each step.
-    """
+def _explain_uncaught() -> None:
+    """Explain uncaught errors too: a call of an inner module alone runs none of our code."""
     before = sys.excepthook
 
     def hook(
@@ -455,21 +447,18 @@ def tell_before_the_end() -> None:
     sys.excepthook = hook
 
 
-# What other software finds on a sharded module in place of torch's own state: a façade.
-
 ADVICE = (
-    "fsdp2.units(module) tells what is sharded and how, fsdp2.debug what a step does. What acts on "
-    "a unit are the methods of FSDPModule."
+    "fsdp2.units(module) reports what is sharded and how; fsdp2.debug shows a step. To change "
+    "a unit, call the methods of FSDPModule."
 )
 
 
 def missing(what: str, name: str, of: object) -> AttributeError:
-    """Make the error for a name that only torch's own object has."""
+    """Return the error for a name that only torch's own object has."""
     return AttributeError(
         coded(
             "FS910",
-            f"the {what} of a module that fsdp2 has sharded has no {name!r}: it is not torch's. "
-            f"{ADVICE}",
+            f"the {what} of a module sharded by fsdp2 has no {name!r}: it is not torch's. {ADVICE}",
         ),
         name=name,
         obj=of,
@@ -477,11 +466,11 @@ def missing(what: str, name: str, of: object) -> AttributeError:
 
 
 class View:
-    """Read-only, and an error with a remedy for what it has not."""
+    """Read-only façade; a missing name raises an error with a remedy."""
 
     what = "state"
 
-    if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    if not TYPE_CHECKING:  # else type checkers would accept misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
             raise missing(self.what, name, self)
@@ -490,8 +479,8 @@ class View:
         raise AttributeError(
             coded(
                 "FS910",
-                f"the {self.what} of a module that fsdp2 has sharded is read-only, and {name!r} "
-                f"was set. {ADVICE}",
+                f"the {self.what} of a module sharded by fsdp2 is read-only, but {name!r} was set. "
+                f"{ADVICE}",
             ),
             name=name,
             obj=self,
@@ -499,73 +488,70 @@ class View:
 
 
 class ParamView(View):
-    """One parameter, by the names that torch's ``FSDPParam`` has for what it holds."""
+    """One parameter, with the names of torch's ``FSDPParam``."""
 
     what = "parameter state"
+    _param: FSDPParam
+    _data: DataMesh
 
     def __init__(self, param: FSDPParam, data: DataMesh) -> None:
         vars(self).update(_param=param, _data=data)
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        param: FSDPParam = vars(self)["_param"]
-        return param.sharded
+        return self._param.sharded
 
     @property
     def sharded_size(self) -> torch.Size:
-        """Size of this rank's shard, without padding."""
-        param, data = vars(self)["_param"], vars(self)["_data"]
-        return torch.Size(param.placement.layout.shard_shape(data.shard.rank))
+        return torch.Size(self._param.placement.layout.shard_shape(self._data.shard.rank))
 
     @property
     def _orig_size(self) -> torch.Size:
-        return torch.Size(vars(self)["_param"].placement.layout.shape)
+        return torch.Size(self._param.placement.layout.shape)
 
     @property
     def _param_fqn(self) -> str:
-        fqn: str = vars(self)["_param"].fqn
-        return fqn
+        return self._param.fqn
 
 
 class GroupView(View):
-    """A unit's parameters on one mesh, by the names of torch's ``FSDPParamGroup``."""
+    """A unit's parameters on one mesh, with the names of torch's ``FSDPParamGroup``."""
 
     what = "parameter group"
+    data: DataMesh
+    views: dict[FSDPParam, ParamView]
 
     def __init__(self, data: DataMesh) -> None:
         vars(self).update(data=data, views={})
 
     def take(self, groups: list[ParamGroup]) -> None:
-        """Show the parameters that these groups have now; views of known ones stay."""
-        known, data = vars(self)["views"], vars(self)["data"]
-        params = [param for group in groups for param in group.params]
-        vars(self)["views"] = {p: known.get(p) or ParamView(p, data) for p in params}
+        """Show the groups' current parameters; known ones keep their views."""
+        known, params = self.views, [param for group in groups for param in group.params]
+        vars(self)["views"] = {p: known.get(p) or ParamView(p, self.data) for p in params}
 
     @property
     def fsdp_params(self) -> list[ParamView]:
-        return list(vars(self)["views"].values())
+        return list(self.views.values())
 
     @property
     def mesh_info(self) -> Any:
-        """The mesh, as torch's classes say it: other code asks ``isinstance``.
-
-        Raises:
-            UnsupportedError: several dims of the mesh have one role.
-        """
-        data: DataMesh = vars(self)["data"]
+        """The mesh in torch's classes, because other code checks ``isinstance``."""
+        data = self.data
         if max(data.roles.count(SHARD), data.roles.count(REPLICATE)) > 1:
             raise UnsupportedError(
                 "FS910",
-                "the parameter group of a module that fsdp2 has sharded over several dims of one "
-                f"role has no 'mesh_info'. {ADVICE}",
+                "the parameter group of a module sharded by fsdp2 over several dims of one role "
+                f"has no 'mesh_info'. {ADVICE}",
             )
         dims = {role: data.roles.index(role) for role in (SHARD, REPLICATE) if role in data.roles}
         return torch_modules.mesh_info(data.mesh, dims.get(SHARD), dims.get(REPLICATE))
 
 
 class TorchState(View, torch_modules.FSDPState):
-    """A unit, by the names that torch's ``FSDPState`` has for what programs read and call."""
+    """A unit, with the names of torch's ``FSDPState`` that programs read and call."""
 
+    _unit: Unit
+    _views: dict[DataMesh, GroupView]
     _state_ctx: ClassVar[Any] = SimpleNamespace(all_states=())  # see the note above
 
     def __init__(self, unit: Unit) -> None:
@@ -573,8 +559,8 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _comm_ctx(self) -> Streams:
-        """An object that is another one for each root, unless roots share their streams."""
-        unit: Unit = vars(self)["_unit"]
+        """The streams: one object for roots that share them."""
+        unit = self._unit
         if unit.runtime is not None:
             return unit.runtime.context.streams
         if unit.streams is None:
@@ -583,25 +569,19 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        policy: MixedPrecisionPolicy = vars(self)["_unit"].precision.chosen
-        return policy
+        return self._unit.precision.chosen
 
     @property
     def _is_root(self) -> bool | None:
         """None before the first forward, which decides it."""
-        unit: Unit = vars(self)["_unit"]
-        return None if unit.runtime is None else unit.is_root
+        return None if self._unit.runtime is None else self._unit.is_root
 
     def _lazy_init(self) -> None:
-        """Do nothing: a first forward initialises by itself, and later is never wrong."""
+        """No-op: the first forward initialises."""
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what a pipeline's step accumulated, wait for it, and reshard, as settings say.
-
-        Raises:
-            StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
-        """
-        runtime = vars(self)["_unit"].runtime
+        """Finish a pipeline's step, as ``finish`` does, and wait for the reductions."""
+        runtime = self._unit.runtime
         if runtime is not None:  # else no forward ran yet
             finish(runtime)
             runtime.end_reductions()
@@ -609,33 +589,28 @@ class TorchState(View, torch_modules.FSDPState):
     @property
     def _fsdp_param_groups(self) -> list[GroupView]:
         found: dict[DataMesh, list[ParamGroup]] = {}
-        for group in vars(self)["_unit"].own_groups:
+        for group in self._unit.own_groups:
             found.setdefault(group.data, []).append(group)
-        known = vars(self)["_views"]
-        vars(self)["_views"] = views = {d: known.get(d) or GroupView(d) for d in found}
+        vars(self)["_views"] = views = {d: self._views.get(d) or GroupView(d) for d in found}
         for data, view in views.items():
             view.take(found[data])
         return list(views.values())
 
     @property
     def _fsdp_param_group(self) -> GroupView | None:
-        """The parameters of the unit; None if it has none, as torch's own says.
-
-        Raises:
-            UnsupportedError: they lie on several meshes.
-        """
+        """The parameters of the unit, on one mesh; None if it has none, as in torch."""
         views = self._fsdp_param_groups
         if len(views) > 1:
             raise UnsupportedError(
                 "FS910",
-                f"{vars(self)['_unit'].fqn or '<root>'}: has parameters on {len(views)} meshes, so "
-                "it is not one '_fsdp_param_group'. Read '_fsdp_param_groups'. " + ADVICE,
+                f"{self._unit.fqn or '<root>'}: its parameters are on {len(views)} meshes, so it "
+                "has no single '_fsdp_param_group'. Read '_fsdp_param_groups'. " + ADVICE,
             )
         return views[0] if views else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies are of a copied unit, whose groups nobody has seen yet."""
-        return {"_unit": vars(self)["_unit"], "_views": {}}
+        """A copy belongs to a copied unit, whose groups have not been read yet."""
+        return {"_unit": self._unit, "_views": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -645,13 +620,12 @@ torch_modules.hide_torchs_own(TorchState, torch_modules.FSDPState)
 
 
 def torch_state(module: nn.Module) -> TorchState | None:
-    """Return what a module of a unit has in place of torch's state; None for other modules."""
     found = torch_modules.torch_state(module) if unit_of(module) is not None else None
     return found if isinstance(found, TorchState) else None
 
 
 def register_torch_state(module: nn.Module, unit: Unit) -> None:
-    """Let torch's getters find the state of a module; all modules of a unit have the same one."""
+    """Register the state for torch's getters; all modules of a unit share one."""
     known = _states.get(unit)
     state = None if known is None else known()
     if state is None:
@@ -661,4 +635,104 @@ def register_torch_state(module: nn.Module, unit: Unit) -> None:
 
 
 _states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.WeakKeyDictionary()
-"""The state of each unit; its modules hold it."""
+
+# Steps of any optimizer: their count, and checks of its parameters.
+
+_is_watching = False
+_looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Number of param groups of each optimizer that have been checked."""
+_placed: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The state table of each optimizer whose states have been placed like owned parameters."""
+
+
+def watch_optimizers() -> None:
+    global _is_watching
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_after)
+
+
+@torch_compiler.always_eager
+def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    groups = optimizer.param_groups
+    if may_hold:
+        _tell_of_unreduced(optimizer)
+    if torch_dealt.Dealt.was_made:
+        _place_states(optimizer)
+    if _looked_at.get(optimizer) == len(groups):
+        return
+    for what in map(placeholder_of, _params_of(optimizer)):
+        if what is not None:
+            raise StateError(
+                "FS701",
+                f"{type(optimizer).__name__}: found {what}, which gets no gradient, so this "
+                "optimizer would not train it. Create optimizers after fully_shard, when "
+                "parameters() are the shards: not between unshard() and reshard(), nor between a "
+                "forward and its backward.",
+            )
+    _looked_at[optimizer] = len(groups)
+    _warn_of_forgotten(optimizer)
+
+
+def _place_states(optimizer: Optimizer) -> None:
+    """Place states like their parameters if either is dealt, so that torch's helpers can load them,
+    in an optimizer that has a ``state`` table; fsdp2's own do this themselves."""
+    table = vars(optimizer).get("state")
+    if table is None or _placed.get(optimizer) is table:
+        return
+    if table:  # loading states replaces the table
+        _placed[optimizer] = table
+    for param in _params_of(optimizer):
+        if not isinstance(param, DTensor) or param not in table:
+            continue
+        if any(isinstance(t, torch_dealt.DealtTensor) for t in (param, *table[param].values())):
+            torch_dealt.place_like(param, table[param])
+
+
+def _tell_of_unreduced(optimizer: Optimizer) -> None:
+    """See [Note: gradients that no optimizer sees]."""
+    stepped = [OwnerMark.owner_of(param) for param in _params_of(optimizer)]
+    waiting = []
+    for reducer in alive(may_hold):
+        if not reducer.has_unreduced:
+            may_hold.pop(id(reducer), None)
+        elif any(param in stepped for param in reducer.params):
+            reducer.refuse_hidden()
+            waiting.append(reducer.ids.fqn or "<root>")
+    if waiting:
+        warn(
+            "FS710",
+            f"{type(optimizer).__name__}: {', '.join(sorted(waiting))}: gradients were accumulated "
+            "without sync, so this step does not use them. The next backward with sync reduces "
+            "them, if its forward begins at the same outermost unit. Run that before the step, or "
+            "call zero_grad() on the model to discard them.",
+        )
+
+
+def _warn_of_forgotten(optimizer: Optimizer) -> None:
+    """See [Note: forgotten parameters]."""
+    params: list[Any] = [*_params_of(optimizer)]
+    forgotten = [param for param in params if is_forgotten(param)]
+    sharded = [param for param in params if OwnerMark.owner_of(param) is not None]
+    if forgotten and any(param.device_mesh.size() > 1 for param in sharded):
+        warn(
+            "FS709",
+            f"{type(optimizer).__name__}: {len(forgotten)} of its parameters belong to no unit "
+            f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average their "
+            "gradients over ranks. Call fully_shard on the outermost module, after the inner ones. "
+            "If something else averages them, such as DistributedDataParallel, pass them as "
+            "ignored_params.",
+        )
+
+
+@torch_compiler.always_eager
+def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if any(isinstance(param, DTensor) for param in _params_of(optimizer)) or (
+        registration.lie_in_shards(_params_of(optimizer))
+    ):
+        registration.optimizer_steps.count += 1
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])

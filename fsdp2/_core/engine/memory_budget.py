@@ -1,7 +1,6 @@
-"""What a memory setting means: how much overlap there is for how many bytes.
+"""Memory settings: the overlap for a named setting or a byte budget.
 
-Owns the named settings, and the choice for a byte budget. Everything here is computed from shapes
-and dtypes, so it comes out alike on every rank. It must not know when things happen.
+Everything is computed from shapes and dtypes, so the result is the same on every rank.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2._core.base.arguments import wrong_type, wrong_value
-from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.errors import ConfigError, wrong_type, wrong_value
 from fsdp2._core.base.policy import Overlap
 from fsdp2._core.engine.tree import Unit
 from fsdp2._core.params.group import ParamGroup
@@ -30,12 +28,12 @@ LADDER = (
     Overlap(prefetch=2, reductions=2, synchronizes=True),
     Overlap(prefetch=2, reductions=3, synchronizes=True),
 )
-"""What a budget may buy, the cheapest first."""
+"""Choices for a budget, the cheapest first."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a group, all of it: unsharded parameters, their gradients, what is reduced."""
+    """Size of a group in bytes: unsharded parameters, their gradients, reduced gradients."""
 
     whole: int
     gradients: int
@@ -53,11 +51,8 @@ class Sizes:
 
 
 def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
-    """Return what a user's setting means for a tree of units, its root first.
-
-    Raises:
-        ConfigError: it is no setting, or a budget below what the tree needs without any overlap.
-    """
+    """Return the overlap for a setting of the user and a tree of units, the root first.
+    ConfigError: an invalid setting, or a budget below the tree's needs without any overlap."""
     if isinstance(memory, str) and memory in NAMED:
         return NAMED[memory]
     expected = f"{', '.join(map(repr, NAMED))} or a number of bytes"
@@ -69,30 +64,28 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
     if memory < needs[0]:
         raise ConfigError(
             "FS504",
-            f"set_memory: {memory} bytes are not enough: the parameters and gradients that have to "
-            f"be whole at a time take {needs[0]} without any overlap. Allow that, or apply "
-            "fully_shard to smaller modules.",
+            f"set_memory: {memory} bytes are not enough: the parameters and gradients that must be "
+            f"unsharded at the same time take {needs[0]} without any overlap. Allow that many, or "
+            "apply fully_shard to smaller modules.",
         )
     return [overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory][-1]
 
 
 def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
-    """Return the most bytes of unsharded parameters and buffers at a time in a usual step.
-
-    Counts what is whole, what is on its way, unreduced gradients and the inputs of reductions; not
-    shards, activations or reduced gradients. The root, which is first, is whole throughout.
-    """
+    """Return the peak bytes of unsharded parameters, gathers in flight, unreduced gradients and
+    inputs of reductions in a usual step; shards, activations and reduced gradients do not count.
+    The root, which is first, is unsharded throughout."""
     root = [Sizes.of(group) for group in units[0].own_groups]
     others = []
     for unit in units[1:]:
         sizes = [Sizes.of(group) for group in unit.own_groups]
-        if unit.conditional:  # whole with the unit above
+        if unit.conditional:  # unsharded with the unit above
             root += sizes
         else:
             others.append(sizes)
     own = sum(sizes.whole for sizes in root)
-    wholes = _largest([sum(sizes.whole for sizes in unit) for unit in others])
-    inputs = _largest([sizes.reduced for unit in others for sizes in unit])
+    wholes = sorted((sum(sizes.whole for sizes in unit) for unit in others), reverse=True)
+    inputs = sorted((sizes.reduced for unit in others for sizes in unit), reverse=True)
     gradients = max((sum(s.gradients for s in unit) for unit in others), default=0)
     ahead, running = 1 + overlap.prefetch, max(1, overlap.reductions)
     forward = own + sum(wholes[: max(2, ahead)])  # a gathered buffer is copied into a whole one
@@ -102,7 +95,3 @@ def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
     end = own + parts + sum(inputs[: overlap.reductions])
     early = own + sum(wholes[: overlap.prefetch]) + parts
     return max(start, forward, backward, end, early)
-
-
-def _largest(values: Sequence[int]) -> list[int]:
-    return sorted(values, reverse=True)

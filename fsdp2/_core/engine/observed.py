@@ -1,7 +1,6 @@
-"""Who listens to the forwards of a unit, whatever runs them: hooks, a compiled module.
+"""Observers of a unit's forwards, whether hooks or a compiled module run them.
 
-Owns the list that a unit's running forwards are kept in while somebody is told of them. A run that
-nobody observes enters nothing here.
+Nothing here runs for a unit without observers.
 """
 
 from __future__ import annotations
@@ -12,21 +11,19 @@ from fsdp2._core.engine.tree import Unit
 
 
 class CallsObserver(Protocol):
-    """Is told of the forwards of a unit, whatever runs them: hooks, a compiled module."""
+    """Receives the events of a unit's forwards."""
 
     def enter_forward(self, unit: Unit) -> None:
-        """The parameters are whole, and the module's own forward is about to run."""
+        """Called before the module's own forward, when parameters are unsharded."""
 
     def leave_forward(self, unit: Unit) -> None:
-        """The module's own forward has returned."""
+        """Called after the module's own forward has returned."""
 
     def drop_forward(self, unit: Unit) -> None:
-        """The module's forward raised; a recomputation that has all it needs does so, too."""
+        """Called if the forward raises, as a recomputation does once it has everything it needs."""
 
 
 class ObservedCalls(list[Any]):
-    """The running forwards of a unit, while somebody is told of them."""
-
     def __init__(self, unit: Unit, running: list[Any]) -> None:
         super().__init__(running)
         self._unit = unit
@@ -59,7 +56,6 @@ class ObservedCalls(list[Any]):
 
 
 def observe(unit: Unit, observer: CallsObserver) -> None:
-    """Tell an observer of the forwards of a unit, from now on."""
     calls = unit.calls
     if not isinstance(calls.running, ObservedCalls):
         calls.running = ObservedCalls(unit, calls.running)
@@ -67,7 +63,6 @@ def observe(unit: Unit, observer: CallsObserver) -> None:
 
 
 def leave(unit: Unit, observer: CallsObserver) -> None:
-    """Tell an observer no longer."""
     calls = unit.calls
     assert isinstance(calls.running, ObservedCalls)
     calls.running.observers.remove(observer)

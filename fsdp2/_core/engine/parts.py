@@ -1,30 +1,29 @@
 """Large parts of roots: when each is reduced, and which of them backward need not gather.
 
-Owns what the ranks know of each part, the tiny collective by which they agree, and when a part is
-reduced and freed. It must not know hooks: the runtime tells it where a forward or a backward is.
-
-A *part* is a group of its own for the parameters of one large submodule (an embedding, a head) of a
-unit that contains other units.
+A *part* is a separate group for the parameters of one large submodule (an embedding, a head) of a
+unit that contains other units. Owns each rank's facts about its parts, the small collective that
+agrees on them, and the decision when a part is reduced and freed. Contains no hook code: the
+runtime reports the progress of a forward or backward.
 
 [Note: reduced early]
-The gradient of a head is complete long before the root's backward is over. When exactly is seen on
-each rank by looking at ``grad`` at every *event* of a backward. An event is a point in the order of
-collectives, so it has the same number on every rank. At the end of a backward the ranks take the
-maximum of what they saw, and in later ones a part is reduced, and released, at that event,
-whatever is there: reduce is constant. A rank whose backward took another way may have a gradient
-that came later. It says so in the same exchange, all ranks reduce the part once more, and from then
-on later. So the event decides about memory and overlap; never about the result. Where no exchange
-follows (on a device, once all is known) nothing is reduced early, and a part counts as any group.
+The gradient of a head is complete long before the root's backward ends. Each rank determines when,
+by checking ``grad`` at every *event* of a backward: a point in the order of collectives, which has
+the same number on every rank. At the end of a backward the ranks take the maximum of their events.
+Later backwards reduce and release the part at that event, whatever gradients exist: reduce is
+constant. A rank whose backward took another path may get a gradient later. It reports this in the
+same exchange, and all ranks reduce the part once more, and at a later event from then on. The event
+therefore affects memory and overlap, never the result. If no exchange follows (on a device, once
+all facts are known) nothing is reduced early, and a part is handled like any group.
 
-[Note: read by nobody]
-The same exchange carries whether something on a rank still referred to a part's parameters after
-forward (see [Note: released early] in ``early_release``). If nothing did on any rank, later
-forwards release the part early. A rank where this changes keeps its memory for that step, and says
-so; from then on the part is gathered, or kept, as others are.
+[Note: read by no rank]
+The same exchange reports whether something on a rank still referred to a part's parameters after
+forward (see [Note: released early] in ``buffers``). If not on any rank, later forwards release the
+part early. If this changes on a rank, it keeps its memory for that step and reports it; from then
+on the part is gathered, or kept, like others.
 
-A part may be read past its modules: a fused loss takes the head's weight and never calls the head.
-References tell nothing then, so after a few such forwards the part counts as read. Else ranks would
-ask each other for ever, and on a device the host waits for each answer.
+A part may be read without its modules: a fused loss uses the head's weight and never calls the
+head. References are then inconclusive, so after a few such forwards the part counts as read.
+Otherwise the ranks would repeat the exchange, for which the host of a device waits, in every step.
 """
 
 from __future__ import annotations
@@ -38,22 +37,21 @@ from torch.distributed import ReduceOp
 
 from fsdp2._core.agreement.agreement import STAMP_NUMEL
 from fsdp2._core.agreement.stamp import Stamp
-from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes
+from fsdp2._core.base import torch_autograd, torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
 from fsdp2._core.comm.wire import Streams, Wire
-from fsdp2._core.params.early_release import Readers
+from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import GATHERING
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
-UNSEEN = 3
-"""Forwards that do not run a part's modules, after which it counts as read in some other way."""
+UNSEEN = 3  # number of forwards without a call of a part's modules after which it counts as read
 FACTS = 3
-"""What a rank says of a part: the event of its last gradient, if that was late, if it is read."""
+"""A rank's facts about a part: the event of its last gradient, if that was late, if it is read."""
 
 
 class PartHook:
-    """Sees a part's modules run: an object, so that copies of them copy it."""
+    """Detects calls of a part's modules: an object, so that copies of them copy it."""
 
     def __init__(self, readers: Readers) -> None:
         self.readers = readers
@@ -70,11 +68,11 @@ class PartHook:
 
 
 class Part:
-    """What the runtime knows of one part. Everything in ``agreed_*`` is the same on every rank."""
+    """State of one part in the runtime. All ``agreed_*`` fields are the same on every rank."""
 
     def __init__(self, group: ParamGroup, unit: Any) -> None:
         self.group = group
-        self.unit = unit  # the ``tree.Unit`` whose group it is
+        self.unit = unit  # the ``tree.Unit`` that owns the group
         self.agreed_event = 0
         self.agreed_reads = UNKNOWN
         self.reads = UNKNOWN
@@ -85,14 +83,13 @@ class Part:
         self._unseen = 0  # forwards in which its modules did not run
 
     def begin(self) -> None:
-        """A backward begins."""
         self.is_reduced = False
         self._last_event = 0
         self._is_pending = self.group.reducer.has_local_gradients
         self._present = 0
 
     def count_gradients(self, event: int) -> None:
-        """See whether another gradient has come since the last event."""
+        """Record the event if another gradient has arrived since the last one."""
         present = 0
         for param in self.group.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -104,11 +101,12 @@ class Part:
         self.is_reduced, self._present = True, 0
 
     def note_reads(self) -> None:
-        """A forward with gradients is over: see whether its backward will read the parameters."""
+        """Determine after a forward with gradients whether its backward reads the parameters."""
         group = self.group
         found = UNKNOWN
         if group.early.readers is not None and group.early.readers.is_called:
-            found = UNREAD if group.is_unread() else READ
+            is_unread = group.early.is_unread(group.buffers.full, group.registration)
+            found = UNREAD if is_unread else READ
         else:
             self._unseen += 1
             if self._unseen >= UNSEEN:
@@ -122,7 +120,6 @@ class Part:
         return [float(event), float(is_late), float(self.reads)]
 
     def learn(self, event: float, reads: float) -> None:
-        """Take over what the ranks found together."""
         self.agreed_event = max(self.agreed_event, int(event))
         if self.agreed_reads != READ and reads != UNKNOWN:
             self.agreed_reads = int(reads)
@@ -130,10 +127,8 @@ class Part:
 
 
 class Parts:
-    """The parts of a tree of units."""
-
     def __init__(self, parts: Sequence[Part], tree: Any) -> None:
-        self._tree = tree  # the ``tree.Runtime`` whose parts they are
+        self._tree = tree  # the ``tree.Runtime`` that owns the parts
         self._of = {part.group: part for part in parts}
         meshes = dict.fromkeys(part.group.data for part in parts)
         self._exchanges = [
@@ -144,14 +139,13 @@ class Parts:
         self.is_off = False
 
     def enroll(self, fqn: str) -> None:
-        """Take numbers for the collectives. Ranks call it in the same order."""
         for exchange in self._exchanges:
             exchange.enroll(fqn)
 
     @property
     def can_agree(self) -> bool:
-        """True if ranks can tell each other: not where tensors are fake, and ranks are not."""
-        return torch_modes.has_real_memory() or all(e.is_imagined for e in self._exchanges)
+        """Return True unless tensors are fake and ranks are real."""
+        return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
 
     @property
     def all_sync(self) -> bool:
@@ -159,7 +153,6 @@ class Parts:
 
     @property
     def are_known(self) -> bool:
-        """True if it is known of every part whether backward reads it."""
         return all(part.agreed_reads != UNKNOWN for part in self._of.values())
 
     def note_reduced(self, group: ParamGroup) -> None:
@@ -168,13 +161,12 @@ class Parts:
             part.note_reduced()
 
     def end_forward(self, unit: Any, with_grad: bool) -> None:
-        """A unit's forward is over: release early what its backward reads nowhere."""
+        """After a unit's forward, release the parts that its backward reads on no rank."""
         for group in unit.own_groups:
             if group.early.readers is not None:
                 self._end_forward_of(group, with_grad)
 
     def _end_forward_of(self, group: ParamGroup, with_grad: bool) -> None:
-        """See who reads a part after a forward; release it early if nobody does."""
         part, settings = self._of.get(group), group.settings
         readers = group.early.readers
         assert readers is not None
@@ -188,13 +180,12 @@ class Parts:
         readers.ran_without_grad = False
 
     def begin(self) -> None:
-        """A backward begins."""
         self._event = 0
         for part in self._of.values():
             part.begin()
 
     def pass_event(self) -> None:
-        """Every rank is at this point of its backward: reduce the parts that are complete here."""
+        """Process an event of all ranks: reduce the parts whose gradients are complete at it."""
         self._event += 1
         due = []
         for part in self._of.values():
@@ -209,7 +200,7 @@ class Parts:
                 self._tree.reduce_group(part.group)
 
     def _release_early(self, part: Part) -> None:
-        """Free a part whose gradients are in, unless something here still needs it."""
+        """Free a part whose gradients have arrived, unless this rank still needs it."""
         group, settings = part.group, part.group.settings
         keeps = settings.overlap.keeps_parts or group.stays
         if not keeps and not part.unit.calls.running and group.state is not GATHERING:
@@ -217,30 +208,27 @@ class Parts:
 
     @property
     def _is_idle(self) -> bool:
-        """True in a backward in which no part is reduced early."""
         return self.is_off or self._tree.backward.with_graph or not self.all_sync
 
     @property
     def _agrees(self) -> bool:
-        """True if ranks tell each other of late gradients: on a device this is waited for."""
+        """Return True if ranks report late gradients; on a device that blocks the host."""
         tree = self._tree
         return bool(tree.context.streams.async_op or tree.root.settings.overlap.synchronizes)
 
     @property
     def _will_agree(self) -> bool:
-        """True if ranks exchange what they know of the parts at the end of this backward."""
+        """Return True if ranks exchange their facts at the end of this backward."""
         return not self._is_idle and (self._agrees or not self.are_known) and self.can_agree
 
     def tells_of_more(self, group: ParamGroup) -> bool:
-        """True of a part that this backward reduced, if an exchange tells what came later."""
+        """Return True for a part that was reduced, if an exchange will report late gradients."""
         part = self._of.get(group)
         return part is not None and part.is_reduced and self._will_agree
 
     def end(self) -> None:
-        """End a backward: learn what all ranks know, reduce again what was late somewhere.
-
-        With gradient sync it is collective over the meshes of all parts.
-        """
+        """End a backward: agree with all ranks, and reduce parts again if some gradient was late.
+        With gradient sync it is collective over the meshes of all parts."""
         if self._will_agree:
             self._event += 1
             for part in self._of.values():
@@ -251,24 +239,23 @@ class Parts:
         self.forget()
 
     def forget(self) -> None:
-        """The backward is over, or an exception ended the step."""
         for part in self._of.values():
             part.is_reduced = False
 
 
 class PartExchange:
-    """How the ranks of one mesh take the maximum of what they know of its parts."""
+    """Takes the maximum of the facts about parts over the ranks of one mesh."""
 
     def __init__(self, data: DataMesh, parts: Sequence[Part]) -> None:
         self._parts = parts
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
-        self._axes = [] if self.is_imagined else axes  # imagined ranks know what this one knows
+        self._axes = [] if self.is_imagined else axes  # imagined ranks have the same facts
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
 
     def enroll(self, fqn: str) -> None:
-        """Take numbers for the exchange over each axis. Ranks call it in the same order."""
+        """Number the exchange over each axis. Ranks call it in the same order."""
         for axis in self._axes:
             if self._parts[0].group.ids.covers(axis):
                 device = self._parts[0].group.residence.compute
@@ -295,12 +282,16 @@ class PartExchange:
                 late.append(part)
         return late
 
-    def _join(self, facts: list[float], axis: MeshAxis, streams: Streams) -> list[float]:
+    def _join(
+        self,
+        facts: list[float],
+        axis: MeshAxis,
+        streams: Streams,
+    ) -> list[float]:
         stamp, numel = self._stamps.get(axis), len(facts)
         code = [] if stamp is None else stamp.code
-        joined = torch.tensor(
-            [*facts, *code], dtype=torch.float32, device=self._parts[0].group.residence.compute
-        )
+        device = self._parts[0].group.residence.compute
+        joined = torch.tensor([*facts, *code], dtype=torch.float32, device=device)
         if stamp is not None:
             stamp.before()
         with torch_modes.hidden_from_modes():

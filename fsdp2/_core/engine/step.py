@@ -1,10 +1,10 @@
-"""Hooks of modules and of autograd: what happens when. This is the time line of a step.
+"""Hooks of modules and of autograd: the time line of a step.
 
 ::
 
     pre_forward(unit)     begin_forward, if no other unit's forward is running
                           unshard, wait                     all-gather of this unit
-                          prefetch                          all-gather of the next, beside compute
+                          prefetch                          all-gather of the next, overlapped
                           cast inputs; mark inputs          (gradients wanted)
       ... the module's forward ...
     post_forward(unit)    cast outputs; mark outputs        (gradients wanted)
@@ -14,77 +14,74 @@
     pre_backward(call)    on a marked output: unshard, wait, prefetch the call before it
       ... autograd through the module ...     mark its gradients   (create_graph)
     post_backward(call)   on a marked input: reshard, reduce
-    end_backward          by the engine: whatever no marked input covered
+    end_backward          by the engine: events that no marked input covered
 
-Owns every hook of a module, and every hook on a node of autograd (``Call``: the *marks* of one
-forward). It must not know buffers or collectives, nor how something is done: it calls the runtime.
+Owns every hook on a module, and every hook on an autograd node (``Call``: the *marks* of one
+forward). Contains no buffer or collective code; delegates to the runtime.
 
 [Note: memory of parameters in outputs]
-A unit may return its own weight, or a view of it. The memory of that is freed, so a copy is
-returned, through which the gradient comes. In an object that cannot be made again with a copy in
-it (a function, slots, a set) it is an error: who reads it later would read freed memory.
+A unit may return its own weight, or a view of it. That memory is freed, so a copy is returned,
+through which the gradient flows. If the object around it cannot be rebuilt with a copy (a function,
+slots, a set), we raise an error, because a later reader would read freed memory.
 
-[Note: one reduction a backward]
+[Note: one reduction per backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
-post-backward or the end of the next backward; the unit reduces when no call is open, and at the
-end of backward in any case. So its parameters get one gradient a backward, as plain ones do.
-Calls are counted, not followed by their lifetime: garbage is collected at other times on other
-ranks, and the order of collectives may depend only on what all ranks share.
+post-backward or the end of the next backward. The unit reduces when no call is open, and always at
+the end of backward, so its parameters get one gradient per backward, as plain ones do. We count
+calls rather than track object lifetimes: garbage collection runs at different times on each rank,
+and the order of collectives must depend only on what all ranks share.
 
 [Note: compiled modules]
-Nothing here is ever compiled: collectives, streams and freed storages have no place in a graph.
-A compiler that meets a unit inside what it traces breaks its graph there and compiles the unit's
-forward on its own. ``module.compile()`` compiles what runs the module's hooks; so a unit runs ours
-around that, and the registered ones, which the compiler traces, return at once. A module of the
-same unit inside the compiled one needs no hooks: its parameters came with the others.
+None of this code is compiled: collectives, streams and freed storages do not belong in a graph. A
+compiler breaks its graph at a unit, and compiles the unit's forward separately.
+``module.compile()`` compiles the code that runs the module's hooks, so a unit runs our hooks around
+it, and the registered ones, which are traced, return immediately. Other modules of the same unit
+inside it need no hooks: the parameters were gathered together.
 
 [Note: marks]
-A mark is a pre-hook on an autograd node. On the output side it is the node that made the output
-(and the one that made its base, if the output is a view: an in-place update of a view moves the
-view's history onto its base). On the input side it is the node of a ``view_as`` (or of the dtype
-cast) put between the caller's tensor and the module: it is older than every node of the module, so
-the engine, which runs younger nodes first, has finished the module when it gets there. A view is a
-plain autograd view: updating it, or a view of it, in place stays legal, which a custom
-``autograd.Function`` there would forbid.
+A mark is a pre-hook on an autograd node. On the output side it is on the node that made the output,
+and on the one that made its base if the output is a view: an in-place update of a view moves the
+view's history onto its base. On the input side it is on the node of a ``view_as`` (or of the dtype
+cast) inserted between the caller's tensor and the module. That node is older than the module's, and
+the engine runs younger nodes first: when it reaches the mark, it has finished the module. The view
+is a plain autograd view, so updating it, or a view of it, in place stays legal; a custom
+``autograd.Function`` would forbid that.
 
-An update in place of that view (or of another of the same base) takes it out of the graph: the
-base's new history leads from the update to what the base was before. After the forward the mark is
-put there, too.
+An in-place update of that view, or of another view of the same base, removes it from the graph: the
+base's new history leads from the update to the earlier base, which is marked too after the forward.
 
-A backward with ``create_graph`` makes nodes that read parameters. A backward through them comes in
-at a gradient that a node of the module made. So in such a backward each node of the module gets a
-hook, which marks what the node made as an output is marked.
+A backward with ``create_graph`` makes nodes that read parameters. A backward through them enters at
+a gradient that a node of the module made, so each node of the module gets a hook that marks these
+results like outputs.
 
-What no mark tells, because a rank's graph goes another way, follows from the order of the forward:
-see [Note: the order of backward] in ``_core.engine.tree``. It puts marks in order, too, that
-share a node: a unit may return what a unit inside it returned, or its input.
+If a rank's graph takes another path and no mark is reached, the order of the forward decides: see
+[Note: the order of backward] in ``_core.engine.tree``. The order also resolves marks that share a
+node: a unit may return the output of an inner unit, or its own input.
 
-[Note: outputs that nobody sees]
-A forward may put a loss on an attribute, in a list that it was given, or where nobody looks, and
-return something else. Autograd runs younger nodes first, so a backward from what is younger than
-every marked output would read parameters that are freed. So would one from a loss that is older, if
-it comes before the output's, or alone. So we look for such tensors, in three steps:
+[Note: hidden outputs]
+A forward may store a loss on an attribute, in a list argument, or in an unknown place, and return
+something else. A backward from a tensor younger than every marked output would read freed
+parameters, because autograd runs younger nodes first; so would one from an older loss, before the
+output's backward or alone. We therefore search for such tensors in three steps:
 
-- The first forward of a unit ends with a look through the attributes of its modules. What it made
-  and left there is marked, and these attributes are looked at after each later forward.
-- If the youngest node is not that of a marked output, there is more: we look through all attributes
-  and the arguments.
-- If there is still more, nobody knows where it is. In this forward the unit is resharded, as on
+- The first forward of a unit ends with a search of the attributes of its modules. Tensors that it
+  made and left there are marked, and these attributes are checked after each later forward.
+- If the youngest node is not that of a marked output, there are more: we search all attributes and
+  the arguments.
+- If there are still more, their location is unknown. In this forward the unit is resharded, as on
   other ranks, but its memory stays while the graph lives. From the next forward on, for every unit
-  of the same class, nodes save parameters by hooks of ours (``saved_by_hooks``). To read one is a
-  mark, so no memory has to stay. The hooks cost a call for each saved tensor, and would hide those
-  of the user: where there are some, the memory stays.
+  of the same class, nodes save parameters by our hooks (``saved_by_hooks``). Reading one is a mark,
+  so no memory has to stay. The hooks cost a call for each saved tensor. They would hide the user's
+  hooks: if there are any, the memory stays.
 
-If nothing has a mark, its gradients come to unsharded parameters, and no backward of
-ours reduces them: the next forward, or the optimizer, raises.
-
-[Note: outputs that nobody sees] in
-``step``; a forward that hides no output enters nothing here.
+If nothing has a mark, gradients accumulate on unsharded parameters, and no backward reduces them:
+the next forward, or the optimizer, raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -102,27 +99,25 @@ from fsdp2._core.engine.attach import attach
 from fsdp2._core.engine.between_steps import StateHooks
 from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
 
-# Nodes that save parameters by hooks of ours, so that reading one tells that a backward comes.
 
-
+@dataclass(eq=False, slots=True)
 class _Saved:
-    """What a node saved of a unit's parameters. Who reads it has the unit gathered first."""
+    """A parameter saved by a node; ``read`` gathers the unit first."""
 
-    __slots__ = ("read", "tensor")
-
-    def __init__(self, read: Callable[[], None], tensor: Tensor) -> None:
-        self.read = read
-        self.tensor = tensor
+    read: Callable[[], None]
+    tensor: Tensor
 
 
 class SavedByHooks:
-    """The hooks of one forward of a unit, in place from now until ``end``.
+    """Saved-tensor hooks of one forward of a unit, active from construction until ``end``. A node
+    calls ``read`` before it reads a parameter. ``around``: the enclosing ones of a forward."""
 
-    ``read`` is called when a node is about to read a parameter; ``around`` are the hooks of the
-    next forward around this one that has some.
-    """
-
-    def __init__(self, unit: Unit, read: Callable[[], None], around: SavedByHooks | None) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        read: Callable[[], None],
+        around: SavedByHooks | None,
+    ) -> None:
         self._unit = unit
         self._read = read
         self._around = around
@@ -130,17 +125,15 @@ class SavedByHooks:
         self._hooks.__enter__()
 
     def end(self) -> SavedByHooks | None:
-        """Let nodes save as they did before; return the hooks around these."""
+        """Deactivate the hooks; return the enclosing ones."""
         assert self._hooks is not None
         self._hooks.__exit__()
-        # They own this, and this owns a call, whose end tells that a graph was dropped.
-        self._hooks = None
+        self._hooks = None  # it refers to a call, which must not outlive its graph
         return self._around
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
-        """Return what a node saves for a tensor."""
-        if tensor.grad_fn is not None:  # a node that saves what it made would own itself
+        if tensor.grad_fn is not None:  # a node that saves its own result would own itself
             tensor = tensor.detach()
         hooks: SavedByHooks | None = self
         while hooks is not None:
@@ -152,7 +145,6 @@ class SavedByHooks:
 
 @torch_compiler.always_eager
 def _unpack(saved: Any) -> Any:
-    """Give a node what it saved."""
     if type(saved) is not _Saved:
         return saved
     saved.read()
@@ -160,15 +152,14 @@ def _unpack(saved: Any) -> Any:
 
 
 _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGISTRIES))
-"""Attributes of a module that hold no output of its forward."""
+"""Attributes of a module that cannot hold outputs of its forward."""
 
 
-Comes = Callable[[tuple[Tensor | None, ...]], None]
-"""A hook that tells that a backward comes to a module."""
+Comes = Callable[[tuple[Tensor | None, ...]], None]  # runs when a backward reaches a module
 
 
 class Call:
-    """The marks of one forward of a unit. Autograd's graph owns it."""
+    """The marks of one forward of a unit. Owned by autograd's graph."""
 
     __slots__ = (
         "__weakref__",
@@ -191,17 +182,14 @@ class Call:
         # nodes with a higher number were made by the module
         self.first_node = torch_autograd.sequence_number()
         self.last_marked = self.first_node - 1
-        self.given: Any = None  # the arguments, held while the forward runs
-        self.has_leaf = False  # an output was made by no operation, or needs no gradient
-        # the marked inputs, each with the node of its mark
-        self.views: list[tuple[Tensor, Any]] | None = None
-        # our hooks of saved tensors, while they are in place
-        self.saves: SavedByHooks | None = None
+        self.given: Any = None  # the arguments, while the forward runs
+        self.has_leaf = False  # some output is a leaf, or needs no gradient
+        self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs, and the marks' nodes
+        self.saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
         self.saved_by_hooks = False  # nodes of this forward were saved by our hooks
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """A gradient reached an output."""
         if torch.is_grad_enabled():  # create_graph: a backward may come through the gradients
             self._follow_gradients()
         visit, runtime = self.visit, self.runtime
@@ -217,13 +205,13 @@ class Call:
         raise StateError(
             "FS302",
             f"{self.visit.unit.fqn or '<root>'}: train() or eval() was called between this forward "
-            "and its backward. Its policy has full_precision_in_eval, so the parameters that it "
-            "needs are gone. Run the backward first.",
+            "and its backward. Its policy has full_precision_in_eval, so the parameters that "
+            "backward needs were freed. Run the backward first.",
         )
 
     @torch_compiler.always_eager
     def come_back(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """A gradient reached one that a node of the module made in another backward."""
+        """Handle a gradient that reached a result of the module's nodes in another backward."""
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number != visit.closed_in:
@@ -233,21 +221,21 @@ class Call:
         _aside(self.runtime.arrive, self.visit, is_in_order)
 
     def _follow_gradients(self) -> None:
-        """Have all nodes of the module that are before the running one mark what they make."""
+        """Make the module's nodes that precede the running one mark their results."""
         node = torch_autograd.current_node()
         for inner in torch_autograd.nodes_between(self.first_node, self.last_marked, node, self):
             inner.register_hook(self.mark_gradients)
 
     @torch_compiler.always_eager
     def post_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Every gradient inside the unit has been computed; this one leaves it."""
+        """Handle the last gradient that leaves the unit, whose gradients are complete."""
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
         _aside(runtime.depart, visit)
 
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
-        """Put a node between the caller's tensor and the module, with post-backward on it."""
+        """Insert a node with a post-backward hook between the caller's tensor and the module."""
         is_view = cast is tensor
         if is_view:
             is_seen = torch_modes.count_modes()
@@ -262,7 +250,7 @@ class Call:
         return cast
 
     def follow_updates(self) -> None:
-        """Mark again the inputs that the module updated in place; hold none any longer."""
+        """Mark inputs again that the module updated in place, and release all of them."""
         views, self.views = self.views, None
         for view, node in views or ():
             if view.grad_fn is not node:
@@ -274,7 +262,7 @@ class Call:
                     before.register_prehook(self.post_backward)
 
     def save_by_hooks(self) -> None:
-        """From now on let reading a saved parameter be a mark, unless hooks forbid it."""
+        """Make each read of a saved parameter a mark, unless the user's hooks prevent it."""
         hidden = self.runtime.hidden
         around: SavedByHooks | None = hidden.saving
         if torch_autograd.may_pack_saved_tensors(None if around is None else around.pack):
@@ -282,16 +270,15 @@ class Call:
             self.saves = hidden.saving = SavedByHooks(self.visit.unit, self.read, around)
 
     def end_saving(self) -> None:
-        """Let nodes save as they did before."""
         if self.saves is not None:
             self.runtime.hidden.saving = self.saves.end()
             self.saves = None
 
     def read(self) -> None:
-        """A node is about to read a parameter that it saved."""
+        """Called before a node reads a parameter that it saved."""
         visit, runtime = self.visit, self.runtime
         if torch_autograd.graph_task_id() == -1 or visit.unit.calls.running:
-            return  # somebody looks at the graph; or the forward differentiates what it has
+            return  # graph inspection, or the running forward differentiates
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number:
             if visit.unit.precision.policy is not visit.policy:
@@ -299,7 +286,7 @@ class Call:
             self._arrive(is_in_order=True)
 
     def let_go(self) -> None:
-        """Hold no tensor any more: the graph owns the call, and they own the graph."""
+        """Release all tensors, because the graph owns the call, and they own the graph."""
         self.given = self.views = None
         self.end_saving()
 
@@ -308,7 +295,6 @@ class Call:
             self.runtime.lose_graph(self.visit.unit)
 
     def mark_outputs(self, output: Any) -> None:
-        """Put pre-backward on what made the outputs."""
         mark = self._mark_layers if _has_layers() else self._mark
         if type(output) is Tensor:
             mark(output)
@@ -317,21 +303,18 @@ class Call:
 
     @property
     def goes_on(self) -> bool:
-        """True if the forward made nodes after those of every output that has a mark."""
+        """Return True if the forward made nodes after those of every marked output."""
         return torch_autograd.sequence_number() > self.last_marked + 1
 
     def mark_hidden(self, output: Any) -> bool:
-        """Mark what the forward left elsewhere; return True if more may be where nobody looks.
-
-        See [Note: outputs that nobody sees].
-        """
+        """Mark hidden outputs (see the note above); return True if more may exist."""
         visit_tensors(self._mark_own, [self.given, *(value for *_, value in self._attributes())])
         seen: list[Tensor] = []
         visit_tensors(seen.append, output)
         return self.goes_on and (self.is_marked or not seen)
 
     def mark_kept(self) -> None:
-        """Mark what the forward left on attributes that had outputs after the first one."""
+        """Mark results left on attributes that held outputs after the first forward."""
         calls = self.visit.unit.calls
         if calls.kept_on is None:
             calls.kept_on = [
@@ -344,9 +327,8 @@ class Call:
                 self._mark_own(tensor)
 
     def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
-        """Yield attributes of the unit's modules that may hold outputs."""
         waiting, seen = list(self.visit.unit.modules), set[nn.Module]()
-        while waiting:  # a deep model is near the end of the stack here
+        while waiting:  # no recursion: a deep model is near the stack limit here
             module = waiting.pop()
             if module not in seen:
                 seen.add(module)
@@ -356,8 +338,7 @@ class Call:
                         yield module, name, value
 
     def _is_own(self, tensor: Tensor) -> bool:
-        # Not: younger than the last mark. An autograd function that runs modules in its forward has
-        # an older number than the nodes of these.
+        # not by the last mark: an autograd function that runs modules is older than their nodes
         node = tensor.grad_fn
         return node is not None and torch_autograd.age_of(node) >= self.first_node
 
@@ -369,16 +350,14 @@ class Call:
     def mark_gradients(
         self, grads: tuple[Tensor | None, ...], _given: tuple[Tensor | None, ...]
     ) -> None:
-        """A node of the module made these in a backward."""
         if torch.is_grad_enabled():
             last = self.last_marked
             mark = self._mark_layers if _has_layers() else self._mark
             visit_tensors(lambda grad: mark(grad, self.come_back), grads)
-            # gradients have numbers of their own: the forward's last one stays
-            self.last_marked = last
+            self.last_marked = last  # that of the forward: nodes of gradients are younger
 
     def _mark(self, tensor: Tensor, come: Comes | None = None) -> None:
-        """Put a hook, ``pre_backward`` if not another, on what made a tensor."""
+        """Put a hook, by default ``pre_backward``, on the nodes that made a tensor."""
         if tensor.requires_grad:
             if not self.is_marked:
                 self.is_marked = True
@@ -402,10 +381,8 @@ class Call:
 
 
 def _tensors_at(value: Any) -> list[Tensor]:
-    """Return a tensor in a list, or the tensors in a list, tuple or dict.
-
-    Other objects are not looked into: they may own anything, the model itself, too.
-    """
+    """Return a tensor as a list, or the tensors in a list, tuple or dict. Other objects are not
+    searched: they may contain anything, including the model."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -414,11 +391,8 @@ def _tensors_at(value: Any) -> list[Tensor]:
 
 
 class Beginning:
-    """Lets a backward begin at the outputs of a root that has no parameters.
-
-    The end of a backward is asked for where it begins. Without this mark a backward that a hook
-    runs inside of another one might be the first that is seen, and its end would end both.
-    """
+    """Begins a backward at the outputs of a root without parameters, because its end is registered
+    where it begins: if that were in a nested backward that a hook runs, its end would end both."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -433,7 +407,7 @@ class Beginning:
 
 
 def _aside(function: Callable[..., object], *args: Any) -> None:
-    """Do the engine's own work where what watches or transforms the user's does not reach it."""
+    """Run engine code hidden from the user's modes and transforms."""
     if torch_modes.count_modes() or torch_modes.transforms_are_active():
         torch_modes.run_aside(function, *args)
     else:
@@ -441,18 +415,17 @@ def _aside(function: Callable[..., object], *args: Any) -> None:
 
 
 def _has_layers() -> bool:
-    """True if tensors may consist of several: functorch's wrappers, dual numbers."""
+    """Return True if tensors may have layers: functorch wrappers, dual numbers."""
     return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
 
 
-# --- Hooks of modules.
+# Hooks of modules.
 
 
 @torch_compiler.always_eager
 def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make parameters whole and prepare the inputs."""
     if unit.runtime is None:
         _aside(attach, unit)
     _aside(enter, unit)
@@ -494,7 +467,6 @@ def pre_forward(
 
 @torch_compiler.always_eager
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
-    """Prepare the outputs and give parameters back."""
     calls = unit.calls
     call: Call | None = calls.running.pop() if calls.running else None
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
@@ -514,7 +486,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         if call.has_leaf:
             output = _without_parameters(output, unit, call, recomputing)
         if recomputing:
-            # mostly it repeats a call that is open, and counts already
+            # usually the call that it repeats is open
             if call.is_marked and calls.open == 0:
                 calls.open = 1
         else:
@@ -526,7 +498,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 
 
 def _cast_and_give_back(unit: Unit, output: Any) -> tuple[Any, Any]:
-    """Return the output in its dtype, and what is to be marked: it, and what the caller lent."""
+    """Return the output in its dtype, and the tensors to mark: also those in lent containers."""
     loan = unit.calls.take_back()
     dtype = unit.precision.policy.output_dtype
     if dtype is not None:
@@ -540,12 +512,17 @@ def _cast_and_give_back(unit: Unit, output: Any) -> tuple[Any, Any]:
     return output, output if loan is None else loan.with_added(output)
 
 
-def _end_recorded(unit: Unit, runtime: Runtime, module: nn.Module, call: Call, output: Any) -> None:
-    """Note a forward that a backward may come to."""
+def _end_recorded(
+    unit: Unit,
+    runtime: Runtime,
+    module: nn.Module,
+    call: Call,
+    output: Any,
+) -> None:
     calls, visit = unit.calls, call.visit
     if calls.kept_on != []:
         call.mark_kept()
-    # The node of an output is mostly the last one that the forward made.
+    # usually an output's node is the last one that the forward made
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
         runtime.hidden.note_hidden(unit, runtime.units, not call.saved_by_hooks)
     if not call.is_marked:
@@ -559,7 +536,7 @@ def _end_recorded(unit: Unit, runtime: Runtime, module: nn.Module, call: Call, o
 def _end_unrecorded(
     unit: Unit, runtime: Runtime, output: Any, outputs: Any, recomputing: bool
 ) -> Any:
-    """Return the output of a forward that has no marks of its own."""
+    """Return the output of a forward that has no ``Call``."""
     with_grad, owner = torch.is_grad_enabled(), unit.owner
     if with_grad and owner is not None and owner.calls.running:
         around: Call | None = owner.calls.running[-1]
@@ -567,19 +544,17 @@ def _end_unrecorded(
             around.mark_outputs(outputs)
     output = _without_parameters(output, unit, None, recomputing)
     if with_grad and runtime.forward_root is unit and not _has_layers():
-        beginning = Beginning(runtime)
-        if type(output) is Tensor:
-            beginning.mark(output)
-        else:
-            visit_tensors(beginning.mark, output)
+        visit_tensors(Beginning(runtime).mark, output)
     return output
 
 
-def _without_parameters(output: Any, unit: Unit, call: Call | None, recomputing: bool) -> Any:
-    """Copy what lies in memory of the unit's parameters; return anything else as it is.
-
-    See [Note: memory of parameters in outputs].
-    """
+def _without_parameters(
+    output: Any,
+    unit: Unit,
+    call: Call | None,
+    recomputing: bool,
+) -> Any:
+    """Copy tensors in the unit's own memory. See [Note: memory of parameters in outputs]."""
 
     def apart(tensor: Tensor) -> Tensor:
         if not unit.holds(tensor):
@@ -597,37 +572,33 @@ def _without_parameters(output: Any, unit: Unit, call: Call | None, recomputing:
 
 
 def _refuse_own(tensor: Tensor, unit: Unit) -> None:
-    """Raise UnsupportedError for a parameter in an output that could not be made again."""
     if unit.holds(tensor):
         raise UnsupportedError(
             "FS323",
-            f"{unit.fqn or '<root>'}: its forward returned a parameter of its own, or a view of "
-            "one, inside an object that cannot be copied with another tensor in it. The memory of "
-            "parameters is given back after a forward. Return the tensor itself, in a list, tuple, "
-            "dict or dataclass, or return a clone() of it.",
+            f"{unit.fqn or '<root>'}: its forward returned one of its parameters, or a view of "
+            "one, inside an object that cannot be copied with another tensor in it. Parameter "
+            "memory is freed after a forward. Return the tensor itself, in a list, tuple, dict or "
+            "dataclass, or return a clone() of it.",
         )
 
 
 def _refuse_lazy(unit: Unit, module: nn.Module, output: Any) -> None:
-    """Raise UnsupportedError for a forward that is a generator: it computes later."""
     own_code = getattr(type(module).forward, "__code__", None)
     code = getattr(output, "gi_code", getattr(output, "cr_code", None))
     if code is not None and code is own_code:
         raise UnsupportedError(
             "FS322",
             f"{unit.fqn or '<root>'}: its forward returned a {type(output).__name__}, whose body "
-            "runs later, when the parameters are sharded. Return a list of what it yields, or "
-            "apply fully_shard to the modules that it calls.",
+            "runs later, when the parameters are sharded. Return a list of the values that it "
+            "yields, or apply fully_shard to the modules that it calls.",
         )
 
 
 @torch_compiler.always_eager
 def forward_raised(unit: Unit, depth: int) -> None:
-    """An exception left a forward of a unit that had ``depth`` calls running before it.
-
-    It may be caught further up, or be no failure at all: a recomputation that has all it needs
-    stops by raising. The next forward recovers if it left the outermost unit.
-    """
+    """Handle an exception in a unit's forward; ``depth`` calls were running before it. The caller
+    may catch it, and a recomputation that is complete ends with one. If it leaves the outermost
+    unit, the next forward recovers."""
     unit.calls.give_up(depth)
     runtime = unit.runtime
     if runtime is None or unit.calls.running or runtime.is_recomputing:
@@ -640,10 +611,15 @@ def forward_raised(unit: Unit, depth: int) -> None:
 
 
 class _AsItIs:
-    """Runs a module inside of another of its unit, whose hooks made the parameters whole."""
+    """Runs a module without hooks: those of another module gathered its unit's parameters."""
 
     @torch_compiler.never_traced
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         return run(*args, **kwargs)
 
 
@@ -693,18 +669,18 @@ def _call_eagerly(
             return original(module, *args, **kwargs)
         return torch_compiler.call_with_hooks(module, *args, **kwargs)
     except BaseException as error:
-        found = between_steps.explained(error)  # while parameters are what they were for it
+        found = between_steps.explained(error)  # while parameters are in the state it saw
         forward_raised(unit, depth)
         if found is not None:
             raise found from error
         raise
 
 
+@dataclass(eq=False)
 class ForwardHooks:
     """The hooks of a unit's modules: an object, so that copies of the module copy them."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    unit: Unit
 
     @torch_compiler.eager_unless_inlined
     def before(
@@ -721,11 +697,8 @@ class ForwardHooks:
         return post_forward(self.unit, module, output)
 
 
-# What is put on modules so that their forwards are steps of units.
-
-
 class ForwardMethod:
-    """A method of a module that unshards as ``forward`` does."""
+    """A method of a module that gathers and frees parameters as ``forward`` does."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -745,7 +718,12 @@ class ForwardMethod:
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     @torch_compiler.never_traced
-    def _call_eagerly(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_eagerly(
+        self,
+        unit: Unit,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         depth = len(unit.calls.running)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)
@@ -756,7 +734,7 @@ class ForwardMethod:
 
 
 def register_hooks(unit: Unit) -> None:
-    """Put the hooks onto a unit's modules, ours first before forward and last after it."""
+    """Register a unit's module hooks: the first before forward, and the last after it."""
     hooks = ForwardHooks(unit)
     for module in unit.modules:
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)

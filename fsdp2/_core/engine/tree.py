@@ -1,82 +1,77 @@
-"""Units, and the runtime of a tree of units: what is done in a step.
+"""Units, and the runtime of a tree of units: the operations of a step.
 
-Owns what one call of ``fully_shard`` made (``Unit``), and the state that the units below one root
-share (``Runtime``): phases, prefetch, the end of backward, recovery. It must not know autograd's
-nodes or hooks of modules: ``step`` says when each thing is done. ``attach`` makes a runtime.
-
-Map: ``Calls`` and ``Unit``; ``Schedule``, which predicts a forward from the last one; ``Visit`` and
-``Order``, which keep the place of a backward in its forward; ``EndOfBackward`` and ``Backward``;
-``Prefetches`` and ``HiddenOutputs``; ``Runtime``; ``enter`` and ``leave``, around each forward.
+``Unit`` is the result of one ``fully_shard`` call, ``Runtime`` the state shared by the units below
+one root: phases, prefetch, the end of backward, recovery. Contains no code for autograd nodes or
+module hooks: ``step`` decides when each operation runs. ``attach`` creates a runtime.
 
 Phases of a runtime::
 
     IDLE ──begin_forward──▶ FORWARD ──end_forward──▶ IDLE
     IDLE ──begin_backward─▶ BACKWARD ─end_backward─▶ IDLE      (a recomputed forward stays BACKWARD)
-    FORWARD, BACKWARD ──recover (an exception left it there)──▶ IDLE
+    FORWARD, BACKWARD ──recover (after an exception)──▶ IDLE
 
 [Note: conditional units]
-Some ranks may skip a conditional unit. So its hooks move nothing: the nearest unit above it that is
-not conditional, its *owning unit*, moves its groups with its own, on every rank. ``own_groups`` is
-what the call of ``fully_shard`` made, ``groups`` is what this unit's hooks move. A unit inside a
-conditional one is conditional too.
+Some ranks may skip a conditional unit, so its hooks run no collectives. Its *owning unit*, the
+nearest unit above it that is not conditional, moves its groups together with its own, on every
+rank. ``own_groups`` are those that the ``fully_shard`` call made; ``groups`` are those that this
+unit's hooks move. A unit inside a conditional one is conditional too.
 
 [Note: the order of backward]
 Ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so each
-rank's backward meets the same events in the reverse order; but not all of them. A rank may leave
-parameters out, return a unit's input, detach an output, or update an input in place, and no
-gradient reaches a unit there. So whatever a backward meets, it first goes through the events in
-between, as if a gradient that is zero had come by: every rank gathers and reduces the same units in
-the same order, wherever its graph is cut. The events before the last that it meets come at its end.
+rank's backward reaches these events in reverse order, but perhaps not all: no gradient reaches a
+unit if a rank uses no parameter, returns the unit's input, detaches an output, or updates an input
+in place. When a backward reaches an event, it therefore first processes those in between, as if a
+zero gradient had reached them: every rank gathers and reduces the same units in the same order,
+wherever its graph is cut. It processes the remaining events at its end.
 
-*Within one root.* Each root has orders of its own. Where a rank's graph is cut that goes through
-several roots, it makes up for one root's events after those of another. Ranks are out of step
-then, and get the error of ranks that issue different collectives.
+*Within one root.* Each root has separate orders. If a rank's graph through several roots is cut, it
+processes one root's missed events after those of another. Ranks are then out of step, and get the
+error for ranks that issue different collectives.
 
-*The first backward* of a forward does so. A later one (``retain_graph``, a second derivative, the
-weights of a pipeline stage on their own) may be about a few nodes, and in another order. It makes
-up for exactly those events that the first one had to make up for (``Order._made_up``).
+*The first backward* of a forward does this. A later one (``retain_graph``, a second derivative,
+separate weight gradients of a pipeline stage) may visit few nodes, in another order. It processes
+exactly the missed events that the first one processed (``Order._made_up``).
 
-*Entered first.* If the inputs of the first unit of a forward, and of those around it, need no
-gradient, nothing marks the place where backward leaves them. It leaves them at its end, or when it
-comes to another forward (a sum of two losses). ``Order.rest`` finds the lowest event that has a
-mark; units entered before it stay open. The outermost stays whole until then, because the other
-forward begins with it as a rule.
+*Entered first.* If the inputs of a forward's first unit, and of the units around it, need no
+gradient, no mark shows where backward leaves them. It leaves them at its end, or when it reaches
+another forward (a sum of two losses). ``Order.rest`` finds the lowest event that has a mark; units
+entered before it stay open. The outermost unit stays unsharded until then, because the other
+forward usually begins with it.
 
 [Note: manual finalization]
-A backward ends by itself: what no post-backward reduced is reduced, and reductions are waited for.
-In manual mode it leaves both to ``finalize``. A unit whose post-backward did not come keeps its
-memory until then, and owes its gradients. The caller may wait for the reductions later. Until then
-nothing of a tree that shares the streams may start: lanes hold the buffers of what is in flight.
+By default a backward's end reduces what no post-backward reduced, and waits for reductions. In
+manual mode ``finalize`` does both. A unit whose post-backward did not run keeps its memory until
+then, and its gradients remain due. The caller may wait for the reductions later; until then, no
+tree that shares the streams may start a step: lanes hold the buffers in flight.
 
 [Note: a step is a transaction]
-An exception leaves no trace that the next step could meet. A forward that raises passes through
-the unit that began it, which marks the runtime. A backward that raises never calls its callback,
-and autograd drops it, which registers shards at once. A dead reference to the callback, outside of
-any backward, says that the last backward failed. The next forward then waits for what is in flight,
-reshards, drops unreduced gradients and starts clean. All ranks do so if all ranks failed, which is
-what their collectives need.
+An exception leaves no state that affects the next step. A forward that raises passes through the
+unit that began it, which marks the runtime. For a backward that raises, autograd destroys its
+callback without calling it, which registers shards immediately; a dead reference to the callback,
+outside any backward, shows the failure. The next forward waits for work in flight, reshards, drops
+unreduced gradients and starts clean. If all ranks failed, as collectives require, all do this.
 
 [Note: threads]
-One thread runs steps. Another one may look at the state between them (``state_dict``): it holds the
-lock meanwhile, and a step that begins waits for it. During a step it gets an error. What ranks do
-together has one order on all of them, so only the thread of the steps may begin it.
+One thread runs steps. Another may read the state between steps (``state_dict``): it holds the lock,
+for which a step that begins waits; during a step it gets an error. Collective operations have one
+order on all ranks, so only the stepping thread may begin them.
 
 [Note: until the next step]
-A backward without gradient sync says that another one follows before the optimizer's step. After it
-parameters may stay whole (``shard``), or sharded over a smaller mesh, for the forward of the next
-micro-batch. The first forward after a step gathers them from the shards that the optimizer wrote.
+After a backward without gradient sync, another one follows before the optimizer's step. Until then
+parameters may stay unsharded (``shard``), or sharded over a smaller mesh. The first forward after a
+step gathers the shards that the optimizer wrote.
 
-What is written to ``.data``, a NumPy array or a local tensor counts no version, and a fused kernel
-on DTensors counts none either. So a forward uses what stayed only if all of this holds:
+Writes to ``.data``, a NumPy array or a local tensor do not increment a version, nor does a fused
+kernel on DTensors. A forward therefore uses kept parameters only if all of the following hold:
 
-- a backward without gradient sync left it there, and this forward is recorded;
-- it left gradients, and they are there: the same objects, of the same versions. One that computed
-  gradients of inputs alone, as for forces, left none: it may have been an evaluation;
+- a backward without gradient sync kept them, and this forward is recorded;
+- that backward left gradients, which are the same objects with the same versions. (One that
+  computed only gradients of inputs, as for forces, left none: it may have been an evaluation);
 - no optimizer has stepped, and no shard has another version.
 
-Otherwise memory is freed when the forward begins, and gathered again unit by unit. Not seen is only
-a write that counts no version in the middle of an accumulation that goes on afterwards. Nothing
-that is asked here differs between ranks that run alike.
+Otherwise the memory is freed when the forward begins, and gathered again unit by unit. Only a write
+that increments no version, in the middle of an accumulation that then continues, is not detected.
+All of these conditions are equal on ranks that run the same program.
 """
 
 from __future__ import annotations
@@ -87,69 +82,69 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
 
-from fsdp2._core.base import (
-    events,
-    torch_autograd,
-    torch_compiler,
-    torch_dtensor,
-    torch_modes,
-)
+from fsdp2._core.base import events, torch_autograd, torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.base.containers import Loan
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.base.events import BACKWARD, FORWARD, IDLE, Observable
-from fsdp2._core.base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._core.base.policy import MixedPrecisionPolicy, Precision, Settings
 from fsdp2._core.base.torch_autograd import version_of
 from fsdp2._core.base.torch_modules import profiler_is_running
 from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.late_look import LateLook
 from fsdp2._core.comm.wire import StepContext, Streams
 from fsdp2._core.engine.parts import Parts
-from fsdp2._core.engine.precision import Precision
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.reduce import SMALL_NBYTES, ReductionQueue, may_hold
-from fsdp2._core.params.registration import GATHERING, SHARDED, WHOLE, Serves
-
-# What backwards leave in memory for the forwards of one accumulation, and until when it is valid.
+from fsdp2._core.params.registration import GATHERING, SHARDED, SMALLER, WHOLE, Serves
 
 
 class Staying:
-    """The groups of a tree that stay as they are from a backward to the forwards after it."""
+    """Groups of a tree that stay as they are from a backward to the following forwards."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
-        self._all = groups  # of the tree: a frozen group has no gradients of its own
+        self.groups = groups  # including frozen groups, which have no gradients
         self._may_keep = any(group.may_stay for group in groups)
-        self._kept: dict[ParamGroup, None] = {}  # in the order in which they were kept
-        # the gradients that there were when the last backward began
-        self._before: list[tuple[int, int]] = []
-        # the gradients that it left; None: it left none
-        self._gradients: list[tuple[int, int]] | None = None
+        self._kept: dict[ParamGroup, None] = {}  # an ordered set
+        self._before: list[tuple[int, int]] = []  # gradients when the last backward began
+        self._gradients: list[tuple[int, int]] | None = None  # that it left; None: it left none
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def keep(self, groups: Iterable[ParamGroup]) -> None:
-        """Let groups stay, of which the values were noted, after a backward."""
+        """Keep groups that serve the accumulation, after a backward."""
         for group in groups:
             if group.registration.serves is Serves.ACCUMULATION:
                 self._kept[group] = None
 
     def begin_backward(self) -> None:
-        """See which gradients there are before a backward leaves more."""
         if self._may_keep:
             self._before = self._look()
 
+    @staticmethod
+    def reshard_after_backward(group: ParamGroup) -> None:
+        """Keep a group, unsharded or on a smaller mesh, if its settings specify so; or reshard."""
+        if group.stays:
+            if group.state is WHOLE and not group.settings.sharding.keeps_whole:
+                group.reshard_post_forward()
+            if group.state is WHOLE or group.state is SMALLER:
+                group.registration.is_held = False
+                group.keep(Serves.ACCUMULATION)
+                return
+        group.reshard()
+
     def note_gradients(self) -> None:
-        """A backward is over: see which gradients there are now."""
         found = self._look()
         self._gradients = None if found == self._before else found or None
 
     def begin_forward(self) -> None:
-        """Free what must not be used any more. See [Note: until the next step]."""
+        """Free what must no longer be used. See [Note: until the next step]."""
         is_evaluation = not torch.is_grad_enabled()
         is_over = is_evaluation or self._gradients is None or self._look() != self._gradients
         for group in list(self._kept):
@@ -162,42 +157,53 @@ class Staying:
             del self._kept[group]
 
     def _look(self) -> list[tuple[int, int]]:
-        """Return what tells gradients from others, those included that wait for a reduction.
-
-        The same on ranks that run alike, or different from what it was on each of them.
-        """
+        """Identify the current gradients, including those that wait for a reduction. Whether this
+        changes is equal on ranks that run the same program."""
         found: list[tuple[int, int]] = []
-        with torch_dtensor.DisableTorchFunctionSubclass():  # halves what reads of a DTensor cost
-            for group in self._all:
+        with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of reading a DTensor
+            for group in self.groups:
                 reducer, before = group.reducer, len(found)
                 if reducer.unreduced.own_sums:
                     found.append((0, reducer.unreduced.own_sums))
                 for param in group.params:
                     for form in (param.sharded, param.unsharded):
                         grad = None if form is None else form.grad
-                        if grad is not None:  # not held: a buffer that nobody holds is filled again
+                        if grad is not None:  # by id: a reference would prevent buffer reuse
                             found.append((id(grad), version_of(grad)))
-                if len(found) > before:  # what is added to a DTensor counts no version there
+                if len(found) > before:  # adding to a DTensor does not increment its version
                     found.append((0, reducer.deliveries))
         return found
 
 
-# The thread that runs steps, and others that look at the state between them.
+class Looks:
+    """Late checks of what the ranks of a tree sent; none on a CPU."""
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+        self._count = 0  # number of looks when these were collected
+        self._found: tuple[LateLook, ...] = ()
+
+    @property
+    def all(self) -> tuple[LateLook, ...]:
+        if self._count != LateLook.count:
+            looks = dict.fromkeys(look for group in self._groups for look in group.ids.looks)
+            self._count, self._found = LateLook.count, tuple(looks)
+        return self._found
 
 
 class StepThread:
     """The thread that runs the steps of one tree. See [Note: threads]."""
 
     def __init__(self) -> None:
-        self.ident = 0  # of the thread that ran the last forward; 0: none did
-        self.lock = threading.RLock()  # taken by who looks at parameters between steps
+        self.ident = 0  # ident of the thread that ran the last forward; 0: none
+        self.lock = threading.RLock()  # protects reads of parameters between steps
 
     @property
     def is_another(self) -> bool:
-        """True if steps run in another thread than this one, and that lives."""
+        """Return True if a different, living thread runs the steps."""
         if self.ident in (0, threading.get_ident()):
             return False
-        if torch_autograd.graph_task_id() != -1:  # of a device, autograd's thread is in that step
+        if torch_autograd.graph_task_id() != -1:  # an autograd thread of that step
             return False
         return any(one.ident == self.ident for one in threading.enumerate())
 
@@ -206,42 +212,38 @@ UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 
 class Runner(Protocol):
-    """What runs a unit's modules in place of the engine's hooks, for a while.
-
-    A compiler that traces the module traces ``call`` too, unless that is ``never_traced``.
-    """
+    """Runs a unit's modules temporarily, in place of the engine's hooks. A compiler that traces the
+    module also traces ``call``, unless it is ``never_traced``."""
 
     def call(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any: ...
 
 
+@dataclass(eq=False)
 class Calls:
-    """The forwards of a unit, and where backwards are in them."""
+    """The forwards of a unit, and the progress of backwards in them."""
 
-    def __init__(self) -> None:
-        # Of each running forward its ``step.Call``, or None; the innermost last.
-        self.running: list[Any] = []
-        # tensors lent to a call, with the number of calls running then
-        self.lent: list[tuple[int, Loan]] = []
-        self.ran: set[nn.Module] = set()  # the modules of the unit that ran in this forward
-        self.recorded = 0  # how many forwards have a graph that lives: a backward may come
-        self.open = 0  # how many recorded forwards are not past their post-backward
-        self.active = 0  # how many forwards the running backward has entered and not left
-        # attributes that hold outputs; None until the first forward has been looked at
-        self.kept_on: list[tuple[nn.Module, str]] | None = None
-        # parameters keep their memory: a backward may begin at a tensor that has no mark
-        self.hides = False
-        self.saves_by_hooks = False  # nodes save parameters by our hooks, so reading one is a mark
+    running: list[Any] = field(default_factory=list)  # ``step.Call`` or None; innermost last
+    # tensors lent to a call, with the number of calls running at that time
+    lent: list[tuple[int, Loan]] = field(default_factory=list)
+    ran: set[nn.Module] = field(default_factory=set)  # modules of the unit that ran in this forward
+    recorded: int = 0  # forwards whose graph lives: a backward may come
+    open: int = 0  # recorded forwards without a post-backward yet
+    active: int = 0  # forwards that the running backward has entered and not left
+    # attributes that hold outputs; None until the first forward has been inspected
+    kept_on: list[tuple[nn.Module, str]] | None = None
+    hides: bool = False  # keep memory of parameters: a backward may begin at an unmarked tensor
+    saves_by_hooks: bool = False  # nodes save parameters by our hooks: each read is a mark
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
-        """Let the innermost call have other tensors in the caller's containers."""
+        """Replace tensors in the caller's containers during the innermost call."""
         loan = Loan(function)
         self.lent.append((len(self.running), loan))
         return loan
 
     def take_back(self) -> Loan | None:
-        """Give the caller back what was lent to the call that is over, if anything was."""
+        """Restore the tensors lent to the finished call, if any."""
         if not self.lent or self.lent[-1][0] <= len(self.running):
             return None
         _, loan = self.lent.pop()
@@ -249,7 +251,7 @@ class Calls:
         return loan
 
     def give_up(self, depth: int) -> None:
-        """Forget the calls that run inside of this many."""
+        """Drop the calls nested inside the first ``depth``."""
         for marks in reversed(self.running[depth:]):
             if marks is not None:
                 marks.let_go()
@@ -258,14 +260,13 @@ class Calls:
             pass
 
     def abandon(self) -> None:
-        """Forget what an unfinished step left."""
         self.give_up(0)
         self.ran.clear()
         self.open = self.active = 0
 
 
 class Unit:
-    """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
+    """The modules, groups and settings of one ``fully_shard`` call."""
 
     def __init__(
         self,
@@ -278,64 +279,65 @@ class Unit:
         self.modules = modules
         self.precision = precision
         self.settings = settings
-        self.device = device  # the device that the unit computes on, if it has parameters
+        self.device = device  # compute device of the unit, if it has parameters
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
-        # the groups that the unit's hooks move; ``take_over`` adds those of conditional units
+        # groups that the unit's hooks move; ``attach`` adds those of conditional units
         self.groups: list[ParamGroup] = self.own_groups
-        # the unit whose hooks move the groups of this one, if it is conditional
-        self.owner: Unit | None = None
-        self.fqn = ""  # its name in the tree, known from the first forward on
+        self.owner: Unit | None = None  # the owning unit of a conditional one
+        self.fqn = ""  # name in the tree, known after the first forward
         self.runtime: Runtime | None = None  # made by the first forward
-        # lanes that share_comm_ctx gave it; the runtime takes them over
-        self.streams: Streams | None = None
-        # an event of the user's that the next forward of the root waits for
-        self.post_optim_event: torch.Event | None = None
+        self.streams: Streams | None = None  # lanes for the runtime that the first forward makes
+        self.post_optim_event: torch.Event | None = None  # the root's next forward waits for it
         self.calls = Calls()
-        # ``note_unsynced_backward`` found that a pipeline stage may lose gradients
-        self.may_lose_gradients = False
-        # what runs the modules in place of the hooks; None: the hooks do
-        self.runner: Runner | None = None
-        # which ranks have whole parameters in summon_full_params: "all", "first"; "" outside of it
+        self.may_lose_gradients = False  # see ``note_unsynced_backward``
+        self.runner: Runner | None = None  # in place of the hooks
+        # ranks with unsharded parameters in summon_full_params: "all" or "first"; "" outside it
         self.summoned_on = ""
 
     @property
     def trains(self) -> bool:
-        """True if a parameter that the unit's hooks move is trained."""
         return any(param.trainable for group in self.groups for param in group.params)
 
     @property
     def is_root(self) -> bool:
         return self.runtime is not None and self.runtime.root is self
 
+    def take_names(self, names: Mapping[nn.Module, str]) -> None:
+        """Set the full names of the unit and its parameters, given the names of modules."""
+        self.fqn = next((names[module] for module in self.modules if module in names), self.fqn)
+        for group in self.own_groups:
+            group.fqn = ".".join(filter(None, (self.fqn, group.early.part)))
+            for param in group.params:
+                for site in param.sites:
+                    if site.module in names:
+                        param.fqn = ".".join(filter(None, (names[site.module], site.name)))
+                        break
+
     def configure(self, **changes: Any) -> None:
-        """Replace settings; a misspelt name is a TypeError."""
+        """Replace settings; a misspelt name raises TypeError."""
         self.settings = dataclasses.replace(self.settings, **changes)
         for group in self.own_groups:
             group.settings = self.settings
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
-        """True if parameters stay unsharded after a forward.
-
-        A root that was given no choice keeps them for its backward only: after a forward without
-        gradients ``parameters()`` are sharded again.
-        """
+        """Return True if parameters stay unsharded: by default a root's, for its backward."""
         settings, choice = self.settings, self.settings.reshard_after_forward
         if settings.sharding.keeps_whole and not with_grad:
             return settings.keeps_in_evaluation
         return choice is False or (choice is None and self.is_root and with_grad)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor lies in memory of whole parameters that the unit's hooks move."""
+        """Return True if a tensor is in the memory of the unit's unsharded parameters."""
         plain = (torch.Tensor, nn.Parameter)
         local = tensor if type(tensor) in plain else torch_dtensor.local_part(tensor)
         if type(local) not in plain or torch_modes.transforms_are_active():
-            return False  # a tensor that is made of other tensors may have no memory of its own
+            return False  # a wrapper of other tensors may have no memory
         storage = local.untyped_storage()
         return any(group.buffers.lies_in(storage) for group in self.groups)
 
     def keep(self) -> None:
-        """Let whole parameters stay after a forward; who writes to the shards is noticed."""
+        """Keep unsharded parameters after a forward; writes to the shards are detected."""
         is_pipelined = self.runtime is not None and self.runtime.is_pipelined
         serves = Serves.BACKWARDS
         if is_pipelined and self.settings.reshard_after_forward is False:
@@ -347,7 +349,7 @@ class Unit:
                 group.keep(serves)
 
     def stop_hiding(self) -> None:
-        """Keep memory no longer for a backward that may begin where it has no mark."""
+        """Stop keeping memory for a backward from an unmarked tensor."""
         if self.calls.hides:
             self.calls.hides = False
             for group in self.groups:
@@ -358,17 +360,17 @@ class Unit:
             group.reshard()
 
     def show_shards(self) -> None:
-        """Register sharded parameters; whole ones may stay. [Note: between steps] in ``group``."""
+        """Register sharded parameters, and free nothing: [Note: between steps] in ``group``."""
         for group in self.groups:
             if group.state is not SHARDED:
                 group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
-        """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
+        """Reshard after a failure, without waiting for gathers: ranks may differ."""
         for group in self.groups:
-            group.registration.forget_stand_ins()
+            group.registration.forget_placeholders()
             group.registration.forget_whole_writes()
-            # shards over a smaller mesh may be registered while it gathers from them
+            # shards over a smaller mesh may be registered while they are gathered
             if group.state is GATHERING:
                 group.registration.show_shards()
             else:
@@ -379,11 +381,9 @@ class Unit:
         return all(group.is_unsharded for group in self.groups)
 
     def note_unsynced_backward(self) -> None:
-        """A backward without sync reached this unit and found its parameters sharded.
-
-        If it computes gradients of inputs only, a pipeline stage means to compute those of
-        parameters later, of the parameters that it saw registered before: gradients may be lost.
-        """
+        """Check a backward without sync that found this unit's parameters sharded. If it computes
+        gradients of inputs only, a pipeline stage later computes those of the parameters that were
+        registered in between, the shards: gradients may be lost."""
         trainable = [p.unsharded for g in self.groups for p in g.params if p.trainable]
         if trainable and not any(
             p is not None and torch_autograd.computes_gradient(p) for p in trainable
@@ -391,7 +391,7 @@ class Unit:
             self.may_lose_gradients = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies carry the recipe; a copy is initialised again at its first forward."""
+        """Copies contain the configuration only; their first forward initialises them again."""
         kept = ["modules", "precision", "settings", "device", "conditional", "own_groups", "fqn"]
         return {name: getattr(self, name) for name in kept}
 
@@ -405,16 +405,12 @@ class Unit:
 
 @torch_compiler.always_eager
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``fully_shard`` made of a module."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
 class Schedule:
-    """Predict a forward from the last one that began at the same unit.
-
-    Several entry points (``forward``, ``generate``) have an order each. A forward that leaves the
-    recorded order is not predicted any further; what it does is the record for the next time.
-    """
+    """Predicts the order of units from the last forward that began at the same unit. Prediction
+    stops where a forward deviates, and its own order is recorded for the next time."""
 
     def __init__(self) -> None:
         self._recorded: dict[int, list[Unit]] = {}
@@ -424,14 +420,13 @@ class Schedule:
         self._on_track = False
 
     def begin(self, entry: Unit) -> None:
-        """Start to record a forward whose first unit is ``entry``."""
         self._entry = id(entry)
         self._expected = self._recorded.get(self._entry, [])
         self._running = []
         self._on_track = bool(self._expected)
 
     def visit(self, unit: Unit) -> Unit | None:
-        """Record a unit's forward; return the one that is expected to follow."""
+        """Record a unit's forward; return the unit that is expected next."""
         position = len(self._running)
         self._running.append(unit)
         expected = self._expected
@@ -443,25 +438,23 @@ class Schedule:
         return expected[position + 1] if position + 1 < len(expected) else None
 
     def upcoming(self, count: int) -> list[Unit]:
-        """Return up to ``count`` units that are expected after the last one that was visited."""
+        """Return up to ``count`` units expected after the last visited one."""
         if not self._on_track:
             return []
         position = len(self._running)
         return self._expected[position : position + count]
 
     def end(self) -> None:
-        """Keep the order of the forward that is over."""
         if self._entry is not None:
             self._recorded[self._entry] = self._running
         self._entry, self._running = None, []
 
     def abandon(self) -> None:
-        """Forget the running forward; it did not end."""
         self._entry, self._running, self._on_track = None, [], False
 
 
 class Visit:
-    """One forward of a unit, and the backwards that have been through it."""
+    """One forward of a unit, and the state of backwards through it."""
 
     __slots__ = (
         "closed_by",
@@ -477,60 +470,59 @@ class Visit:
         "unit",
     )
 
-    def __init__(self, unit: Unit, order: Order | None, stream: torch.Stream | None) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        order: Order | None,
+        stream: torch.Stream | None,
+    ) -> None:
         self.unit = unit
         self.policy: MixedPrecisionPolicy = unit.precision.policy
-        # the units whose forwards ended before this one, the last one first
+        # units whose forwards ended before this one, the last one first
         self.previous: tuple[Unit, ...] = ()
-        # an input has a mark, so a gradient tells when backward leaves the visit
-        self.marks_input = False
-        self.opened_in = 0  # the number of the backward that is in the visit; 0 while none is
-        self.closed_in = 0  # the number of the last backward that went through the visit
-        # autograd's number of the run that closed it; runs may lie inside each other
-        self.closed_by = -1
-        self.stream = stream  # the stream of the forward, in which autograd goes back, too
-        # the order of its forward; None for a recomputation, which has no place in one
-        self.order = order
-        # its two places in the order; left stays -1 if no backward can come
-        self.entered = self.left = -1
+        self.marks_input = False  # an input has a mark: where backward leaves the visit
+        self.opened_in = 0  # number of the backward inside the visit; 0: none
+        self.closed_in = 0  # number of the last backward that left the visit
+        self.closed_by = -1  # autograd's number of the run that closed it; runs may be nested
+        self.stream = stream  # stream of the forward, which autograd's backward uses too
+        self.order = order  # None for a recomputation, which has no position in one
+        self.entered = self.left = -1  # positions in the order; left: -1 if no backward can come
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
 
     def was_passed(self) -> bool:
-        """True if the run of autograd that is under way has closed this visit.
-
-        A gradient that comes then is of a node that has two marks, and needs no parameters. One of
-        another run, inside or around the one that closed it, differentiates the forward again.
-        """
+        """Return True if the current autograd run has closed this visit. A further gradient in that
+        run belongs to a node with two marks, and needs no parameters. In another run, inside or
+        around the one that closed the visit, it differentiates the forward again."""
         return self.closed_by == torch_autograd.graph_task_id()
 
 
 class Order:
-    """What one forward, begun outside of any other, entered and left."""
+    """Sequence of visits entered and left by one outermost forward."""
 
     __slots__ = ("_made_up", "backward", "events", "is_first", "place")
 
     def __init__(self) -> None:
         self.events: list[Visit] = []
-        self.backward = 0  # the number of the last backward that came to this forward
+        self.backward = 0  # number of the last backward that reached this forward
         self.is_first = True
-        self.place = 0  # where the running backward is: this event and those after it are over
+        self.place = 0  # position of the running backward: this event and later ones are done
         self._made_up: set[int] = set()
 
     def begin(self, number: int) -> None:
-        """A backward comes here, for the first time unless it was here before."""
+        """Start a backward through this forward, unless it has already started."""
         if number != self.backward:
             self.is_first = self.backward == 0
             self.backward = number
             self.place = len(self.events)
 
     def missed(self, place: int) -> Iterator[tuple[Visit, bool]]:
-        """Go on to just after ``place``; yield the visits to come to (True) or to leave (False)."""
+        """Advance to just after ``place``; yield visits, and True to arrive or False to leave."""
         while self.place > place + 1:
             self.place -= 1
             at, visit = self.place, self.events[self.place]
-            if visit.left < 0:  # it trains nothing, and its output needed no gradient
+            if visit.left < 0:  # no backward can come
                 continue
             if self.is_first:
                 self._made_up.add(at)
@@ -539,25 +531,22 @@ class Order:
             yield visit, at == visit.left
 
     def rest(self) -> Iterator[tuple[Visit, bool]]:
-        """Go to the end of a backward. See *entered first* in [Note: the order of backward]."""
+        """Advance to the end of a backward. See *Entered first* in the note above."""
         first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
-        left = self.events[: self.place]  # the events that backward has yet to leave
+        left = self.events[: self.place]  # events that backward has yet to leave
         lowest = self.place
         for at, visit in enumerate(left):
             if at == visit.entered and visit.left >= 0 and (at > first or visit.marks_input):
                 lowest = at
                 break
         for visit, opens in self.missed(-1):
-            if opens or visit.entered >= lowest:  # what is inside of one is left before it
+            if opens or visit.entered >= lowest:  # inner visits end before outer ones
                 yield visit, opens
 
 
 class EndOfBackward:
-    """What autograd's engine calls once the running backward is over.
-
-    It lives exactly as long as that backward. Dropped without a call it tells, at once, that the
-    backward failed.
-    """
+    """Callback that autograd's engine runs after the running backward, and destroys with it. If it
+    was not called until then, the backward failed."""
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
         self._ended, self._failed = ended, failed
@@ -576,19 +565,16 @@ class EndOfBackward:
 
 
 class Backward:
-    """The backward that is running, or ran last."""
-
     def __init__(self) -> None:
-        self.number = 1  # the number of this backward, which its visits carry; no backward has 0
-        self.order: Order | None = None  # the order of the forward that this backward is in
-        self.open: list[Visit] = []  # the visits that this backward has come to
+        self.number = 1  # stored in its visits; never 0
+        self.order: Order | None = None  # order of the forward that this backward is in
+        self.open: list[Visit] = []  # visits that this backward has reached
         self.with_graph = False  # the backward creates a graph (create_graph=True)
-        # the mode in which backwards began since the last end; None: there was none
+        # mode in which backwards began since the last end; None: there was none
         self.began_manual: bool | None = None
-        # what the engine calls at the end; None or dead while no backward runs
+        # None or dead while no backward runs
         self.callback: weakref.ref[EndOfBackward] | None = None
-        # taken while a backward is let go of, which autograd's own thread may do on a device
-        self.dropping = threading.RLock()
+        self.dropping = threading.RLock()  # an autograd thread may drop a failed backward
 
     def forget_places(self) -> None:
         self.open.clear()
@@ -596,23 +582,20 @@ class Backward:
 
 
 class Prefetches(Observable):
-    """What is gathered ahead, and the orders of units that predict it."""
+    """Early gathers, and the orders of units that predict them."""
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        # the order of units in the last forward, by which the next one is predicted
         self._schedule = Schedule()
-        # the units that ran before this point, the last one first
-        self._last: tuple[Unit, ...] = ()
-        self._gathered: list[Unit] = []  # ahead, and they may not have been used
+        self._last: tuple[Unit, ...] = ()  # units that ran before this point, the last one first
+        self._gathered: list[Unit] = []  # gathered early, and maybe unused
 
     def begin(self, entry: Unit) -> None:
-        """A forward begins outside of any other."""
         self._last = ()
         self._schedule.begin(entry)
 
     def forward(self, unit: Unit) -> None:
-        """Issue the unshard of what follows ``unit``, to overlap with its compute."""
+        """Issue the unshard of the units after ``unit``, which overlaps with its compute."""
         expected = self._schedule.visit(unit)
         settings = unit.settings
         depth = settings.overlap.prefetch
@@ -623,11 +606,11 @@ class Prefetches(Observable):
             following = () if expected is None else (expected,)
         else:
             following = self._schedule.upcoming(depth)
-        for other in following:  # its own forward will look at what is registered
+        for other in following:
             self.gather(other)
 
     def backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
-        """Issue the unshard of what backward needs after ``unit``."""
+        """Issue the unshard of the units that backward needs after ``unit``."""
         following = unit.settings.backward_prefetch
         if following is None:
             following = previous[: unit.settings.overlap.prefetch]
@@ -636,8 +619,7 @@ class Prefetches(Observable):
                 self.gather(other)
 
     def gather(self, unit: Unit) -> None:
-        """Issue the unshard of a unit whose turn is yet to come."""
-        if unit.calls.active:  # it has what it needs, and reads what counts as released early
+        if unit.calls.active:  # it has its parameters, even those that were released early
             return
         is_backward = self._context.phase is BACKWARD
         for group in unit.groups:
@@ -651,13 +633,13 @@ class Prefetches(Observable):
         self._gathered.append(unit)
 
     def follow(self, unit: Unit) -> tuple[Unit, ...]:
-        """A recorded forward of a unit is over; return the units before it, the last one first."""
+        """End a recorded forward of a unit; return the units before it, the last one first."""
         before, depth = self._last, unit.settings.overlap.prefetch
         self._last = (unit,) if depth < 2 else (unit, *before[: depth - 1])
         return before
 
     def end(self) -> None:
-        """The forward is over. Keep its order, and give back what was gathered and not used."""
+        """End a forward: keep its order, and reshard unused early gathers."""
         self._schedule.end()
         for unit in self._gathered:
             for group in unit.groups:
@@ -666,11 +648,9 @@ class Prefetches(Observable):
         self._gathered.clear()
 
     def forget(self) -> None:
-        """A backward is over: what was gathered for it was used, or is resharded now."""
         self._gathered.clear()
 
     def abandon(self) -> None:
-        """Forget a step that did not end."""
         self._gathered.clear()
         self._schedule.abandon()
         self._last = ()
@@ -679,24 +659,20 @@ class Prefetches(Observable):
 
 
 class HiddenOutputs:
-    """Forwards that left outputs where nobody sees them. See the note on these in ``step``."""
+    """Forwards with outputs outside their return value: [Note: hidden outputs] in ``step``."""
 
     def __init__(self) -> None:
-        self.unmarked: set[Unit] = set()  # units that ran, and no output of theirs has a mark
-        # the hooks of the innermost forward whose nodes save by some, a ``SavedByHooks``
-        self.saving: Any = None
+        self.unmarked: set[Unit] = set()  # units that ran without a marked output
+        self.saving: Any = None  # innermost forward's saved-tensor hooks, a ``SavedByHooks``
 
     def note_unmarked(self, unit: Unit) -> None:
-        """A forward that trains is over, and no output of it has a mark."""
+        """Record a forward that trains and has no marked output."""
         self.unmarked.add(unit)
         for group in unit.groups:
-            may_hold.add(group.reducer)
+            may_hold[id(group.reducer)] = group.reducer
 
     def note_hidden(self, unit: Unit, units: list[Unit], keeps_memory: bool) -> None:
-        """A backward may read parameters of a forward before it comes to a mark of it.
-
-        ``units``: those of its tree.
-        """
+        """Record that a backward may read parameters before a mark. ``units``: the whole tree."""
         if keeps_memory:
             unit.calls.hides = True
             for group in unit.groups:
@@ -708,14 +684,13 @@ class HiddenOutputs:
                     other.calls.saves_by_hooks = True
 
     def refuse(self) -> None:
-        """Raise StateError if a backward came to one that had no mark; else forget them."""
+        """Raise StateError if a backward reached an unmarked forward; else drop the records."""
         for unit in self.unmarked:
             for group in unit.groups:
                 group.reducer.refuse_hidden()
         self.forget()
 
     def forget(self) -> None:
-        """A backward is over, or another forward begins."""
         for unit in self.unmarked:
             if not unit.calls.recorded:
                 unit.stop_hiding()
@@ -728,31 +703,25 @@ class Runtime(Observable):
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
-        # units of several modules, of which a forward may run some
-        self._several = [unit for unit in units if len(unit.modules) > 1]
-        self._groups = [group for unit in units for group in unit.own_groups]
+        groups = [group for unit in units for group in unit.own_groups]
         self.context = StepContext(root.streams or streams_for(root.device))
-        # the unit whose forward began outside of any other, while it runs
-        self.forward_root: Unit | None = None
+        self.forward_root: Unit | None = None  # the unit that began the running forward
         self.failed = False  # the last forward raised; the next one recovers
-        # a pipeline runs many forwards before their backwards, and ends these
-        self.is_pipelined = False
+        self.is_pipelined = False  # a pipeline runs many forwards before their backwards
         self.thread = StepThread()
         self.backward = Backward()
-        self.order = Order()  # the order of the forward that runs, or ran last
+        self.order = Order()  # order of the running or last forward
         self.prefetches = Prefetches(self.context)
         self.hidden = HiddenOutputs()
-        self.staying = Staying(self._groups)
-        self.parts: Parts | None = None  # None: the tree has no large part of a root
-        sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
+        self.staying = Staying(groups)
+        self.looks = Looks(groups)
+        self.parts: Parts | None = None  # None: no root in the tree has a large part
+        sizes = [sum(param.nbytes for param in group.params) for group in groups]
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
-        # the looks of this tree, and how many existed when they were collected
-        self._known_looks: tuple[int, tuple[LateLook, ...]] = (0, ())
 
     # Forward.
 
     def begin_forward(self, entry: Unit) -> None:
-        """A unit's forward starts outside of any other's."""
         if self.context.streams.pending is not None:
             self.refuse_pending("forward")
         self.recover_if_failed()
@@ -760,13 +729,13 @@ class Runtime(Observable):
             self.hidden.refuse()
         if not self.is_pipelined:
             for unit in self.units:
-                # its backward may still come, without a forward that looks at requires_grad before
+                # its backward may come without another forward that checks requires_grad
                 if unit.calls.open:
                     for group in unit.groups:
                         toggled = [param for param in group.params if param.is_toggled]
                         if toggled:
-                            group.toggle(toggled)
-        self.context.streams.look_late(self._looks())
+                            group.reducer.toggle(toggled, group.settings)
+        self.context.streams.look_late(self.looks.all)
         logs, profiles = events.logger.isEnabledFor(logging.DEBUG), profiler_is_running()
         if logs or profiles or events.listeners:
             events.follow(events.profile_event, profiles)
@@ -777,9 +746,9 @@ class Runtime(Observable):
         if event is None:
             self.context.streams.order_after_compute("gather")
             if not self.context.streams.async_op:
-                for group in self._groups:
+                for group in self.staying.groups:
                     group.reducer.release_gradients()
-        else:  # an optimizer beside the compute may still read gradients that nobody holds
+        else:  # an optimizer that overlaps may still read unreferenced gradients
             self.context.streams.order_after_event("gather", event)
         self.thread.ident = threading.get_ident()
         with self.thread.lock:
@@ -788,20 +757,12 @@ class Runtime(Observable):
         self.order = Order()
         self.prefetches.begin(entry)
 
-    def _looks(self) -> tuple[LateLook, ...]:
-        """Return what looks later at what ranks sent along; nothing does on a CPU."""
-        if self._known_looks[0] != LateLook.count:
-            looks = dict.fromkeys(look for group in self._groups for look in group.ids.looks)
-            self._known_looks = LateLook.count, tuple(looks)
-        return self._known_looks[1]
-
     def end_forward(self) -> None:
-        """The forward that began outside of any other is over."""
         self.context.phase = IDLE
         self.forward_root = None
         self.prefetches.end()
         self.context.streams.drain("gather")
-        for unit in self._several:
+        for unit in self.units:
             if unit.calls.ran:  # not all of its modules ran in this forward
                 unit.calls.ran.clear()
                 if unit.keeps_after_forward(torch.is_grad_enabled()):
@@ -816,10 +777,10 @@ class Runtime(Observable):
                 unit.show_shards()
         if not is_recorded:
             self.context.streams.finish_host_reads()
-            self.context.streams.note_late(self._looks())
+            self.context.streams.note_late(self.looks.all)
 
     def lose_graph(self, unit: Unit) -> None:
-        """A recorded forward of a unit is gone: no backward through it can come any more."""
+        """Handle the end of a recorded forward's graph: no backward can come any more."""
         unit.calls.recorded -= 1
         if not unit.calls.recorded:
             unit.stop_hiding()
@@ -832,11 +793,11 @@ class Runtime(Observable):
 
     @property
     def is_recomputing(self) -> bool:
-        """True if a forward that starts now is a recomputation inside a backward."""
+        """Return True if a forward that starts now is a recomputation inside a backward."""
         return self.context.phase is not FORWARD and torch_autograd.graph_task_id() != -1
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward reached a unit."""
+        """Start a backward when its first gradient reaches a unit."""
         backward = self.backward
         if self.context.phase is BACKWARD:
             if backward.callback is not None and backward.callback() is not None:
@@ -855,17 +816,13 @@ class Runtime(Observable):
             self.parts.begin()
 
     def arrive(self, visit: Visit, is_in_order: bool = True) -> None:
-        """Backward comes to a forward of a unit: make its parameters whole.
-
-        ``is_in_order``: through the forward. Through gradients that another backward made, it comes
-        in an order of its own, and through the forward afterwards.
-        """
+        """Make a unit's parameters available when backward reaches one of its forwards. It is not
+        ``is_in_order`` through gradients that another backward made."""
         number = self.backward.number
         if visit.opened_in == number:
             return
         is_again = visit.closed_in == number
         order = visit.order
-        # Mostly nothing was missed: this event is the next one.
         if order is not None and is_in_order and not is_again:
             if order is not self.backward.order or order.place != visit.left + 1:
                 self._catch_up(order, visit.left)
@@ -891,13 +848,13 @@ class Runtime(Observable):
             group.unshard()
         for group in wanted:
             group.wait_for_unshard()
-        if not is_again:  # a solver comes many times to one unit
+        if not is_again:  # a solver reaches one unit many times
             self.prefetches.backward(unit, visit.previous)
         if loses:
             unit.note_unsynced_backward()
 
     def depart(self, visit: Visit) -> None:
-        """Backward leaves a forward of a unit: give parameters back, reduce if it was the last."""
+        """Leave a unit's forward in backward: reshard, and reduce if it was the last one."""
         number = self.backward.number
         if visit.opened_in != number:
             return
@@ -910,13 +867,12 @@ class Runtime(Observable):
         self._count_closed(visit)
         if unit.calls.active:
             return
-        # the outermost unit of one of several forwards: see *entered first*; or the gradient of
-        # one module of a unit is on its way to the next one
+        # by another forward (see *Entered first*), or by another module of the unit
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
                 if group.settings.accumulates:
-                    group.reshard_after_backward()
+                    self.staying.reshard_after_backward(group)
                 else:
                     group.reshard()
         if not unit.calls.open:
@@ -932,7 +888,7 @@ class Runtime(Observable):
                 calls.open -= 1
 
     def _catch_up(self, order: Order, place: int) -> None:
-        """Do first what backward missed before a place of a forward's order."""
+        """Process the events that backward missed before a position of a forward's order."""
         if order is not self.backward.order:
             if self.backward.order is not None:
                 self._go_through(self.backward.order.missed(-1))
@@ -941,16 +897,16 @@ class Runtime(Observable):
         self._go_through(order.missed(place))
 
     def _go_through(self, missed: Iterable[tuple[Visit, bool]]) -> None:
-        """Do what is due at events that no gradient reached on this rank."""
+        """Process events that no gradient reached on this rank."""
         for visit, opens in missed:
-            with self.context.streams.on(visit.stream):  # gradients of the unit are ordered there
+            with self.context.streams.on(visit.stream):  # the stream of the unit's gradients
                 if not opens:
                     self.depart(visit)
                 elif visit.closed_in != self.backward.number:
                     self.arrive(visit)
 
     def end_call(self, visit: Visit) -> None:
-        """A unit's forward is over, and a backward may come to it, here or on another rank."""
+        """End a unit's forward that a backward may reach, here or on another rank."""
         unit = visit.unit
         unit.calls.open += 1
         visit.previous = self.prefetches.follow(unit)
@@ -963,20 +919,19 @@ class Runtime(Observable):
         if parts is not None and any(
             group.settings.reduce_grads and group.reducer.plan().members for group in unit.groups
         ):
-            parts.pass_event()  # the reduction is a collective, in which every rank takes part
+            parts.pass_event()  # a reduction is an event on every rank
         for group in unit.groups:
             if parts is None or not parts.tells_of_more(group):
                 self.reduce_group(group)
 
     def reduce_group(self, group: ParamGroup) -> None:
-        """Reduce the gradients of one group, or accumulate them."""
         with_graph = self.backward.with_graph
         has_begun = self.reductions.reduce(group.reducer, group.settings, with_graph)
         if has_begun and self.parts is not None:
             self.parts.note_reduced(group)
 
     def end_backward(self) -> None:
-        """Reduce what no post-backward reduced, finish what is in flight, reshard."""
+        """Reduce the remaining gradients, finish work in flight, and reshard."""
         if self.backward.order is not None:
             self._go_through(self.backward.order.rest())
         ran = {unit for unit in self.units if unit.calls.open or unit.calls.active}
@@ -994,17 +949,20 @@ class Runtime(Observable):
             self.end_reductions()
         else:
             self.reductions.settle()
-            self.context.streams.note_late(self._looks())
+            self.context.streams.note_late(self.looks.all)
             if self.staying:
                 self.staying.note_gradients()
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None
 
-    def reduce_the_rest(self, ran: set[Unit], is_last: bool, is_manual: bool) -> None:
-        """Reduce what no post-backward did, and reshard; in manual mode leave that for later.
-
-        ``ran``: units of this backward. Whoever had no gradient in it owes one too.
-        """
+    def reduce_the_rest(
+        self,
+        ran: set[Unit],
+        is_last: bool,
+        is_manual: bool,
+    ) -> None:
+        """Reduce what no post-backward reduced, and reshard, unless manual mode does that later.
+        ``ran``: units of this backward, which are reduced with or without gradients."""
         for unit in reversed(self.units):
             has_to = bool(unit.groups) and self._has_to_reduce(unit, unit in ran)
             is_late = has_to and is_manual and unit.settings.reduce_grads
@@ -1021,26 +979,24 @@ class Runtime(Observable):
             self.parts.end()
 
     def end_reductions(self) -> None:
-        """Make every gradient safe to use: backwards are complete."""
+        """Make every gradient safe to use, after complete backwards."""
         self.wait_for_reductions()
         self._flush_partial()
         if self.staying:
             self.staying.note_gradients()
-        self.context.streams.note_late(self._looks())
+        self.context.streams.note_late(self.looks.all)
         self.context.streams.finish_host_reads()
         self.backward.began_manual = None
 
     def refuse_pending(self, who: str) -> None:
-        """Raise StateError while gradients are being reduced that somebody has to wait for."""
+        """Raise StateError while a reduction is in flight that has yet to be waited for."""
         pending = self.context.streams.pending
         if pending is not None:
             pending.refuse(who, self)
 
     def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
-        """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
-
-        A rank on which none of its parameters was used reduces zeros: others may have gradients.
-        """
+        """Return True if a unit ran, which is equal on all ranks, and no post-backward reduced it.
+        A rank that used none of its parameters reduces zeros."""
         for group in unit.groups:
             if self.parts is None or not self.parts.tells_of_more(group):
                 owes = has_run or group.reducer.unreduced.is_owed
@@ -1049,14 +1005,14 @@ class Runtime(Observable):
         return False
 
     def _reshard_after_backward(self, unit: Unit, is_last: bool) -> None:
-        """Reshard, unless a forward around this backward, or a backward through it, needs more."""
+        """Reshard, unless an enclosing forward, or a backward through this one, needs more."""
         if unit.calls.running:
             return
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self.backward.with_graph and unit.is_unsharded):
             for group in unit.groups:
                 if group.settings.accumulates:
-                    group.reshard_after_backward()
+                    self.staying.reshard_after_backward(group)
                 else:
                     group.reshard()
             if not unit.settings.accumulates:
@@ -1067,11 +1023,11 @@ class Runtime(Observable):
                 if group.is_unsharded:
                     group.keep(Serves.FORWARDS if keeps else Serves.BACKWARDS)
         self.staying.keep(unit.groups)
-        if is_last and self.forward_root is None:  # else the step goes on
+        if is_last and self.forward_root is None:
             unit.show_shards()
 
     def _flush_partial(self) -> None:
-        """Reduce over replicas what earlier backwards reduced over shards only."""
+        """Reduce over replicas the gradients that earlier backwards reduced over shards only."""
         for unit in reversed(self.units):
             for group in unit.groups:
                 if group.reducer.unreduced.partial is not None and group.settings.all_reduce_grads:
@@ -1088,7 +1044,7 @@ class Runtime(Observable):
     # Recovery.
 
     def fail(self) -> None:
-        """The running forward raised. The next one recovers; parameters are sharded at once."""
+        """Handle an exception in forward: shard parameters now; the next forward recovers."""
         self.failed = True
         self.forward_root = None
         self.context.phase = IDLE
@@ -1111,24 +1067,28 @@ class Runtime(Observable):
                 self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """The running backward raised. The next forward recovers; parameters are sharded at once.
-
-        Also where nothing may be waited for: a gather in flight has registered nothing.
-        """
+        """Handle an exception in backward: shard parameters now; the next forward recovers. Does
+        not wait: a gather in flight has registered nothing."""
         for unit in self.units:
             unit.reshard_unless_gathering()
 
     @property
     def is_in_other_thread(self) -> bool:
-        """True if another thread is inside of a forward or a backward. See [Note: threads]."""
+        """Return True if another thread is inside a forward or a backward. See [Note: threads]."""
         phase = self.context.phase
         if phase is IDLE or self.failed or not self.thread.is_another:
             return False
         callback = self.backward.callback
         return phase is FORWARD or (callback is not None and callback() is not None)
 
+    def forget_flights(self) -> None:
+        """Drop what is in flight without a wait: it was captured, and never ran."""
+        self.reductions.forget()
+        self.context.streams.forget()
+        for group in self.staying.groups:
+            group.forget_flight()
+
     def recover_if_failed(self) -> None:
-        """Recover from a forward or a backward that raised, if one did."""
         seems_dead = self.context.phase is BACKWARD and torch_autograd.graph_task_id() == -1
         if (self.failed or seems_dead) and not self.is_in_other_thread:
             self.recover()
@@ -1141,14 +1101,14 @@ class Runtime(Observable):
         self.context.streams.pending = self.backward.began_manual = None
         if events.listeners:
             events.emit("recover", self.root.fqn, self.context.phase)
-        broken = next((g.ids.broken for g in self._groups if g.ids.broken is not None), None)
-        if broken is not None:  # what is in flight may never end
+        broken = next((g.ids.broken for g in self.staying.groups if g.ids.broken is not None), None)
+        if broken is not None:  # work in flight may never finish
             self.fail()
-            for group in self._groups:
+            for group in self.staying.groups:
                 group.reducer.discard()
-                group.registration.forget_stand_ins()
+                group.registration.forget_placeholders()
             raise StateError("FS401", broken)
-        with self.backward.dropping:  # that thread may be late: what it drops is over by now
+        with self.backward.dropping:  # a late thread then drops nothing
             self.backward.number += 1
         self.reductions.drop()
         self.backward.forget_places()
@@ -1158,7 +1118,7 @@ class Runtime(Observable):
             unit.reshard()
             for group in unit.groups:
                 group.reducer.discard()
-                group.registration.forget_stand_ins()
+                group.registration.forget_placeholders()
         self.context.streams.reset()
         if self.hidden.unmarked:
             self.hidden.forget()
@@ -1187,15 +1147,15 @@ class Runtime(Observable):
 
 
 def enter(unit: Unit) -> None:
-    """A forward of a unit begins: make its parameters whole."""
+    """Begin a unit's forward: make its parameters available."""
     runtime, owner = unit.runtime, unit.owner
     assert runtime is not None
     if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
         raise StateError(
             "FS305",
-            f"{unit.fqn}: is conditional, and was called outside of the module above it, "
-            "which gathers its parameters. Call it from that module's forward, or apply "
-            "fully_shard to it without conditional.",
+            f"{unit.fqn}: is conditional, but was called outside its enclosing module, which "
+            "gathers its parameters. Call it from that module's forward, or apply fully_shard to "
+            "it without conditional.",
         )
     recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing
     if not recomputing and runtime.forward_root is None:
@@ -1210,19 +1170,29 @@ def enter(unit: Unit) -> None:
         runtime.prefetches.forward(unit)
 
 
-def leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
-    """A forward of a unit is over: give parameters back, as its settings say."""
+def leave(
+    unit: Unit,
+    runtime: Runtime,
+    module: nn.Module,
+    recomputing: bool,
+) -> None:
+    """End a unit's forward: reshard if its settings specify it."""
     with_grad = torch.is_grad_enabled()
     if not (unit.calls.active or (recomputing and with_grad)):
         _reshard_after(unit, runtime, module, with_grad)
     for group in unit.groups:
         if group.registration.placed:
-            group.registration.return_stand_ins()
+            group.registration.return_placeholders()
     if runtime.forward_root is unit:
         runtime.end_forward()
 
 
-def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: bool) -> None:
+def _reshard_after(
+    unit: Unit,
+    runtime: Runtime,
+    module: nn.Module,
+    with_grad: bool,
+) -> None:
     if len(unit.modules) > 1:
         unit.calls.ran.add(module)
         if len(unit.calls.ran) < len(unit.modules):

@@ -1,19 +1,31 @@
-"""The flat buffers of a group: what a rank keeps and sends, what it gathers, what it computes with.
+"""The flat buffers of a group: kept shards, gathered shards, and unsharded parameters.
 
-Owns one byte buffer of shards in a gather layout, and the views into it. Sharded parameters are
-these views, so an all-gather needs no copy-in, and a cast is one kernel. Unsharded parameters are
-views of another one, whose memory comes and goes. It must not know states or modules.
+Sharded parameters are views of one byte buffer in a gather layout, so an all-gather needs no
+copy-in and a cast is one kernel. Unsharded parameters are views of a second buffer, whose memory is
+allocated and freed. Contains no state machine or module code.
+
+[Note: released early]
+A large part of a root is *released early*: after forward if its backward does not read it on any
+rank, and as soon as its gradients have arrived. Release is about collectives, and equal on every
+rank: the group counts as sharded, and its next use gathers it. (After forward that is not a
+backward; after the gradients it may be the backward of another open call.) Memory is a local
+decision: a rank frees it if and only if neither autograd (a saved tensor, or the storage of a saved
+view) nor the user refers to it. Otherwise the unsharded parameters stay registered until the rank
+reshards, in state RELEASED. Recomputation (checkpointing) reads parameters to which nothing refers
+in the meantime, so a part that ran under checkpointing is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fsdp2._core.base import torch_tensors
+from fsdp2._core.base import torch_autograd, torch_tensors
 from fsdp2._core.base.capabilities import ROW_NBYTES
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
@@ -21,44 +33,47 @@ from fsdp2._core.comm.wire import InFlight, Kept, Wire, memory_of
 from fsdp2._core.params import packing
 from fsdp2._core.params.layout import GatherLayout, Packed, align
 from fsdp2._core.params.param import Span
+from fsdp2._core.params.registration import FORM_SHARDED, FORM_UNSHARDED, Registration
 
 
 class Tail(Protocol):
-    """What travels behind the parameters, in an item of its own at the end of the layout."""
-
-    @property
-    def numel(self) -> int:
-        """Elements that each rank sends at least."""
+    """Data sent after the parameters, in a separate item at the end of the layout."""
 
     def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """What is sent, its dtype, or the length of rows, is another one from now on."""
+        """Set the dtype and the length of a row."""
 
     def write(self, row: Tensor) -> None:
         """Fill this rank's row ``[numel]``."""
 
     def landing(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return the bytes where the rows of all ranks land."""
+        """Return the memory that receives the rows of all ranks."""
 
     def before(self) -> None:
-        """A gather is about to be issued."""
+        """Called before a gather is issued."""
 
     def arrived(self) -> None:
-        """The rows of all ranks are there."""
+        """Called when the rows of all ranks have arrived."""
 
     def failed(self, error: Exception) -> StateError:
-        """Return the error for a gather that failed."""
+        """Return the error to raise for a failed gather."""
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Destinations of gathered shards: views of a full buffer, valid while it has memory."""
+
+    together: tuple[Packed, list[Tensor]]  # used if one collective carries everything
+    apart: tuple[Packed, list[Tensor]]  # if zero-copy parameters travel by themselves
+    replicated: Sequence[Tensor] = ()  # parameters that are not sent
+    zero_copy: Sequence[Tensor] = ()
+    landed: Tensor | None = None  # all ranks' pieces, flat; None: separate memory
+    dealt: Sequence[Tensor] = ()  # destinations of the rows of dealt parameters
 
 
 class ShardBuffer:
-    """Padded shards of every parameter of a group over one axis.
-
-    Args:
-        device: where the buffer is kept.
-        compute: where it is gathered; None: where it is kept.
-        pinned: keep it in pinned memory.
-        tail: what the last item of the layout holds; None if it is a parameter like the others.
-        is_freed: the owner resizes the buffer's storage, so shards must be views of it.
-    """
+    """Padded shards of every parameter of a group over one axis, stored on ``device`` and gathered
+    on ``compute`` (None: ``device``). ``tail`` fills the last item of the layout; None: that is a
+    parameter. ``is_freed``: the owner resizes the storage, so shards must be views of it."""
 
     def __init__(
         self,
@@ -79,78 +94,68 @@ class ShardBuffer:
         )
         self._compute = compute or device
         make = packing.shard_view if is_freed else packing.own_shard
-        self.shards = [
-            make(self.flat, layout, index, axis.rank) for index in range(len(layout.items))
-        ]
-        self._together: tuple[Packed, list[Tensor]] = (layout.whole, [])
-        self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
-        self._way = self._together  # what the last gather carried, and where that goes
-        self._replicated: list[Tensor] = []  # where parameters go that nobody sends
-        self._zero_copy: list[Tensor] = []  # where those land that travel by themselves
-        self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
-        # where the pieces of all ranks land in the full buffer, flat; None: in memory of their own
-        self._landed: Tensor | None = None
-        self._dealt: list[Tensor] = []  # where rows of dealt parameters are copied
+        indices = range(len(layout.items))
+        self.shards = [make(self.flat, layout, index, axis.rank) for index in indices]
+        self._targets = Targets((layout.whole, []), (layout.packed, []))
+        self._way = self._targets.together  # content and targets of the last gather
+        self._inputs: list[Tensor] = []  # input of each collective, if nothing is cast
         self._memory = memory_of(axis)
-        self._landing: Kept | None = None  # where the current gather lands
-        # bytes that extended parameters add to what each rank sends: an open tail, of any size
-        self.open_tail_nbytes = 0
-        # the wire works on any memory: gathers may land where they are used
-        self._lands_directly = False
-        self._keeps_landing = True  # the wire lets what is gathered land in kept memory
-        self._views = None if self._is_away else self._views_of(self.flat)
+        self._landing: Kept | None = None  # destination of the current gather
+        self.open_tail_nbytes = 0  # bytes that extended parameters add to each rank's input
+        self._lands_directly = False  # the wire may gather into the final destination
+        self._keeps_landing = True  # the wire may gather into memory that is kept
+        is_away = self._compute != self.flat.device and not self.flat.is_meta
+        self._views = None if is_away else self._views_of(self.flat)
 
     def write_tail(self) -> None:
-        """Put the tail behind the parameters, where the all-gather takes it along."""
         if self.tail is not None and not self.flat.is_meta:
             self.tail.write(self.shards[-1])
 
     def span(self, index: int) -> Span:
-        """Say where the shard of an item lies."""
         item = self.layout.items[index]
         nbytes = item.shard.kept_numel(self.axis.rank) * item.storage_dtype.itemsize
         return Span(self.flat, self.layout.shard_offsets[index], nbytes)
 
     def renew_tail(self) -> None:
-        """Send and expect what the tail says now."""
         if self.tail is not None:
             last = self.layout.items[-1]
             self.tail.expect(last.compute_dtype, last.shard.padded_numel)
-            # shards over a smaller mesh have no memory now: the tail is written with them
+            # without memory, as over a smaller mesh, the tail is written later with the shards
             if self.flat.untyped_storage().nbytes():
                 self.write_tail()
 
     def bind(self, full: Tensor) -> None:
-        """Let gathered shards land in a full buffer, which has its memory now."""
-        layout = self.layout
-        tail = None
+        """Gather into the full buffer ``full``, which must have memory now."""
+        layout, tail = self.layout, None
         if self.tail is not None:
             nbytes = layout.padded_nbytes(len(layout.items) - 1)
             tail = self.tail.landing(self.axis.size * nbytes, full.device)
         targets = packing.gather_targets(full, layout, layout.whole.order, tail)
-        self._way = self._together = (layout.whole, targets)
-        self._apart = (layout.packed, targets[: len(layout.packed.order)])
-        self._replicated = packing.gather_targets(full, layout, layout.replicated)
-        self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
-        self._landed = packing.landing_in(full, layout)
-        self._dealt = packing.dealt_targets(full, layout)
+        self._targets = Targets(
+            (layout.whole, targets),
+            (layout.packed, targets[: len(layout.packed.order)]),
+            packing.gather_targets(full, layout, layout.replicated),
+            packing.gather_targets(full, layout, layout.zero_copy),
+            packing.landing_in(full, layout),
+            packing.dealt_targets(full, layout),
+        )
+        self._way = self._targets.together
 
     def follow(self, wire: Wire) -> None:
-        """Take notice of what the wire can do from now on."""
         self._lands_directly = wire.gathers_zero_copy
         self._keeps_landing = wire.keeps_landing
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """True if a gather writes to the full buffer, which then must have its memory."""
-        if self.layout.pieces:
-            return self._landed is not None
-        return bool(self._zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
+        """Return True if a gather writes to the full buffer, which must have memory then."""
+        if self.layout.landing.pieces:
+            return self._targets.landed is not None
+        return bool(self._targets.zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
 
     def sent_numels(self) -> list[int]:
-        """Elements in wire dtype that a rank sends in each collective."""
+        """Elements, in wire dtype, that a rank sends in each collective."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
-        if layout.pieces:
+        if layout.landing.pieces:
             return [layout.packed_nbytes // itemsize]
         if self.open_tail_nbytes or not layout.zero_copy or not self._lands_directly:
             return [self.sent_nbytes // itemsize]
@@ -159,66 +164,64 @@ class ShardBuffer:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes that all ranks send."""
-        return sum(self.layout.pieces) or self.axis.size * self.sent_nbytes
+        return sum(self.layout.landing.pieces) or self.axis.size * self.sent_nbytes
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that a rank sends; ``open_tail_nbytes`` of them are not planned here."""
+        """Bytes that a rank sends, including ``open_tail_nbytes``."""
         if self.open_tail_nbytes == 0:
             return self.layout.gather_nbytes
         return align(align(self.layout.gather_nbytes) + self.open_tail_nbytes, ROW_NBYTES)
 
-    def unpack(self, gathered: Tensor, sent: Tensor, _tail: Tensor | None = None) -> None:
-        """Copy gathered shards into the full buffer.
-
-        Raises:
-            StateError: another rank gathered something else. See [Note: agreement].
-        """
+    def unpack(
+        self,
+        gathered: Tensor,
+        sent: Tensor,
+        _tail: Tensor | None = None,
+    ) -> None:
+        """Copy gathered shards into the full buffer; StateError if another rank sent others."""
         packed, targets = self._way
         if self._landing is not None:
             torch_tensors.copy_all(targets, self._landing.parts)
             self._landing = None
         elif targets:
             even = gathered
-            if self.layout.pieces:
+            if self.layout.landing.pieces:
                 even = torch.cat(packing.even_parts(gathered, self.layout))
             packing.unpack(even, self.layout, packed, targets)
-        if self._dealt:
-            packing.unpack_dealt(gathered, self.layout, self._dealt)
-        if self._replicated:
-            packing.unpack_replicated(sent, self.layout, self._replicated)
+        if self._targets.dealt:
+            packing.unpack_dealt(gathered, self.layout, self._targets.dealt)
+        if self._targets.replicated:
+            packing.unpack_replicated(sent, self.layout, self._targets.replicated)
         if self.tail is not None:
             self.tail.arrived()
 
-    @property
-    def _is_away(self) -> bool:
-        """True if the shards are kept on another device than they are gathered on."""
-        return self._compute != self.flat.device and self.flat.device.type != "meta"
-
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return what one kernel casts to the wire, and what is sent if nothing is cast."""
-        if self.layout.is_one_cast:
-            (segment,) = self.layout.segments
-            return packing.typed(flat, 0, segment.numel, segment.storage_dtype), None
-        return None, None if self.layout.casts else self._as_wire(flat)
+        """Return the input of a single cast kernel, and the send buffer if nothing is cast."""
+        layout = self.layout
+        if not layout.casts:
+            return None, self._as_wire(flat)
+        segment, is_sent = layout.segments[0], layout.items[0].shard.is_even
+        is_plain = not layout.landing.pieces and not layout.codings
+        if len(layout.segments) > 1 or not is_sent or not is_plain:
+            return None, None
+        return packing.typed(flat, 0, segment.numel, segment.storage_dtype), None
 
     def _as_wire(self, buffer: Tensor) -> Tensor:
-        return packing.typed(buffer, 0, self.layout.wire_numel, self.layout.wire_dtype).view(1, -1)
+        return buffer[: self.layout.gather_nbytes].view(self.layout.wire_dtype).view(1, -1)
 
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> InFlight:
-        """Issue the all-gather of every padded shard: zero-copy ones into the full buffer.
+        """Issue the all-gather of every padded shard, zero-copy ones directly into the full buffer.
 
-        The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
-        ``write_tail``, which fills ``open_tail_nbytes`` more bytes to send, what was gathered of
-        these follows, ``[W, open_tail_nbytes]``.
+        The buffers of the result are ``[W, C]`` in wire dtype, this rank's send buffer and, with
+        ``write_tail``, which fills additional bytes, the gathered tails ``[W, open_tail_nbytes]``.
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         self._landing = None
         if self._views is None:
-            # with lanes, ``finish_host_reads`` lets the host wait for the copy
+            # with lanes, the host waits for the copy in ``finish_host_reads``
             has_lanes = not async_op
             flat = flat.to(self._compute, non_blocking=has_lanes)
             to_cast, sent = self._views_of(flat)
@@ -226,31 +229,30 @@ class ShardBuffer:
             to_cast, sent = self._views
         kept = flat
         if to_cast is not None:
-            shape = (1, self.layout.wire_numel)
+            shape = (1, to_cast.numel())
             kept = sent = torch.empty(shape, dtype=layout.wire_dtype, device=flat.device)
             sent.copy_(to_cast)
         elif sent is None:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             packing.cast_shards(flat, kept, layout, axis.rank)
             sent = self._as_wire(kept)
-        is_apart = self._zero_copy and self.gathers_zero_copy
-        self._way = self._apart if is_apart else self._together
+        into = self._targets
+        self._way = into.apart if into.zero_copy and self.gathers_zero_copy else into.together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
-        if layout.pieces:
-            landing = self._landed
+        failed = None if self.tail is None else self.tail.failed
+        if layout.landing.pieces:
+            landing = into.landed
             if landing is None:
                 numel = layout.landing_numel
                 landing = torch.empty(numel, dtype=layout.wire_dtype, device=sent.device)
             pieces = packing.pieces_of(landing, layout)
             work = wire.all_gather_uneven(pieces, sent.view(-1), axis, async_op)
-            lost = None if self.tail is None else self.tail.failed
-            return InFlight((landing, kept), work, lost)
-        if axis.size == 1 or self.layout.wire_numel == 0:
+            return InFlight((landing, kept), work, failed)
+        if axis.size == 1 or layout.gather_nbytes == 0:
             rows = sent.expand(axis.size, -1)
             return InFlight((rows, kept))
-        failed = None if self.tail is None else self.tail.failed
-        if self._way is self._together:
+        if self._way is into.together:
             gathered = self._landing_for(sent)
             if gathered is None:
                 gathered, sent = wire.stage(sent, axis)
@@ -260,13 +262,13 @@ class ShardBuffer:
             gathered = self._landing_for(inputs[0])
             if gathered is None:
                 gathered, _ = wire.stage(inputs[0], axis)
-            pairs = list(zip([gathered, *self._zero_copy], inputs, strict=True))
+            pairs = list(zip([gathered, *into.zero_copy], inputs, strict=True))
             work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
         rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
         return InFlight((rows, kept), work, failed)
 
     def _landing_for(self, sent: Tensor) -> Tensor | None:
-        """Return where a collective of ours gathers on a CPU; None: somewhere new."""
+        """Return kept memory for a gather on a CPU; None: allocate new memory."""
         packed, _ = self._way
         if not (packed.is_dense and sent.is_cpu and self._lands_directly and self._keeps_landing):
             return None
@@ -275,11 +277,10 @@ class ShardBuffer:
         return self._landing.memory
 
     def free_gathered(self) -> None:
-        """Drop what was gathered, and will not be used any more."""
         self._landing = None
 
     def _inputs_of(self, sent: Tensor) -> list[Tensor]:
-        """View what each collective sends, the packed part first, in what is sent altogether."""
+        """View each collective's input in the send buffer, the packed part first."""
         is_kept = self._views is not None and sent is self._views[1]
         if is_kept and self._inputs:
             return self._inputs
@@ -299,7 +300,7 @@ class ShardBuffer:
         kept: Tensor,
         write_tail: Callable[[Tensor], None],
     ) -> InFlight:
-        """Send the flat part and a tail behind it, as bytes, in one all-gather."""
+        """Send the flat part followed by an open tail, as bytes, in one all-gather."""
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
         end = start + self.open_tail_nbytes
@@ -317,18 +318,16 @@ class ShardBuffer:
 
 
 class FullBuffer:
-    """Memory of unsharded parameters. They are views of it, made once, also while it is freed."""
+    """Memory of the unsharded parameters, which remain views of it while it is freed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._storage = self.flat.untyped_storage()
-        # the number by which owners of the storage are counted
-        self.number = torch_tensors.number_of(self._storage)
-        # True while the storage has memory, for a gather that may still fill it, too
+        self.number = torch_tensors.number_of(self._storage)  # storage id for reference counts
         self.has_memory = True
-        self.is_fixed = False  # keep_unsharded_storage: the memory stays at one address
-        self.is_read_later = False  # a backward may read it before a gather
-        self.stream: torch.Stream | None = None  # the stream whose memory it is
+        self.is_fixed = False  # keep_unsharded_storage: the address never changes
+        self.is_read_later = False  # a backward may read it before the next gather
+        self.stream: torch.Stream | None = None  # stream that owns the memory
 
     @property
     def nbytes(self) -> int:
@@ -343,37 +342,108 @@ class FullBuffer:
     def fill(
         self, source: ShardBuffer, gathered: Sequence[Tensor], stream: torch.Stream | None
     ) -> None:
-        """Copy here what a gather brought; the memory is that of ``stream``, unless it is there.
-
-        Raises:
-            StateError: another rank gathered something else.
-        """
+        """Copy the result of a gather here; allocate memory for ``stream`` if there is none."""
         if not self.has_memory:
             self.allocate(source.layout.full_nbytes, stream)
         source.unpack(*gathered)
 
     def free(self) -> None:
-        """Give the memory back, unless it is to stay; what it holds counts as gone."""
+        """Free the memory and invalidate its content, unless it must stay."""
         if self.is_fixed or self.is_read_later:
             return
         self._storage.resize_(0)
         self.has_memory = False
 
     def bind(self, buffer: ShardBuffer) -> None:
-        """Let another shard buffer fill this one: views cannot be made of a freed storage."""
+        """Gather another shard buffer into this one, with memory while views are made."""
         self.allocate(buffer.layout.full_nbytes)
         buffer.bind(self.flat)
         self.free()
 
 
+@dataclass(eq=False)
 class PostForward:
-    """Where parameters wait between forward and backward, if not on the whole axis."""
+    """Shards of parameters over a smaller mesh between forward and backward."""
 
-    def __init__(self) -> None:
-        self.mesh: DataMesh | None = None  # a mesh of fewer ranks than the group's
-        # the shards over that mesh, made by the first gather
-        self.buffer: ShardBuffer | None = None
+    mesh: DataMesh | None = None  # a mesh with fewer ranks than the group's
+    buffer: ShardBuffer | None = None  # shards over that mesh, made by the first gather
 
     def free(self) -> None:
         if self.buffer is not None:
             self.buffer.flat.untyped_storage().resize_(0)
+
+
+@dataclass(eq=False)
+class EarlyRelease:
+    """State of a group's early release, if it is a large part of a root."""
+
+    part: str = ""  # the part's name in its root
+    readers: Readers | None = None  # None unless the group is a part
+    skips_backward: bool = False  # backward does not read it, until the next reshard
+
+    def is_unread(self, full: FullBuffer | None, registration: Registration) -> bool:
+        """Return True if certainly nothing on this rank refers to the unsharded parameters."""
+        readers = self.readers
+        if readers is None or full is None or not readers.are_known or registration.placed:
+            return False
+        registration.show(FORM_SHARDED)
+        is_unread = readers.are_gone(full, [param.unsharded for param in registration.params])
+        registration.show(FORM_UNSHARDED)
+        return is_unread
+
+    def become_part(self, name: str) -> Readers:
+        """Make the group a large part of a root; return the record of its readers."""
+        self.part = name
+        self.readers = readers = Readers()
+        return readers
+
+
+class Readers:
+    """Readers of a part's unsharded parameters. See [Note: released early]."""
+
+    def __init__(self) -> None:
+        self.is_called = False  # through the part's own modules, which are observed
+        self.is_recomputed = False  # a recomputation reads parameters that nothing refers to
+        self.ran_without_grad = False  # as reentrant checkpointing does first
+        # nodes that accumulate gradients: kept, or a graph that uses them would count as an owner
+        self._accumulators: list[Any] = []
+        self._stream: torch.Stream | None = None  # the accumulators' stream
+        self._at_rest: list[int] | None = None  # owners while there is no reader; None: not known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied group and its hooks share a copy, which starts without readers."""
+        return vars(Readers())
+
+    def forget(self) -> None:
+        self._at_rest = None
+
+    def meet(
+        self, full: FullBuffer, wholes: Sequence[Tensor | None], stream: torch.Stream | None
+    ) -> None:
+        """Count the references to newly made unsharded parameters, which have no readers yet."""
+        self._accumulators = torch_autograd.accumulators_of(wholes)
+        self._stream = stream
+        self._at_rest = _owners(full, wholes)
+
+    def follow(self, wholes: Sequence[Tensor | None], stream: torch.Stream | None) -> None:
+        """Accumulate gradients in ``stream``, that of the current forward."""
+        if stream != self._stream and self._accumulators:
+            self._accumulators = []  # otherwise the same nodes would be found
+            self._accumulators = torch_autograd.accumulators_of(wholes)
+            self._stream = stream
+
+    @property
+    def are_known(self) -> bool:
+        """Return True if reference counts are conclusive."""
+        return self._at_rest is not None and not self.is_recomputed and self.is_called
+
+    def are_gone(self, full: FullBuffer, wholes: Sequence[Tensor | None]) -> bool:
+        """Return True if nothing else refers to the memory, while shards are registered."""
+        return _owners(full, wholes) == self._at_rest
+
+
+def _owners(full: FullBuffer, wholes: Sequence[Tensor | None]) -> list[int] | None:
+    """Count references to the memory; None if they cannot be counted."""
+    if any(isinstance(whole, DTensor) for whole in wholes):
+        return None
+    return [*torch_tensors.count_owners(wholes), torch_tensors.use_count(full.number)]

@@ -1,19 +1,19 @@
-"""Which rank is dealt which blocks of a parameter: ``fsdp2.Whole`` and ``fsdp2.Aligned``.
+"""Choice of the ranks that are dealt blocks of a parameter: ``fsdp2.Whole`` and ``fsdp2.Aligned``.
 
-Owns what a matrix costs, the choice of ranks, and what was given to each of them so far. It must
-not know tensors or collectives.
+Owns the cost of a matrix, the choice of ranks, and each rank's load so far. Contains no tensor or
+collective code.
 
 [Note: deals of a mesh]
-Blocks are dealt call by call, bottom up, before a model is whole. A call has fewer blocks than a
-mesh has ranks; so each call goes on where the calls before it, over the same ranks, left off: what
-each rank was given is counted for each process group. Calls come in the same order on all ranks, so
-all of them count the same. What a call did not take in the end counts for nothing. The first
-forward ends the count: the model is whole then, and the blocks of one that is made after it are
-dealt as if it were the first.
+Each ``fully_shard`` call deals its blocks before the model is complete. It may have fewer blocks
+than there are ranks, so it starts from the loads of earlier calls, which are counted per process
+group. Calls have one order, so counts are equal on all ranks. Blocks of a call that failed are not
+counted. The first forward ends the count, because the model is then complete; a model made later is
+dealt from zero.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """FLOPs to orthogonalise a tensor of a shape once, and one for each element besides.
+    """Return the FLOPs to orthogonalise a tensor of a shape once, plus one for each element.
 
     Five Newton-Schulz steps of the quintic iteration on ``[m, n]`` with ``m <= n``: products of
-    ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, 2 FLOPs a multiplication. Dims
-    before the last two count a batch; a vector costs its elements.
+    ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, 2 FLOPs per multiplication. Dims
+    before the last two are batch dims; a vector costs 1 per element.
 
     Source: the iteration of Keller Jordan's Muon, which ``torch.optim.Muon`` computes.
     """
@@ -45,7 +45,7 @@ def newton_schulz_flops(shape: Sequence[int]) -> float:
 
 @dataclass
 class Loads:
-    """What each rank of an axis was given: bytes, and FLOPs of an optimizer of whole matrices."""
+    """Load of each rank of an axis: bytes, and FLOPs of an optimizer step on full matrices."""
 
     nbytes: list[float]
     flops: list[float]
@@ -54,21 +54,21 @@ class Loads:
     def of(size: int) -> Loads:
         return Loads([0.0] * size, [0.0] * size)
 
-    def copy(self) -> Loads:
-        return Loads(list(self.nbytes), list(self.flops))
-
-    def add(self, deal: Deal, count: int, shape: Sequence[int], itemsize: int) -> None:
-        """Count so many blocks of a shape, from the first rank of a deal on."""
+    def add(
+        self,
+        deal: Deal,
+        count: int,
+        shape: Sequence[int],
+        itemsize: int,
+    ) -> None:
+        """Add ``count`` blocks of a shape, starting at the first rank of a deal."""
         for index in range(count):
             rank = (deal.first + index) % len(self.nbytes)
             self.nbytes[rank] += math.prod(shape) * itemsize
             self.flops[rank] += newton_schulz_flops(shape)
 
     def least(self, totals: tuple[float, float]) -> int:
-        """Return the rank with the least: the larger one of its shares of bytes and FLOPs counts.
-
-        ``totals``: the bytes and the FLOPs of all ranks.
-        """
+        """Return the rank whose larger share of ``totals`` (bytes, FLOPs) is the smallest."""
 
         def share(rank: int) -> tuple[float, float, int]:
             of_bytes = self.nbytes[rank] / max(totals[0], 1.0)
@@ -80,11 +80,8 @@ class Loads:
 
 @dataclass(frozen=True)
 class Claim:
-    """A parameter whose rows on ``dim`` are to be dealt in blocks of so many rows.
-
-    ``owner``: the rank that is to have a single block, if the user says which. ``is_long``: no
-    block may be shorter.
-    """
+    """A parameter whose rows on ``dim`` are to be dealt in blocks of ``block`` rows. ``owner``: the
+    rank that the user chose for a single block. ``is_long``: no block may be shorter."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -95,18 +92,17 @@ class Claim:
 
     @property
     def shape_of_block(self) -> tuple[int, ...]:
-        """Shape of a block, and so of all if it is one."""
         rows = min(self.block, self.shape[self.dim])
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
     def blocks_over(self, size: int) -> int:
-        """Blocks that are left over when all ranks have as many."""
+        """Return the number of blocks that remain after dealing the same number to every rank."""
         length = self.shape[self.dim]
         return (length // self.block if self.is_long else -(-length // self.block)) % size
 
 
 def deal_blocks(claims: Sequence[Claim], loads: Loads) -> list[Deal]:
-    """Return the deal of each, and add what is left over to ``loads``: the costliest first."""
+    """Return the deal of each claim, costliest first, and add the remaining blocks to ``loads``."""
     size = len(loads.nbytes)
     deals = [Deal(claim.block) for claim in claims]
     costs = [newton_schulz_flops(claim.shape_of_block) for claim in claims]
@@ -128,22 +124,20 @@ def deal_blocks(claims: Sequence[Claim], loads: Loads) -> list[Deal]:
 
 
 _given: weakref.WeakKeyDictionary[Any, Loads] = weakref.WeakKeyDictionary()
-"""See [Note: deals of a mesh]; by process group."""
+"""Loads by process group. See [Note: deals of a mesh]."""
 
 
 def given_so_far(group: Any, size: int) -> Loads:
-    """Return what the ranks of a process group were given: a copy, to plan with."""
-    loads = _given.get(group)
-    return Loads.of(size) if loads is None else loads.copy()
+    """Return a copy of the current loads of a process group's ranks, for planning."""
+    return copy.deepcopy(_given.get(group)) or Loads.of(size)
 
 
 def start_anew(group: Any) -> None:
-    """End the count: a model over the ranks of a process group is whole."""
+    """End the count: the model over this process group is complete."""
     if group is not None:
         _given.pop(group, None)
 
 
 def give(group: Any, claim: Claim, deal: Deal, size: int) -> None:
-    """Count a parameter that a call took."""
     loads = _given.setdefault(group, Loads.of(size))
     loads.add(deal, claim.blocks_over(size), claim.shape_of_block, claim.itemsize)

@@ -1,30 +1,29 @@
-"""The all-gather extension: parameters that say what is sent for them and what becomes of it.
+"""The all-gather extension: parameters that define what is gathered and how the result is used.
 
-Owns what the extended parameters of a group add to its all-gather (``ExtensionTail``), the
-agreement on the sizes of it, and one parameter's way from inputs to the unsharded tensor
-(``Extension``). It must not know flat layouts, states or streams.
+``Extension`` is the path of one parameter from inputs to the unsharded tensor; ``ExtensionTail`` is
+the data that a group's extended parameters add to its all-gather, with the agreement on its size.
+Contains no flat-layout, state or stream code.
 
 [Note: extensions]
-A shard that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, from its class or set on the
-object, keeps memory of its own and is *extended*. So is a subclass that wraps other tensors, which
-has no bytes to send without the methods: it may get them until its first all-gather, which says on
-every rank what has none. Before each all-gather it names the tensors to
-send; they travel as bytes behind the flat part of the group's buffer. What arrives is handed to it
-as ``[sum of rows, *input.shape[1:]]``, always in the same tensors: their storages, and those of the
-inner tensors that it returned, are freed when the group reshards and filled again later, so that
-the unsharded parameter is one object for life. A third method (``RELEASE``), asked once for each
-parameter, may say that what it makes shares no memory with what arrived: that memory is then freed
-as soon as the parameter is made.
+A shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, defined by its class or set on
+the object, has separate memory and is *extended*. So is a subclass that wraps other tensors: it has
+no bytes to send without these methods, which may be added until its first all-gather; that raises
+on every rank if they are missing. Before each all-gather the shard returns tensors, which are sent
+as bytes after the flat part of the group's buffer. The result is passed to it as ``[sum of rows,
+*input.shape[1:]]``, always in the same tensors: their storages, and those of the inner tensors that
+the shard returned, are freed when the group reshards and filled again later, so the unsharded
+parameter stays one object. A third method (``RELEASE``), called once per parameter, may report that
+the result shares no memory with the gathered tensors: these are then freed immediately.
 
-Of a frozen tensor whose class has no methods we may do the same: see [Note: parts of wrapped
+For a frozen tensor whose class has no such methods we may do the same: see [Note: parts of wrapped
 parameters] in ``parts``.
 
 [Note: sizes of extensions]
-Ranks may hold different numbers of rows, so only all of them together know how much is sent. They
-exchange that once for each plan of the group, in one small collective over the shard axis (and a
-flag over the replicate axis), before the first all-gather. A rank whose extension failed says so
-there, and every rank raises. Later it says so in the header of what it sends: on a CPU, where
-reading that costs nothing, every rank raises then too.
+Ranks may have different numbers of rows, so no rank can compute the size of the gather alone. They
+exchange it once for each plan of the group, before the first all-gather, in one small collective
+over the shard axis (and a flag over the replicate axis). If an extension failed on some rank, every
+rank raises there. Later failures are reported in the header of the data. On a CPU, where reading
+the header is free, every rank raises then too.
 
 Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.15.
 """
@@ -35,9 +34,9 @@ import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,11 +44,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._core.base import torch_autograd, torch_comm, torch_dtensor, torch_modes
 from fsdp2._core.base.capabilities import capabilities
-from fsdp2._core.base.errors import ConfigError, FSDPError, StateError
+from fsdp2._core.base.errors import ConfigError, FSDPError, StateError, carrying, named
 from fsdp2._core.base.policy import MixedPrecisionPolicy
 from fsdp2._core.base.rows import Deal
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
-from fsdp2._core.comm.process_mesh import carrying, named
 from fsdp2._core.params import packing, parts
 from fsdp2._core.params.layout import ALIGN_NBYTES, align, contiguous_stride
 from fsdp2._core.params.param import FSDPParam
@@ -58,90 +56,65 @@ PRE = "fsdp_pre_all_gather"
 POST = "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
-MAX_INPUTS = 16
-"""Tensors that one parameter may send: what is exchanged about them has a fixed size."""
+MAX_INPUTS = 16  # tensors that one parameter may send: their exchanged description has a fixed size
 
-FAILED, LACKING = -1, -2
-"""Counts of inputs of a rank whose extension failed, or that has none."""
+FAILED, LACKING = -1, -2  # input counts of a rank whose extension failed, or that has none
 
 HEADER_NBYTES = ALIGN_NBYTES
-FAILED_BYTE = 0xEE
-"""The header of a tail is zeros, or this in every byte: nothing that memory holds by chance."""
-
-
-# Which parameters are extended.
+FAILED_BYTE = 0xEE  # every byte of a failed tail's header, else 0: unlikely in stale memory
 
 
 def has_extension(tensor: Tensor) -> bool:
-    """True if a tensor has any of the two methods."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 
 def needs_extension(tensor: Tensor) -> bool:
-    """True if a tensor has an extension, or wraps others and can be gathered by one alone."""
+    """Return True if a tensor has an extension, or is a wrapper that needs one to be gathered."""
     if has_extension(tensor):
         return True
     return torch_dtensor.is_wrapper_subclass(tensor) and not torch_dtensor.is_on_its_way(tensor)
 
 
 class _LackingError(StateError):
-    """A shard needs an extension, and has none when it is to be gathered."""
-
-
-def brings_extension(param: Tensor) -> bool:
-    """True if an original parameter, tensor-parallel or not, has an extension or needs one."""
-    return needs_extension(torch_dtensor.local_part(param))
+    """A shard that needs an extension has none when it is to be gathered."""
 
 
 def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
-    """Check a parameter to shard, ``by_rows`` or otherwise, if it has or needs an extension.
-
-    Returns what its extension says about the memory of what is gathered; None: it has none yet.
-
-    Raises:
-        ConfigError: one of the methods is missing; the parameter is not sharded by rows.
-    """
+    """Check the extension of a parameter, if it has or needs one. Return whether gathered memory
+    can be freed early; None if there is no extension yet. ConfigError: a method is missing, or the
+    parameter is not sharded ``by_rows``."""
     local = torch_dtensor.local_part(param)
     if has_extension(local):
         _check_both(local, fqn, ConfigError)
-    elif _release_method(local) is not None:
+    elif getattr(local, RELEASE, None) is not None:
         raise ConfigError(
             "FS509",
-            f"{fqn}: its {type(local).__name__} has {RELEASE}, and neither {PRE} nor {POST}, which "
-            "make an all-gather extension. Add both, or remove this one.",
+            f"{fqn}: its {type(local).__name__} has {RELEASE}, but neither {PRE} nor {POST}, which "
+            "an all-gather extension needs. Add both, or remove this one.",
         )
-    if not brings_extension(param):
+    if not needs_extension(local):
         return None
     if not by_rows:
         raise ConfigError("FS510", _not_by_rows(fqn))
     return _ask_for_release(local, fqn, ConfigError) if has_extension(local) else None
 
 
-def _release_method(local: Tensor) -> Callable[..., Any] | None:
-    return _method(local, RELEASE) if getattr(local, RELEASE, None) is not None else None
-
-
 def _ask_for_release(local: Tensor, fqn: str, error: type[FSDPError]) -> bool:
-    """Ask an extension whether what was gathered can be freed once the parameter is made of it."""
-    method = _release_method(local)
-    answer = False if method is None else method()
+    """Return whether gathered memory can be freed once the parameter is made from it."""
+    answer = False if getattr(local, RELEASE, None) is None else _method(local, RELEASE)()
     if not isinstance(answer, bool):
         raise error(
             "FS509",
             f"{fqn}: {RELEASE} returned {answer!r}, a {type(answer).__name__}. Return True if the "
-            f"tensors that {POST} makes share no memory with the gathered ones, else False.",
+            f"tensors that {POST} returns share no memory with the gathered ones, else False.",
         )
     return answer
 
 
 def is_extended(param: FSDPParam, local: Tensor) -> bool:
-    """True if ``local``, a shard of the parameter, is extended.
-
-    Raises:
-        StateError: both methods are missing though the last shard had them; the parameter is not
-            sharded by rows.
-    """
-    if needs_extension(local):  # whether it has both methods, all ranks are told in prepare
+    """Return True if ``local``, a shard of the parameter, is extended. StateError: it is not by
+    rows, or it lacks the methods that the previous shard had."""
+    if needs_extension(local):  # prepare reports a missing method to all ranks
         layout = param.placement.layout
         if layout.dim != 0 or layout.is_dealt:
             raise StateError("FS510", _not_by_rows(param.fqn))
@@ -149,20 +122,16 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
     if param.is_extended:
         raise StateError(
             "FS511",
-            f"{param.fqn}: was sharded with an all-gather extension, and the "
-            f"{type(local).__name__} that took the place of its shard has neither {PRE} nor "
-            f"{POST}. Methods set on a tensor object do not follow its copies (.to()): "
-            "set them on the new local tensor, or use a tensor subclass.",
+            f"{param.fqn}: was sharded with an all-gather extension, but the "
+            f"{type(local).__name__} that replaced its shard has neither {PRE} nor {POST}. Methods "
+            "set on a tensor object are not copied with it (.to()): set them on the new local "
+            "tensor, or use a tensor subclass.",
         )
     return False
 
 
 def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
-    """Let an extended tensor make this rank's shard, on memory of its own.
-
-    Raises:
-        ConfigError: it cannot, or the shard has no extension and can get none.
-    """
+    """Make this rank's shard of an extended tensor, in separate memory (else ConfigError)."""
     kind, layout = type(whole).__name__, param.placement.layout
     if layout.is_dealt:
         raise ConfigError("FS510", _not_by_rows(param.fqn))
@@ -172,39 +141,40 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         except Exception as error:
             raise ConfigError(
                 "FS221",
-                f"{param.fqn}: is a {kind}, of which no shard can be made: it lacks {PRE}, and "
-                f"{type(error).__name__}: {error}. Let the class define {PRE} and {POST}, or "
-                "dequantize(), __tensor_flatten__ and __tensor_unflatten__ of tensors that have a "
-                "dim of as many rows; or put the parameter into ignored_params.",
+                f"{param.fqn}: is a {kind}, which cannot be sharded: it lacks {PRE}, and "
+                f"{type(error).__name__}: {error}. Define {PRE} and {POST} in the class; or "
+                "dequantize(), __tensor_flatten__ and __tensor_unflatten__, with inner tensors "
+                "that have a dim of the same size as the rows; or add the parameter to "
+                "ignored_params.",
             ) from error
-        param.parts, param.divides_parts = parts.parts_by_rows(whole), True
+        param.wrapped.parts, param.wrapped.divides_parts = parts.parts_by_rows(whole), True
         return shard
-    try:  # by operations that the subclass may define itself
+    try:  # runs operations that the subclass may define
         shard = whole.new_zeros(layout.shard_shape(rank))
         if layout.rows(rank):
             shard.copy_(whole.chunk(layout.size, dim=0)[rank])
         if layout.size > 1 and parts.can_be_taken_apart(whole):
-            # the first chunk, which is never empty: all ranks see the same
-            param.parts = parts.parts_seen(whole, whole.chunk(layout.size, dim=0)[0])
+            # by the first chunk, which is never empty
+            param.wrapped.parts = parts.parts_seen(whole, whole.chunk(layout.size, dim=0)[0])
     except Exception as error:
         raise ConfigError(
             "FS221",
-            f"{param.fqn}: is a {kind}, of which no shard can be made: {type(error).__name__}: "
-            f"{error}. Let the subclass define split, new_zeros and copy_, put the parameter into "
+            f"{param.fqn}: is a {kind}, which cannot be sharded: {type(error).__name__}: {error}. "
+            "Define split, new_zeros and copy_ in the subclass, add the parameter to "
             "ignored_params, or shard a plain one.",
         ) from error
     if not needs_extension(shard):
         raise ConfigError(
             "FS221",
-            f"{param.fqn}: a shard of this {kind} is a {type(shard).__name__} without all-gather "
-            "extension. Let split, new_zeros and copy_ return the subclass, or set the methods on "
-            "the local tensors after fully_shard.",
+            f"{param.fqn}: a shard of this {kind} is a {type(shard).__name__} without an "
+            "all-gather extension. Return the subclass from split, new_zeros and copy_, or set the "
+            "methods on the local tensors after fully_shard.",
         )
     return shard
 
 
 def _divides_by_rows(param: FSDPParam, whole: Tensor) -> bool:
-    """True for a frozen tensor that we divide for its class. See [Note: parts of wrapped ...]."""
+    """Return True for a frozen tensor whose parts we divide ourselves."""
     if has_extension(whole) or param.trainable or not param.placement.layout.numel:
         return False
     return parts.can_be_taken_apart(whole)
@@ -215,49 +185,44 @@ def _check_both(local: Tensor, fqn: str, error: type[FSDPError]) -> None:
         if not hasattr(local, name):
             raise error(
                 "FS509",
-                f"{fqn}: its {type(local).__name__} has {other} and no {name}. An all-gather "
-                "extension needs both: add the other one, or remove this one.",
+                f"{fqn}: its {type(local).__name__} has {other}, but no {name}. An all-gather "
+                "extension needs both: add the missing one, or remove the other.",
             )
 
 
 def _lacks_extension(local: Tensor, fqn: str, where: str) -> str:
     return (
         f"{fqn}: its shard, a {type(local).__name__}, has no all-gather extension on {where}, and "
-        f"cannot be gathered without one. Give the class {PRE} and {POST}, or set both on the "
-        "local tensors of all ranks, after fully_shard and again after what copies them (.to()); "
-        "or put the parameter into ignored_params"
+        f"cannot be gathered without one. Define {PRE} and {POST} in the class, or set both on the "
+        "local tensors of all ranks, after fully_shard and again after each copy (.to()); or add "
+        "the parameter to ignored_params"
     )
 
 
-def smaller_mesh_refused(fqn: str) -> str:
-    return (
-        f"{fqn}: has an all-gather extension, and such a parameter cannot be sharded over a "
-        "smaller mesh between forward and backward. Pass a bool or None for "
-        "reshard_after_forward, not an int."
-    )
-
-
-def dealt_refused(fqn: str, deal: Deal) -> str:
-    return (
-        f"{fqn}: {deal.asked_by}, and such a parameter cannot be sharded over a smaller mesh "
-        "between forward and backward. Pass a bool or None for reshard_after_forward, not an int."
+def refuse_smaller(fqn: str, deal: Deal | None) -> NoReturn:
+    """Raise ConfigError for a parameter, dealt or extended, that cannot use a smaller mesh."""
+    why = "has an all-gather extension" if deal is None else deal.asked_by
+    raise ConfigError(
+        "FS211",
+        f"{fqn}: {why}, so it cannot be sharded over a smaller mesh between forward and backward. "
+        "Pass a bool or None for reshard_after_forward, not an int.",
     )
 
 
 def _not_by_rows(fqn: str) -> str:
     return (
         f"{fqn}: has an all-gather extension, or wraps other tensors. Such parameters are sharded "
-        "on dim 0, in chunks. Let shard_placement_fn return Shard(0) or None for it, or remove the "
-        "extension."
+        "on dim 0, in chunks. Return Shard(0) or None for it from shard_placement_fn, or remove "
+        "the extension."
     )
 
 
-# What is sent.
+# Data to send.
 
 
 @dataclass(frozen=True)
 class InputLayout:
-    """One input as all ranks send it: rows of each rank, and what one row is. Ints only."""
+    """One input of all ranks: rows per rank, and the shape and dtype of a row."""
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
@@ -270,7 +235,7 @@ class InputLayout:
 
     @property
     def most_nbytes(self) -> int:
-        """Bytes of the rank with most rows: so much each rank sends."""
+        """Bytes that every rank sends: those of the rank with the most rows."""
         return max(self.rows) * self.row_nbytes
 
     @property
@@ -287,16 +252,13 @@ def _rows(tensor: Tensor) -> int:
 
 
 def _signature(tensor: Tensor) -> int:
-    """Return what must be equal on all ranks, as a number that fits an int64."""
+    """Return a hash of the properties that must be equal on all ranks."""
     return zlib.crc32(repr((tuple(tensor.shape[1:]), str(tensor.dtype))).encode())
 
 
 class Output:
-    """One gathered tensor, on a storage that is freed and filled again.
-
-    It is written through other views than the extension gets, so that autograd does not take an
-    all-gather for a modification of what it saved.
-    """
+    """One gathered tensor, on a storage that is freed and filled again. It is written through a
+    separate view, whose writes autograd does not count."""
 
     def __init__(self, layout: InputLayout, device: torch.device) -> None:
         self.layout = layout
@@ -305,7 +267,7 @@ class Output:
         self.storage = self._bytes.untyped_storage()
 
     def fill(self, gathered: Tensor) -> None:
-        """Copy the true rows out of ``[W, nbytes of the tail]``."""
+        """Copy the rows, without padding, from ``[W, nbytes of the tail]``."""
         layout = self.layout
         self.storage.resize_(layout.output_nbytes)
         nbytes = layout.most_nbytes
@@ -323,7 +285,7 @@ class Output:
 
 
 class Extension:
-    """One extended parameter: its inputs, the outputs it is given, and what it made of them."""
+    """One extended parameter: its inputs, its gathered outputs, and what it made of them."""
 
     def __init__(
         self, param: FSDPParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
@@ -340,10 +302,10 @@ class Extension:
         self._outputs: list[Output] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[Tensor, ...] = ()
-        self._releases, param.releases_gathered = param.releases_gathered, None  # None: not asked
+        self._releases, param.wrapped.releases_gathered = param.wrapped.releases_gathered, None
 
     def prepare(self) -> None:
-        """Ask the shard what to send; keep the error if it fails."""
+        """Call the shard's pre-gather method; keep the error if it fails."""
         self.error, self.inputs = None, ()
         try:
             self.inputs = self._ask()
@@ -353,7 +315,7 @@ class Extension:
     def _ask(self) -> Sequence[Tensor]:
         fqn, layout = self.param.fqn, self.param.placement.layout
         local = torch_dtensor.local_tensor(self.param.sharded)
-        if self.param.divides_parts and not has_extension(local):
+        if self.param.wrapped.divides_parts and not has_extension(local):
             moved = local.to(self._device) if local.device != self._device else local
             return parts.to_send(moved, self._parts)
         if not has_extension(local):
@@ -380,19 +342,19 @@ class Extension:
         if not isinstance(inputs, tuple | list) or not all(_is_plain(t) for t in inputs):
             raise StateError(
                 "FS512",
-                f"{fqn}: {PRE} returned inputs that are no tuple of plain tensors. Return the "
+                f"{fqn}: {PRE} returned inputs that are not a tuple of plain tensors. Return the "
                 "inner tensors of a subclass, not the subclass.",
             )
         if len(inputs) > MAX_INPUTS:
             raise StateError(
                 "FS512",
-                f"{fqn}: {PRE} returned {len(inputs)} inputs, and at most {MAX_INPUTS} can be "
-                "gathered for one parameter. Join some.",
+                f"{fqn}: {PRE} returned {len(inputs)} inputs, but at most {MAX_INPUTS} can be "
+                "gathered for one parameter. Combine some.",
             )
         return inputs
 
     def describe(self) -> list[int]:
-        """Return what other ranks must know of the inputs: a row of fixed size."""
+        """Describe the inputs for other ranks, in a row of fixed size."""
         if self.error is not None:
             count = LACKING if isinstance(self.error, _LackingError) else FAILED
             return [count] + [0] * (2 * MAX_INPUTS)
@@ -401,8 +363,13 @@ class Extension:
             row += [_rows(tensor), _signature(tensor)]
         return row + [0] * (2 * MAX_INPUTS + 1 - len(row))
 
-    def settle(self, rows: list[list[int]], start: int, axis: MeshAxis) -> str | None:
-        """Plan from the descriptions of all ranks; return what does not fit, if anything."""
+    def settle(
+        self,
+        rows: list[list[int]],
+        start: int,
+        axis: MeshAxis,
+    ) -> str | None:
+        """Plan from the descriptions of all ranks; return the problem found, or None."""
         lacking = [rank for rank, row in enumerate(rows) if row[0] == LACKING]
         if lacking:
             local = torch_dtensor.local_tensor(self.param.sharded)
@@ -424,8 +391,8 @@ class Extension:
         if len(layouts) != count or any(row[0] != count for row in rows):
             mine = [(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs]
             return (
-                f"{self.param.fqn}: {PRE} returned other inputs on some ranks (here "
-                f"{mine}). Ranks may differ in the first dim only"
+                f"{self.param.fqn}: {PRE} returned different inputs on some ranks (here {mine}). "
+                "Only the first dim may differ between ranks"
             )
         self._build(tuple(layouts))
         return None
@@ -440,10 +407,9 @@ class Extension:
 
     @property
     def end(self) -> int | None:
-        """Where the last input ends in the tail; None if nothing is sent."""
-        return (
-            self.layouts[-1].start + align(self.layouts[-1].most_nbytes) if self.layouts else None
-        )
+        """End of the last input in the tail; None if nothing is sent."""
+        last = self.layouts[-1] if self.layouts else None
+        return None if last is None else last.start + align(last.most_nbytes)
 
     def pack(self, tail: Tensor, rank: int) -> None:
         """Copy the inputs into the bytes to send; keep the error if they do not fit the plan."""
@@ -455,9 +421,9 @@ class Extension:
         if found != planned:
             self.error = StateError(
                 "FS512",
-                f"{self.param.fqn}: {PRE} returned inputs of other shapes or dtypes than the first "
-                f"time: found (rows, shape of a row, dtype) {found}, expected {planned}. Shapes "
-                "must stay as they are while the parameter does.",
+                f"{self.param.fqn}: {PRE} returned inputs whose shapes or dtypes differ from the "
+                f"first call: found (rows, shape of a row, dtype) {found}, expected {planned}. "
+                "Return the same ones until the parameter is replaced.",
             )
             return
         for tensor, layout in zip(inputs, self.layouts, strict=True):
@@ -466,7 +432,7 @@ class Extension:
                 place.view(tensor.shape).copy_(tensor)
 
     def unpack(self, gathered: Tensor) -> None:
-        """Fill the outputs from ``[W, nbytes of the tail]`` and let the shard make the whole."""
+        """Fill the outputs from ``[W, nbytes of the tail]``, and make the unsharded parameter."""
         if not self._outputs:
             self._outputs = [Output(layout, self._device) for layout in self.layouts]
         for storage, nbytes in self._storages:
@@ -475,7 +441,7 @@ class Extension:
             output.fill(gathered)
         local = torch_dtensor.local_tensor(self.param.sharded)
         outputs = tuple(output.tensor for output in self._outputs)
-        if self.param.divides_parts and not has_extension(local):
+        if self.param.wrapped.divides_parts and not has_extension(local):
             self._put_together(local, outputs)
             return
         method = _method(local, POST)
@@ -489,13 +455,13 @@ class Extension:
 
     @property
     def _parts(self) -> tuple[parts.Part, ...]:
-        assert self.param.parts is not None
-        return self.param.parts
+        assert self.param.wrapped.parts is not None
+        return self.param.wrapped.parts
 
     def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Do for a class what its own extension would. See [Note: parts of wrapped parameters]."""
+        """Make the parameter as an extension would: [Note: parts of wrapped parameters]."""
         if self._is_intact:
-            whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # it is there
+            whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
             with torch_autograd.preserved_versions(self._versioned):
                 parts.fill_again(whole, self._parts, outputs)
         else:
@@ -504,28 +470,27 @@ class Extension:
 
     @property
     def _is_intact(self) -> bool:
-        """True if the unsharded parameter is the one made here, and the user did not cast it."""
+        """Return True if the unsharded parameter is the one made here, and was not cast."""
         unsharded = self.param.unsharded
         if unsharded is None or not self._versioned or unsharded is not self._versioned[0]:
             return False
         return unsharded.dtype is self.param.unsharded_dtype
 
     def _adopt(self, result: Any) -> None:
-        """Make the unsharded parameter of what the shard returned the first time."""
         fqn, shape = self.param.fqn, self.param.placement.layout.shape
         tensor, inner = result if isinstance(result, tuple) and len(result) == 2 else (None, ())
         if not isinstance(tensor, Tensor) or not isinstance(inner, tuple | list):
             raise StateError(
                 "FS513",
-                f"{fqn}: {POST} returned {type(result).__name__}. Return (tensor, inner tensors), "
-                "the second a tuple, where out is None.",
+                f"{fqn}: {POST} returned {type(result).__name__}. If out is None, return (tensor, "
+                "inner tensors), the latter as a tuple.",
             )
         if tuple(tensor.shape) != shape:
             if tensor.numel() < math.prod(shape):
                 raise StateError(
                     "FS513",
                     f"{fqn}: {POST} returned a tensor of shape {tuple(tensor.shape)}, expected "
-                    f"{shape}, or more rows of padding behind it.",
+                    f"{shape}, or more rows if the rest is padding.",
                 )
             tensor = tensor.as_strided(shape, contiguous_stride(shape), 0)
         leaves = [leaf for part in inner for leaf in _leaves(part)]
@@ -542,20 +507,18 @@ class Extension:
         self._versioned = (self.param.unsharded, *own, *leaves)
 
     def _check_apart(self, made: Sequence[Tensor]) -> None:
-        """Raise StateError if what was made shares memory with what is about to be freed."""
         gathered = {
             output.storage.data_ptr() for output in self._outputs if output.storage.nbytes()
         }
         if any(leaf.untyped_storage().data_ptr() in gathered for leaf in made):
             raise StateError(
                 "FS513",
-                f"{self.param.fqn}: {RELEASE} returned True, and {POST} returned a tensor that "
-                "shares memory with the gathered ones, which would be freed. Return False there, "
-                "or copy here.",
+                f"{self.param.fqn}: {RELEASE} returned True, but {POST} returned a tensor that "
+                "shares memory with the gathered ones, which would be freed. Return False from the "
+                "former, or a copy from the latter.",
             )
 
     def free(self) -> None:
-        """Free everything gathered, and what was made of it."""
         for storage, _ in self._storages:
             storage.resize_(0)
         self._free_outputs()
@@ -566,13 +529,13 @@ class Extension:
 
 
 def kind_of(param: FSDPParam) -> tuple[type, torch.dtype]:
-    """Return what must stay if an unsharded parameter is to be filled again, not made anew."""
+    """Return the facts about a shard whose change requires a new unsharded parameter."""
     local = torch_dtensor.local_tensor(param.sharded)
     return type(local), local.dtype
 
 
 def _method(local: Tensor, name: str) -> Callable[..., Any]:
-    """Return a method of a shard, bound to it: a deepcopy binds it to yet another tensor."""
+    """Return a method of a shard, bound to it: in a deepcopy it is bound to the original."""
     method: Callable[..., Any] = getattr(local, name)
     if isinstance(method, MethodType) and isinstance(method.__self__, Tensor):
         return MethodType(method.__func__, local)
@@ -580,12 +543,12 @@ def _method(local: Tensor, name: str) -> Callable[..., Any]:
 
 
 def _takes_all(method: Callable[..., Any], fqn: str) -> bool:
-    """True for the signature of five arguments, False for that of the mesh alone."""
+    """Return True if a method takes all five arguments, False if it takes the mesh alone."""
     parameters = inspect.signature(method).parameters
     if len(parameters) not in (1, 5):
         raise StateError(
             "FS512",
-            f"{fqn}: {PRE} takes {len(parameters)} arguments. Let it take (mesh) or (mesh, "
+            f"{fqn}: {PRE} takes {len(parameters)} arguments. Define it with (mesh) or (mesh, "
             "outer_size, outer_stride, module, mp_policy).",
         )
     return len(parameters) == 5
@@ -600,14 +563,14 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with memory that a wrapper holds; a plain tensor itself."""
+    """Yield a plain tensor, or the tensors with memory inside a wrapper."""
     if not torch_dtensor.is_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a wrapper has it
     for name in names:
         part = getattr(tensor, name)
-        if isinstance(part, Tensor):  # a DTensor names its mesh too
+        if isinstance(part, Tensor):  # a DTensor also lists its mesh
             yield from _leaves(part)
 
 
@@ -615,19 +578,19 @@ def _ranks(ranks: list[int], axis: MeshAxis) -> str:
     return "rank " + ", ".join(str(axis.global_ranks[rank]) for rank in ranks)
 
 
+@dataclass(eq=False)
 class ExtensionTail:
-    """What the extended parameters of a group send behind its flat buffer."""
+    """The data that a group's extended parameters send after its flat buffer."""
 
-    def __init__(self, data: DataMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
-        self.items: list[Extension] = []
-        self.is_agreed = True
-        self.nbytes = 0
-        self._data = data
-        self._policy = policy
-        self._device = device
+    _data: DataMesh
+    _policy: MixedPrecisionPolicy
+    _device: torch.device
+    items: list[Extension] = field(default_factory=list)
+    is_agreed: bool = True
+    nbytes: int = 0
 
     def plan(self, params: Sequence[FSDPParam]) -> None:
-        """Take the extended parameters of a new plan. Those that stay keep what they made."""
+        """Set the extended parameters of a new plan. Those that remain keep their outputs."""
         if not params:
             self.items = []
             return
@@ -644,13 +607,8 @@ class ExtensionTail:
     @torch.inference_mode(False)
     @torch.no_grad()
     def before(self) -> None:
-        """Ask every shard what to send. See [Note: sizes of extensions].
-
-        Collective until sizes are agreed on.
-
-        Raises:
-            StateError: an extension failed, here or on another rank, or ranks do not fit together.
-        """
+        """Collect the inputs of every shard. Collective until sizes are agreed: [Note: sizes of
+        extensions]. StateError: an extension failed on some rank, or ranks differ."""
         for item in self.items:
             item.prepare()
         if not self.is_agreed:
@@ -672,7 +630,7 @@ class ExtensionTail:
         failed = _exchange(torch.tensor([int(problem is not None)], device=self._device), replicate)
         if problem is None and failed.any():
             problem = (
-                f"{self.items[0].param.fqn} (or beside it): {PRE} failed, or is missing, on "
+                f"{self.items[0].param.fqn} (or another one): {PRE} failed or is missing on "
                 "another replica"
             )
         if problem is not None:
@@ -693,7 +651,6 @@ class ExtensionTail:
 
     @torch.no_grad()
     def write(self, tail: Tensor) -> None:
-        """Write what this rank sends into ``tail``, bytes."""
         for item in self.items:
             item.pack(tail, self._data.shard.rank)
         if not capabilities(self._device).is_host:
@@ -704,11 +661,7 @@ class ExtensionTail:
     @torch.inference_mode(False)
     @torch.no_grad()
     def arrived(self, gathered: Tensor) -> None:
-        """Make the unsharded parameters of ``[W, nbytes]`` gathered bytes.
-
-        Raises:
-            StateError: the extension of a rank failed.
-        """
+        """Make the parameters from gathered bytes ``[W, nbytes]``; StateError if a rank failed."""
         if capabilities(self._device).is_host:
             flags = (gathered[:, :HEADER_NBYTES] == FAILED_BYTE).all(dim=1).tolist()
             if any(flags):
@@ -729,17 +682,15 @@ class ExtensionTail:
                 ) from item.error
         names = ", ".join(item.param.fqn for item in self.items)
         raise StateError(
-            "FS514", f"{names}: {PRE} of one of these failed on {where}; see its error."
+            "FS514", f"{names}: {PRE} failed for one of these on {where}; see the error there."
         )
 
     def free(self) -> None:
-        """Free what was gathered; the next gather fills it again."""
         for item in self.items:
             item.free()
 
 
 def _exchange(own: Tensor, axis: MeshAxis) -> Tensor:
-    """Return ``own`` of every rank of an axis, ``[W, *own.shape]``."""
     if axis.size == 1:
         return own.unsqueeze(0)
     received = own.reshape(-1).repeat(axis.size)

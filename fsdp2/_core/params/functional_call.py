@@ -1,8 +1,8 @@
-"""Tensors that stand in for parameters during one forward, as ``torch.func.functional_call`` does.
+"""Placeholders for parameters during one forward, as in ``torch.func.functional_call``.
 
-Owns a differentiable gather of one shard: forward all-gathers it, backward reduces its gradient as
-the group would. It is slower than a group (a collective for each tensor), and it keeps the whole
-tensor for backward: a stand-in has no storage of ours to free.
+A shard among them is gathered differentiably: backward reduces its gradient as the group would.
+This is slower than a group (one collective per tensor), and the unsharded tensor lives until
+backward, because we may not free its storage.
 """
 
 from __future__ import annotations
@@ -25,32 +25,26 @@ from fsdp2._core.params.reduce import Reducer
 
 
 def whole_tensor(
-    stand_in: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
+    placeholder: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
 ) -> Tensor:
-    """Return the unsharded form of a tensor that is registered in the place of ``param``.
-
-    Args:
-        stand_in: a tensor that lies as the sharded parameter does, or as the unsharded one.
-
-    Raises:
-        UnsupportedError: anything else.
-    """
+    """Return the unsharded form of ``placeholder``, which is registered in place of ``param``.
+    UnsupportedError: it is neither a shard nor unsharded."""
     placement = param.placement
-    if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
+    if isinstance(placeholder, DTensor) and placement.is_sharded(placeholder):
         if param.is_extended:
             raise UnsupportedError(
                 "FS318",
-                f"{param.fqn}: a shard stands in for a parameter with an all-gather extension. "
-                "Pass a tensor of the whole shape, or change the parameter itself.",
+                f"{param.fqn}: found a shard in place of a parameter with an all-gather extension. "
+                "Pass a tensor of the full shape, or change the parameter itself.",
             )
-        local = stand_in.to_local()
+        local = placeholder.to_local()
         if local.device.type != reducer.device.type and not local.is_meta:  # it is offloaded
             if torch.is_grad_enabled() and local.requires_grad:
                 raise UnsupportedError(
                     "FS318",
-                    f"{param.fqn}: a shard on {local.device} that requires gradients stands in for "
-                    f"it, which is computed on {reducer.device}. Pass a tensor of the whole shape "
-                    "there, or call it without gradients.",
+                    f"{param.fqn}: found in its place a shard on {local.device} that requires "
+                    f"gradients, but the unit computes on {reducer.device}. Pass a tensor of the "
+                    "full shape there, or call it without gradients.",
                 )
             local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own
@@ -59,36 +53,36 @@ def whole_tensor(
             return whole
         wrapped: Tensor = _WrapUnsharded.apply(whole, param)  # type: ignore[no-untyped-call]  # torch's own
         return wrapped
-    if placement.is_unsharded(stand_in):
+    if placement.is_unsharded(placeholder):
         if torch_modes.is_under_transforms():
-            _check_transformed(stand_in, param)
+            _check_transformed(placeholder, param)
         dtype = param.compute_dtype
-        return stand_in if stand_in.dtype == dtype else stand_in.to(dtype)
+        return placeholder if placeholder.dtype == dtype else placeholder.to(dtype)
     raise UnsupportedError(
         "FS318",
-        f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
-        f"it. Pass a tensor {placement.describe()}.",
+        f"{param.fqn}: found in its place a {type(placeholder).__name__} of shape "
+        f"{tuple(placeholder.shape)}. Pass a tensor {placement.describe()}.",
     )
 
 
-def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
-    """Raise UnsupportedError if a torch.func transform would lose track of a stand-in."""
-    if any(isinstance(layer, DTensor) for layer in torch_modes.layers_of(stand_in)):
+def _check_transformed(placeholder: Tensor, param: FSDPParam) -> None:
+    """Raise UnsupportedError for a placeholder that a torch.func transform does not support."""
+    if any(isinstance(layer, DTensor) for layer in torch_modes.layers_of(placeholder)):
         raise UnsupportedError(
             "FS318",
-            f"{param.fqn}: a DTensor stands in for it inside a torch.func transform, and DTensors "
-            "know nothing of transforms. Pass whole tensors (full_tensor()), or call backward().",
+            f"{param.fqn}: found a DTensor in its place inside a torch.func transform, which "
+            "DTensors do not support. Pass full tensors (full_tensor()), or call backward().",
         )
-    if stand_in.dtype != param.compute_dtype:
+    if placeholder.dtype != param.compute_dtype:
         raise UnsupportedError(
             "FS318",
-            f"{param.fqn}: a {stand_in.dtype} tensor stands in for it inside a torch.func "
-            f"transform, where none is cast. Pass it as {param.compute_dtype}.",
+            f"{param.fqn}: found a {placeholder.dtype} tensor in its place inside a torch.func "
+            f"transform, where tensors are not cast. Pass it as {param.compute_dtype}.",
         )
 
 
 class _WrapUnsharded(torch.autograd.Function):
-    """The unsharded form over its own axes; its gradient comes back as a group takes it."""
+    """Wraps a local tensor in its unsharded form; backward returns a local gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, param: FSDPParam) -> Tensor:
@@ -108,7 +102,7 @@ class _WrapUnsharded(torch.autograd.Function):
 
 
 class _GatherShard(torch.autograd.Function):
-    """All-gather of one shard; its backward is the mean reduction over data-parallel ranks."""
+    """All-gather of one shard; backward is the mean reduction over data-parallel ranks."""
 
     @staticmethod
     def forward(
@@ -117,7 +111,7 @@ class _GatherShard(torch.autograd.Function):
         ctx.call, axis = (param, reducer, settings), reducer.data.shard
         how = param.coding_of(param.placement.layout)
         item = GatherItem(param.placement.layout, local.dtype, local.dtype, coding=how)
-        if item.shard.numel == 0:  # nor would CUDA's kernels take nothing at all
+        if item.shard.numel == 0:  # CUDA kernels do not accept empty inputs either
             return local.new_empty(item.shard.shape)
         layout = GatherLayout.plan([item], axis.size, rank=axis.rank)
         buffer = ShardBuffer(layout, axis, local.device)
@@ -144,7 +138,7 @@ class _GatherShard(torch.autograd.Function):
         )
         packed.mul_(scale.before)
         reduced = packed.view(-1)
-        wire.exact = layout.exact  # the next reduction of the group tells its own
+        wire.exact = layout.exact  # the group's next reduction sets its own
         if data.shard.size > 1:
             reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
             if layout.pieces:
@@ -158,5 +152,5 @@ class _GatherShard(torch.autograd.Function):
         if layout.slotted[0]:
             return gradient_packing.sum_of_slots(reduced, layout, 0), None, None, None
         local = gradient_packing.gradient_view(reduced, layout, 0, data.shard.rank)
-        local = local.clone(memory_format=torch.contiguous_format)  # not in the wire's memory
+        local = local.clone(memory_format=torch.contiguous_format)  # do not alias the wire's memory
         return local, None, None, None

@@ -1,8 +1,7 @@
-"""Tensors in, tensors out: how gradients lie in what is reduced, and where shards lie in the sum.
+"""Packing of gradients into the input of a reduction, and views of shards in its result.
 
-No process group, no stream, no module; every function is a few kernels on a plan.
-
-Legend: W = ranks of the shard axis, P = parameters, S = elements of stamps.
+Functions from tensors to tensors, each a few kernels. Independent of process groups, streams and
+modules. W = ranks of the shard axis, P = parameters, S = elements of stamps.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ def inputs_of(
     is_mixed: bool = False,
     kept: Kept | None = None,
 ) -> list[Tensor]:
-    """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones.
-
-    With dealt members it is the pieces of all ranks, flat. For the arguments see
-    ``pack_gradients``; ``allocate`` makes the wire's buffers, unless one is ``kept``.
-    """
+    """Return the inputs of a reduction: packed gradients ``[W, packed_numel]``, and zero-copy ones;
+    with dealt members all ranks' pieces, flat. ``allocate`` makes the wire's buffers, unless one is
+    ``kept``. Other arguments are those of ``pack_gradients``."""
     if kept is not None:
         packed, parts = kept.memory, kept.parts
     else:
@@ -61,16 +58,15 @@ def pack_gradients(
     is_mixed: bool = False,
     parts: Sequence[Tensor] = (),
 ) -> None:
-    """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
+    """Write the packed local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
 
-    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. All are cast to
-    the dtype of ``out``. Gradients and ``behind`` have one dtype, unless they are ``is_mixed``.
-    ``parts`` are the columns of ``out`` (``ReduceLayout.cut``) if all else in it is zero already:
-    on a host ``chunk_cat`` pads each gradient to a row for every rank first.
+    ``behind`` is the result of ``tail``. ``None`` is a gradient of zeros. All are cast to the dtype
+    of ``out``; they and ``behind`` have one dtype, unless ``is_mixed``. ``parts`` are the columns
+    of ``out`` (``ReduceLayout.cut``) if its other elements are zero already: on a host
+    ``chunk_cat`` first pads each gradient to a row for every rank.
 
-    On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
-    for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
-    """
+    On a device columns are made contiguous: otherwise CUDA has one kernel for each instead of one
+    for all (torch 2.11; a test counts them), or one that is only correct for contiguous columns."""
     columns: list[Any] = [grads[position] for position in layout.packed]
     if not all(map(is_not, columns, repeat(None))):
         columns = _with_zeros(columns, layout, behind, out.is_cpu)
@@ -92,10 +88,10 @@ def pack_gradients(
 def _with_zeros(
     columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, is_cpu: bool
 ) -> list[Tensor]:
-    """Put zeros in place of gradients that are not there: one piece of memory for all of them."""
+    """Replace missing gradients by zeros, which share memory."""
     shapes = [layout.shards[position].shape for position in layout.packed]
     absent = [math.prod(s) for c, s in zip(columns, shapes, strict=True) if c is None]
-    # a kernel of a device reads dense memory only
+    # a device kernel reads dense memory only
     zeros = behind.new_zeros(() if is_cpu else max(absent))
     return [
         (zeros.expand(s) if is_cpu else zeros[: math.prod(s)].view(s)) if c is None else c
@@ -104,7 +100,7 @@ def _with_zeros(
 
 
 def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """Return a gradient so that the rows of rank ``r`` are the ``r``-th of W chunks of dim 0."""
+    """Return a gradient as W chunks of dim 0, the ``r``-th of which is for rank ``r``."""
     shard = layout.shards[position]
     if layout.slotted[position]:
         slots = grad.new_zeros((layout.size, shard.numel))
@@ -116,7 +112,7 @@ def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Te
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
-    """Write columns of several dtypes: a kernel takes one dtype."""
+    """Write columns of several dtypes; a kernel supports only one."""
     widths = [-(-len(c) // size) * (c.numel() // max(len(c), 1)) for c in columns]
     if not out.is_cpu:
         _chunk_cat_few(columns, widths, size, out)
@@ -131,11 +127,9 @@ def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
 def _chunk_cat_few(
     columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
 ) -> None:
-    """Write columns on a device, whose kernel takes the whole of a buffer and one dtype.
-
-    It is given the dtype that has the most bytes, and room for the others, which are mostly small
-    (a norm that computes in fp32) and come behind it. To cast all would read and write all again.
-    """
+    """Write columns on a device, whose kernel fills an entire buffer from one dtype: the one with
+    the most bytes. Other columns, usually small (a norm that computes in fp32), are written
+    afterwards. Casting all columns would read and write everything again."""
     nbytes: dict[torch.dtype, int] = {}
     for column in columns:
         nbytes[column.dtype] = nbytes.get(column.dtype, 0) + column.nbytes
@@ -152,7 +146,7 @@ def _chunk_cat_few(
 def zero_copy_gradients(
     grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
 ) -> list[Tensor]:
-    """Return the zero-copy ones of local gradients as a collective takes them, flat."""
+    """Return the zero-copy local gradients, flat and contiguous, in wire dtype."""
     dtype = layout.wire_dtype
     sent = []
     for position in layout.zero_copy:
@@ -168,10 +162,8 @@ def zero_copy_gradients(
 def _pack_pieces(
     grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
 ) -> None:
-    """Write what each rank is dealt, and its row of ``even`` ``[W, packed_numel]``, into ``out``.
-
-    That is flat. A gradient that is ``None`` counts as zero. All are cast to the dtype of ``out``.
-    """
+    """Write all ranks' dealt rows, and rows of ``even`` ``[W, packed_numel]``, into the flat
+    ``out``, of any dtype. ``None`` is a gradient of zeros."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     start = out.storage_offset()
@@ -199,19 +191,17 @@ def _pack_pieces(
 def tail(
     stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return what a rank that has every gradient adds behind them: ``[W, gap + P + S]``."""
+    """Return the tail of a rank that has every gradient: ``[W, gap + P + S]``."""
     row = torch.ones(layout.tail_gap + len(layout.members), dtype=dtype, device=device)
     row[: layout.tail_gap] = 0
-    if stamps:  # values from the host, for which a device waits
+    if stamps:  # values from the host, which block a device
         row = torch.cat([row, torch.tensor(stamps, dtype=dtype, device=device)])
     return _for_each_rank(row, layout)
 
 
 def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) -> Tensor:
-    """Return what a rank adds that has no gradient for some members: 0 for these.
-
-    Made of what ``tail`` returned, and not of values from the host, for which a device would wait.
-    """
+    """Return a tail with 0 for members without a gradient here. It is made from ``complete``, the
+    result of ``tail``, because values from the host would block a device."""
     row = complete[0].clone()
     for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
         positions = [layout.tail_gap + position for _, position in run]
@@ -220,23 +210,26 @@ def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) 
 
 
 def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
-    """Return ``[W, n]``, each row of which is ``row``; on a device with memory of its own."""
+    """Return ``[W, n]``, each row of which is ``row``; on a device in separate memory."""
     rows = row.expand(layout.size, -1)
     return rows if row.is_cpu else rows.contiguous()
 
 
 def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:
-    """Add up the slots of a replicated member, in the same order on every rank."""
+    """Sum the slots of a replicated member, in the same order on every rank."""
     shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
     slots = reduced.as_strided((layout.size, shard.numel), (shard.numel, 1), start)
     return slots.sum(0).view(shard.shape)
 
 
-def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """View a member's shard of the gradient in a reduced buffer ``[numel]``.
-
-    Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
-    """
+def gradient_view(
+    reduced: Tensor,
+    layout: ReduceLayout,
+    position: int,
+    rank: int,
+) -> Tensor:
+    """View a member's shard of the gradient in a reduced buffer ``[numel]``. It is not contiguous
+    if another dim than 0 is sharded: that is sent first."""
     shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
     shape = shard.shard_shape(rank)
     if not shard.dim:

@@ -1,6 +1,6 @@
-"""Gradients of unusual kinds: DTensors, annotated ones, and those that users put there.
+"""Placement and addition of gradients that are DTensors, annotated, or set by the user.
 
-Owns what it takes to place and to add these. A step with plain gradients enters nothing here.
+A step with plain gradients calls nothing here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2._core.params.param import FSDPParam, OwnerMark
 
 
 def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
-    """Wrap the local part of a sharded gradient, of any dtype, as its parameter is sharded."""
+    """Wrap the local part of a sharded gradient, of any dtype, with its parameter's placements."""
     spec, like = param.spec, param.like
     if local.dtype is not param.storage_dtype:
         spec = param.placement.sharded_spec(local.dtype)
@@ -25,12 +25,9 @@ def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
 
 
 def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
-    """Return the local part of a gradient that is placed as its parameter is on its own axes.
-
-    How a plain one lies, the annotation of its parameter says; without one it is that part.
-    What has to be summed for that is summed in ``dtype``, if it is the wider one. On data axes it
-    stays what this rank has, summed over them or not: the group reduces it.
-    """
+    """Return the local part of a gradient, placed like its parameter on the parameter's own axes.
+    A plain gradient is that already, unless its parameter is annotated. A sum over these axes is
+    computed in ``dtype`` if that is wider. On data axes the group reduces the gradient later."""
     spec, annotation = param.placement.tensor_parallel, param.placement.annotation
     if not isinstance(grad, DTensor):
         if annotation is None or not annotation.sums:
@@ -49,10 +46,8 @@ def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor
 
 
 def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
-    """Add to the gradient that a parameter has: ours of earlier, or what the user put there.
-
-    A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
-    """
+    """Add to the parameter's existing gradient: an earlier one of fsdp2, or the user's. One that is
+    a full tensor, or a DTensor with other placements, is redistributed to ours first."""
     is_placed = isinstance(existing, DTensor) and torch_dealt.are_same(
         existing.placements, grad.placements
     )
@@ -64,19 +59,19 @@ def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
             existing = torch_dealt.distribute(existing, mesh, placements)
         param.grad = existing
     own, new = torch_dtensor.local_tensor(existing), torch_dtensor.local_tensor(grad)
-    if own.shape != new.shape:  # broadcasting would hide it
+    if own.shape != new.shape:  # broadcasting would hide the mismatch
         raise RuntimeError(f"local shapes {tuple(own.shape)} and {tuple(new.shape)}")
     own.add_(new)
 
 
 def mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
-    """Say why a gradient does not fit its parameter, or the gradient that is there."""
+    """Describe why a gradient does not fit its parameter or its existing gradient."""
     owner = OwnerMark.owner_of(param)
     name = "a parameter" if owner is None else owner.fqn
     return (
-        f"{name}: its gradient is {_describe(grad)}, and cannot be set or added: the parameter is "
-        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter "
-        "or gradient only by one of the same shape, dtype, device and mesh, or by None."
+        f"{name}: its gradient, {_describe(grad)}, cannot be set or accumulated: the parameter is "
+        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter or "
+        "gradient only with one of the same shape, dtype, device and mesh, or with None."
     )
 
 

@@ -1,28 +1,28 @@
 """Parameters that communicate together: ``unshard``, ``wait_for_unshard``, ``reshard``.
 
-Owns the moves between sharded and whole parameters. It must not know hooks, autograd or other
-groups: whoever calls decides when. Where parameters lie is planned in ``planning``.
+Owns the transitions between sharded and unsharded parameters; the caller decides when. Contains no
+hook or autograd code, and is independent of other groups. Memory layout is planned in ``planning``.
 
 [Note: between steps]
-Between steps ``parameters()`` are the shards, so that an optimizer made there trains them. Memory
-is another matter: a group may keep its whole parameters for the next forward or backward (by
-choice, or because a recorded graph reads them). Then it *shows* its shards: they are registered,
-and the state stays UNSHARDED. They serve the backwards of the forward that they stayed from. The
-next forward gathers again: what is written to ``.data``, a NumPy array or a local tensor counts no
-version, so nobody knows whether the shards still have the gathered values. It takes what stayed
-only if the user asked for that: by ``unshard()``, by ``set_reshard_after_backward(False)``, by
-``set_reshard_after_forward(False)`` from one forward without gradients to the next, by
-``reshard_after_forward=False`` in a pipeline, of which many forwards run before their backwards, or
-by ``shard``, until the next step ([Note: until the next step] in ``_core/engine/tree``).
-Then too it compares the versions of the shards with those that were gathered, and gathers again if
-they differ. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``,
-the unit's next forward, or the end of a backward of its root.
+Between steps ``parameters()`` returns the shards, so that an optimizer created there trains them. A
+group may still keep its unsharded parameters in memory for the next forward or backward (by choice,
+or because a recorded graph reads them). It then *shows* its shards: they are registered while the
+state stays UNSHARDED. Kept parameters serve the backwards of the forward that gathered them. The
+next forward gathers again, because the shards may have other values: writes through ``.data``, a
+NumPy array or a local tensor do not increment a version. It reuses kept parameters only if the user
+requested that: by ``unshard()``; ``set_reshard_after_backward(False)``;
+``set_reshard_after_forward(False)``, from one forward without gradients to the next;
+``reshard_after_forward=False`` in a pipeline, which runs many forwards before their backwards; or
+``shard``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then it
+gathers again if the versions of the shards have changed. Only a manual ``unshard()`` *holds*
+unsharded parameters registered: until ``reshard()``, the unit's next forward, or the end of a
+backward of its root.
 
 [Note: written while whole]
-A forward may write to its parameters in place: it clamps a weight, renormalizes an embedding, moves
-a codebook. Such a write counts a version of the unsharded parameter. Before that is given up, each
-rank copies what changed in its own rows to its shard, so ranks have to write the same values, as
-replicas of a plain model do. A forward or a backward that raises takes its writes with it.
+A forward may write to its parameters in place: clamp a weight, renormalize an embedding, or update
+a codebook. The write increments the version of the unsharded parameter. Before that is freed, each
+rank copies the changes in its own rows to its shard. Ranks must therefore write the same values, as
+replicas of a plain model do. A forward or backward that raises loses its writes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from fsdp2._core.base.policy import MixedPrecisionPolicy, OffloadPolicy, Residen
 from fsdp2._core.base.torch_autograd import version_of
 from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire
-from fsdp2._core.params.buffers import ShardBuffer
+from fsdp2._core.params.buffers import EarlyRelease, ShardBuffer
 from fsdp2._core.params.deals import start_anew
-from fsdp2._core.params.early_release import EarlyRelease
+from fsdp2._core.params.extension import refuse_smaller
 from fsdp2._core.params.functional_call import whole_tensor
 from fsdp2._core.params.param import FSDPParam
 from fsdp2._core.params.planning import (
@@ -52,7 +52,6 @@ from fsdp2._core.params.planning import (
     Source,
     own_rows,
     own_sources,
-    refuse_smaller,
     source_of,
 )
 from fsdp2._core.params.reduce import Reducer
@@ -72,15 +71,13 @@ from fsdp2._core.params.registration import (
 
 @dataclass(slots=True)
 class Gather:
-    """An all-gather for which nobody has waited."""
-
     flight: InFlight
     source: ShardBuffer
     came_from: GroupState
 
 
 class ParamGroup(Observable):
-    """One frozen layout, one mesh, and the state that its parameters share."""
+    """One frozen layout, one mesh, and the state shared by its parameters."""
 
     def __init__(
         self,
@@ -92,12 +89,10 @@ class ParamGroup(Observable):
         self.data = data
         self.policy = policy
         self.residence = Residence(device, offload)
-        self.settings = Settings()  # the unit's settings, which are replaced as a whole
-        # phase and lanes, the tree's from its first forward on
-        self.context = StepContext(Streams())
-        self.fqn = ""  # the name of the unit, for messages
-        # parameters in the order of registration, which all ranks share
-        self.params: list[FSDPParam] = []
+        self.settings = Settings()  # the unit's settings, always replaced as one object
+        self.context = StepContext(Streams())  # the first forward sets that of the tree
+        self.fqn = ""  # the unit's name, for messages
+        self.params: list[FSDPParam] = []  # in registration order, the same on all ranks
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, self.ids)
         self.wire.zero_copy = capabilities(device).zero_copy(data.shard.size)
@@ -108,30 +103,27 @@ class ParamGroup(Observable):
 
     @property
     def wire(self) -> Wire:
-        """What the group sends over."""
         return self.reducer.wire
 
     def rewire(self) -> None:
-        """Take notice of what changed on the wire: every rank does so between the same steps."""
-        if self.state is GATHERING:  # a gather that was issued by hand carries the old number
+        """Apply changes of the wire. Every rank must call it between the same steps."""
+        if self.state is GATHERING:  # a manually issued gather carries the old number
             self._drop_gather()
-        self.context.streams.finish_host_reads()  # numbers are written into the memory of shards
+        self.context.streams.finish_host_reads()  # the numbers are written into the shards' memory
         self.buffers.number(self.wire)
-        self.reducer.planner.invalidate()
+        self.reducer.planner.current = None
 
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
-        """Let parameters that fit a rule travel in a collective of their own; None: none does."""
+        """Set the rule for sending parameters in separate collectives; None: none is."""
         if rule != self.wire.zero_copy:
             self.reshard()
             self.wire.zero_copy = rule
             self._plan(own_sources(self.params))
 
     def enroll(self, fqn: str) -> None:
-        """Take the name that the unit has in its tree, and numbers for its collectives.
-
-        Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
-        """
-        # a copy was told to be separate, and has no process group yet
+        """Set the unit's name in its tree, and number its collectives: in the first forward, so
+        that a model that one rank copies and never runs uses no numbers."""
+        # a copy of a group with a separate process group; the copy has none yet
         if self.wire.is_separate and self.wire.scatter_group is None:
             self.reducer.planner.separate(True, self.wire)
         self.fqn = fqn
@@ -142,11 +134,8 @@ class ParamGroup(Observable):
     # Planning and adoption.
 
     def shard(self, params: Sequence[FSDPParam]) -> None:
-        """Take parameters in: copy this rank's rows of each into the flat buffer, register them.
-
-        A parameter comes whole (``nn.Parameter``, maybe a DTensor over tensor-parallel axes), or
-        as the sharded DTensor that another group gave up.
-        """
+        """Add parameters: copy this rank's rows of each into the flat buffer, and register them.
+        Each is unsharded (and maybe tensor-parallel), or a DTensor released by another group."""
         sources = own_sources(self.params)
         for param in params:
             if param.local is None:
@@ -162,43 +151,38 @@ class ParamGroup(Observable):
         self._plan(sources)
 
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
-        """Compute in the dtype of another policy from now on."""
         self.reshard()
         self.policy = policy
         self.buffers.compute_by(policy)
         for param in self.params:
-            param.compute_by(policy)
+            param.follow(policy)
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:
-        """Give parameters up; another group takes them. A group of none is not used any more."""
+        """Remove parameters, which another group takes over. An empty group is no longer used."""
         self.params[:] = [param for param in self.params if param not in params]
         if self.params:
             self._plan(own_sources(self.params))
 
-    def follow_storage(self) -> None:
-        """Keep the memory of unsharded parameters, or free it, as the settings say from now on."""
+    def keep_memory(self, is_read_later: bool | None = None) -> None:
+        """Apply ``keep_unsharded_storage`` to the memory of unsharded parameters.
+        ``is_read_later``: a backward may read it after a reshard; None: unchanged."""
         full = self.buffers.full
-        if full is not None:
-            full.is_fixed = self.settings.keep_unsharded_storage
-            if self.state in (SHARDED, SMALLER):
-                full.free()
-
-    def keep_memory(self, stays: bool) -> None:
-        """Let the memory of unsharded parameters outlive reshards from now on, or no longer."""
-        full = self.buffers.full
-        if full is not None and (self.is_unsharded or not stays):
-            full.is_read_later = stays
+        if full is None or (is_read_later and not self.is_unsharded):
+            return
+        if is_read_later is not None:
+            full.is_read_later = is_read_later
             self.context.streams.hold_back(full.stream)
-            self.follow_storage()
+        full.is_fixed = self.settings.keep_unsharded_storage
+        if self.state in (SHARDED, SMALLER):
+            full.free()
 
     def reshard_to(self, size: int | None) -> None:
-        """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
-
-        Collective, if the smaller mesh does not exist yet.
-        """
+        """Reshard to ``size`` neighbours (collective), or the full axis (None), after forward."""
         if size is not None:
-            refuse_smaller([p for p in self.params if p.is_extended or p.placement.layout.is_dealt])
+            for param in self.params:
+                if param.is_extended or param.placement.layout.is_dealt:
+                    refuse_smaller(param.fqn, param.placement.layout.deal)
         smaller = None if size is None else self.data.split(size)
         if smaller is not self.buffers.post_forward.mesh:
             self.reshard()
@@ -206,16 +190,15 @@ class ParamGroup(Observable):
             self._plan(own_sources(self.params))
 
     def _plan(self, sources: Sequence[Source]) -> None:
-        """Lay the group out for the dtypes and the device of ``sources``, and register shards."""
         self.buffers.plan(sources, self.wire, self.fqn)
-        self.reducer.planner.invalidate()
+        self.reducer.planner.current = None
         if self.early.readers is not None:
             self.early.readers.forget()
         self.registration.see()
         self.registration.show(FORM_SHARDED)
 
     def prepare_unsharded(self) -> None:
-        """Have unsharded parameters, of memory that is freed: gradients may wait on them."""
+        """Create the unsharded parameters, without memory: gradients may be kept on them."""
         if self.buffers.full is not None:
             return
         buffers, streams = self.buffers, self.context.streams
@@ -224,8 +207,7 @@ class ParamGroup(Observable):
             streams.order_after_compute("gather")
         full = buffers.build_full(self.wire, self.settings.keep_unsharded_storage)
         self.registration.see_whole(param.unsharded for param in buffers.flat_params)
-        # of a part, references are counted while there are none but ours
-        readers = self.early.readers
+        readers = self.early.readers  # references to a part are counted while only ours exist
         if (
             readers is not None
             and not buffers.open_tail.items
@@ -234,12 +216,9 @@ class ParamGroup(Observable):
             readers.meet(full, [param.unsharded for param in self.params], streams.current)
 
     def inspect(self, recomputing: bool = False) -> None:
-        """See what the user did to the registered parameters. Call it before a forward's unshard.
-
-        A replaced ``nn.Parameter`` is adopted. Any other tensor in its place is a stand-in for the
-        forward that begins (``functional_call``). A changed ``requires_grad`` is carried over. A
-        recomputation uses the values of its backward, whatever was written since.
-        """
+        """Detect and apply user changes to the registered parameters, before a forward's unshard.
+        A new ``nn.Parameter`` is adopted; any other tensor is a placeholder for one forward
+        (``functional_call``). A recomputation reuses what its backward gathered."""
         self.registration.is_held = False
         readers = self.early.readers
         if readers is not None and not recomputing:
@@ -251,23 +230,15 @@ class ParamGroup(Observable):
             self.reshard()
         changes = registration.detect_changes()
         if changes.toggled:
-            self.toggle(changes.toggled)
-        if changes.cast:  # by the model's own forward: what is unsharded lies elsewhere now
+            self.reducer.toggle(changes.toggled, self.settings)
+        if changes.cast:  # by the model's own forward: the unsharded parameters moved
             self.reshard()
             self.buffers.full = None
         if changes.replaced:
             self._adopt(changes.replaced)
 
-    def toggle(self, params: list[FSDPParam]) -> None:
-        """Carry a changed ``requires_grad`` to every form of each parameter."""
-        self.reducer.planner.refuse_toggle(params)
-        for param in params:
-            param.toggle()
-        self.reducer.planner.invalidate()
-        self.reducer.prepare(self.settings)  # at once: other ranks may stand in for it
-
     def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
-        """Take over parameters that were replaced. See [Note: one plan] in ``planning``."""
+        """Take over new parameters. See [Note: one plan] in ``planning``."""
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
@@ -293,23 +264,27 @@ class ParamGroup(Observable):
 
     @property
     def is_unsharded(self) -> bool:
-        """True if a forward or backward can go on without a gather: on every rank, or on none."""
+        """Return True if forward and backward need no gather. The same on every rank."""
         return self.registration.state is WHOLE
 
-    def _lend(self) -> None:
-        """Register what stands in for unsharded parameters in a forward that begins."""
-        for item in self.registration.place_stand_ins():
-            item.site.put(whole_tensor(item.tensor, item.param, self.reducer, self.settings))
+    def _begin_use(self) -> None:
+        """Register placeholders' unsharded forms, and begin sums of gradients."""
+        reducer, settings = self.reducer, self.settings
+        if self.registration.placeholders:
+            for item in self.registration.place_placeholders():
+                item.site.put(whole_tensor(item.tensor, item.param, reducer, settings))
+        if reducer.has_waited or not settings.reduce_grads:
+            reducer.begin_sums(settings)
 
     def unshard(self) -> None:
-        """Issue the all-gather, unless the parameters are whole or on their way."""
+        """Issue the all-gather, unless the parameters are unsharded or being gathered."""
         if self.early.skips_backward or self.registration.state is RELEASED:
             self.reshard()
         came_from = self.registration.state
         if came_from is GATHERING or came_from is WHOLE:
             return
         buffers = self.buffers
-        if buffers.home is None:  # a copy, gathered ahead of its own first forward
+        if buffers.home is None:  # a copy that is gathered before its first forward
             self.inspect()
         if buffers.full is None:
             self.prepare_unsharded()
@@ -317,7 +292,7 @@ class ParamGroup(Observable):
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
-            # In a forward, the values of those that stay are noted at its end.
+            # of parameters that stay after a forward, values are noted at its end
             self.registration.note_values(Serves.FORWARDS)
         if events.listeners:
             nbytes = source.gathered_nbytes
@@ -326,7 +301,7 @@ class ParamGroup(Observable):
             source.tail.before()
         wire = self.reducer.wire
         layout = source.layout
-        if (layout.zero_copy or layout.pieces) and source.gathers_zero_copy:
+        if (layout.zero_copy or layout.landing.pieces) and source.gathers_zero_copy:
             assert buffers.full is not None
             buffers.full.allocate(source.layout.full_nbytes, self.context.streams.current)
             # compute may still read the memory that the gather writes to
@@ -337,16 +312,13 @@ class ParamGroup(Observable):
         self._gather = Gather(flight, source, came_from)
         self.registration.move(GATHERING, self.fqn)
         if self.residence.is_away:
-            streams.host_read = flight  # the last one: a lane runs in order
+            streams.host_read = flight  # the last one suffices: a lane runs in order
 
     def wait_for_unshard(self) -> None:
-        """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
+        """Finish the all-gather, and register the unsharded parameters."""
         if self.registration.state is WHOLE:
             self.registration.show(FORM_UNSHARDED)
-            if self.registration.stand_ins:
-                self._lend()
-            if self.reducer.has_waited or not self.settings.reduce_grads:
-                self.reducer.begin_sums(self.settings)
+            self._begin_use()
             return
         if self._gather is None or self.early.skips_backward:
             self.unshard()
@@ -370,10 +342,7 @@ class ParamGroup(Observable):
         if gather.came_from is SMALLER:
             buffers.post_forward.free()
         self.registration.move(WHOLE, self.fqn)
-        if self.registration.stand_ins:
-            self._lend()
-        if self.reducer.has_waited or not self.settings.reduce_grads:
-            self.reducer.begin_sums(self.settings)
+        self._begin_use()
         if events.listeners:
             events.emit("wait_for_unshard", self.fqn, self.context.phase)
 
@@ -394,16 +363,12 @@ class ParamGroup(Observable):
         self._give_up_full()
 
     def take_writes(self) -> None:
-        """Copy to the shards what was written in place to unsharded parameters, if anything was.
-
-        See [Note: written while whole].
-        """
+        """Copy in-place writes to the shards. See [Note: written while whole]."""
         if list(map(version_of, self.registration.wholes)) != self.registration.whole_versions:
             self.buffers.write_back(self.registration.take_whole_writes())
             self.context.streams.order_after_compute("gather")
 
     def _drop_gather(self) -> None:
-        """Wait for the gather that is in flight, and forget what it brought."""
         gather, full = self._gather, self.buffers.full
         assert gather is not None
         assert full is not None
@@ -415,17 +380,21 @@ class ParamGroup(Observable):
         for buffer in self.buffers.all:
             buffer.free_gathered()
 
-    def release_early(self, skips_backward: bool) -> None:
-        """Count as sharded from now on. See [Note: released early] in ``early_release``.
+    def forget_flight(self) -> None:
+        """Drop a gather in flight that never ran on the device, because it was captured."""
+        if self._gather is not None:
+            self._gather.flight = InFlight(())
+            self._drop_gather()
 
-        ``skips_backward``: no pre-backward gathers it before it is resharded.
-        """
-        self.early.skips_backward |= skips_backward  # what all ranks decided, whatever each freed
+    def release_early(self, skips_backward: bool) -> None:
+        """Count as sharded from now on: [Note: released early] in ``buffers``.
+        ``skips_backward``: until the next reshard, no pre-backward gathers the group."""
+        self.early.skips_backward |= skips_backward  # the common decision, whatever this rank frees
         self.registration.values = None
         if self.registration.state is not WHOLE:
             return
         self.registration.move(RELEASED, self.fqn)
-        if self.is_unread():
+        if self.early.is_unread(self.buffers.full, self.registration):
             full = self.buffers.full
             assert full is not None
             self.take_writes()
@@ -433,50 +402,24 @@ class ParamGroup(Observable):
             self.context.streams.hold_back(full.stream)
             full.free()
 
-    def is_unread(self) -> bool:
-        """True if it is certain that nothing on this rank reads unsharded parameters any more."""
-        readers, full = self.early.readers, self.buffers.full
-        if readers is None or full is None or not readers.are_known or self.registration.placed:
-            return False
-        self.registration.show(FORM_SHARDED)
-        is_unread = readers.are_gone(full, [param.unsharded for param in self.params])
-        self.registration.show(FORM_UNSHARDED)
-        return is_unread
-
     @property
     def may_stay(self) -> bool:
-        """True if whole parameters, or shards over the smaller mesh, may serve several forwards."""
+        """Whether unsharded parameters, or shards over a smaller mesh, may serve many forwards."""
         return self.settings.sharding.keeps_whole or self.buffers.post_forward.mesh is not None
 
     @property
     def stays(self) -> bool:
-        """True if whole parameters, or shards over the smaller mesh, outlive a backward."""
+        """Whether unsharded parameters, or shards over the smaller mesh, outlive a backward."""
         settings = self.settings
         return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
-    def reshard_after_backward(self) -> None:
-        """Stay for the next micro-batch, whole or on the smaller mesh, if settings say so."""
-        if self.stays:
-            registration = self.registration
-            if registration.state is WHOLE and not self.settings.sharding.keeps_whole:
-                self.reshard_post_forward()
-            if registration.state is WHOLE or registration.state is SMALLER:
-                registration.is_held = False
-                self.keep(Serves.ACCUMULATION)
-                return
-        self.reshard()
-
     def keep(self, serves: Serves) -> None:
-        """Let what is in memory stay. Shards get what was written while they were not shown.
-
-        At once: whoever writes to the shards next would lose it to what is taken over later.
-        """
+        """Keep parameters in memory; copy in-place writes now, before the shards are written."""
         if self.registration.state is WHOLE:
             self.take_writes()
         self.registration.note_values(serves)
 
     def reshard_post_forward(self) -> None:
-        """Reshard to the smaller mesh, if there is one, else fully."""
         waiting = self.buffers.post_forward.buffer
         if waiting is None or self.registration.state is not WHOLE:
             self.reshard()
@@ -500,7 +443,7 @@ class ParamGroup(Observable):
             events.emit("reshard", self.fqn, self.context.phase, full.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies carry the recipe; buffers come back by adoption, see ``planning``."""
+        """Copies contain the configuration only; adoption rebuilds the buffers."""
         kept = ["data", "policy", "settings", "fqn", "params"]
         state = {name: getattr(self, name) for name in kept}
         state["device"], state["offload"] = self.residence.compute, self.residence.offload

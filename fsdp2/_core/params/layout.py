@@ -1,25 +1,23 @@
-"""Where every parameter lives: ints only.
+"""Arithmetic of shards and of flat buffers: ints only.
 
-Owns the arithmetic of shards and of flat buffers. It must not know tensors, ranks' process groups
-or modules, so every rule here is tested in one process for any rank count.
+Independent of tensors, process groups and modules, so every rule is tested in one process for any
+number of ranks. ``ShardLayout``: one parameter; ``GatherLayout``: the flat buffers of an
+all-gather; ``ReduceLayout``: the flat buffer of a reduce-scatter.
 
-Map: ``ShardLayout`` (one parameter), ``GatherLayout`` (the flat buffers of an all-gather),
-``ReduceLayout`` (the flat buffer of a reduce-scatter).
-
-Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *padded shard* has the size
-of the largest one. A parameter that is *zero-copy* travels in a collective of its own, between the
-memory where it is kept and that where it is used; all others are *packed* in one. A *dealt* one
-lies in whole blocks of rows (see ``Deal``); an *owned* one is one block, whole on one rank.
+Legend: W = ranks of the shard axis; a *shard* is the part on one rank; a *padded shard* has the
+size of the largest one. A *zero-copy* parameter is sent in a separate collective, directly between
+the memory that stores it and the memory that is computed with; all others are *packed* in one. A
+*dealt* parameter is stored in full blocks of rows (see ``Deal``); an *owned* one is a single block.
 
 [Note: dealt parameters]
-With dealt parameters what ranks send has different lengths. Each sends a *piece*: the *even* part,
-which is as long on every rank, and its rows of each dealt parameter. So a layout is that of one
-rank, and knows the pieces of the others. Nothing is padded to the longest piece. Ranks side by side
-that have as many rows of each dealt parameter are a *run*: their pieces are alike, so what they
-have of a parameter is unpacked in one copy. If all dealt parameters are owned, pieces are gathered
-right into the full buffer, one behind the other, and there an owned parameter is used; the even
-parts between them are unpacked as if they had come alone. In what is reduced the dealt gradients
-come first, so that stamps stay at its end.
+With dealt parameters, ranks send different numbers of bytes, in *pieces*: the *even* part, equally
+long on every rank, then the rank's rows of each dealt parameter. No piece is padded to the longest.
+A layout is therefore that of one rank, with the sizes of other ranks' pieces. Adjacent ranks with
+the same number of rows of each dealt parameter are a *run*: their pieces have the same structure,
+so their rows of a parameter are unpacked in one copy. If all dealt parameters are owned, pieces are
+gathered consecutively into the full buffer, where owned parameters are used in place; the even
+parts between them are unpacked as if gathered separately. In a reduction the dealt gradients come
+first, so that stamps stay at the end.
 """
 
 from __future__ import annotations
@@ -38,20 +36,16 @@ from fsdp2._core.base.capabilities import ROW_NBYTES, ZeroCopy
 from fsdp2._core.base.rows import Deal, chunk_of, rows_of
 
 ALIGN_NBYTES = 16
-"""Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
-
-
+"""Alignment of each dtype segment, and of each unsharded parameter, in its flat buffer."""
 MAX_SLOTTED_NUMEL = 16384
-"""Elements that a replicated parameter may take in a row, with a slot for each rank."""
+"""Largest size in a row of a replicated parameter that has a slot for each rank, in elements."""
 
 
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
-    """Round up to a multiple of ``to``."""
     return -(-nbytes // to) * to
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the row-major stride of a shape."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -60,13 +54,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return a stride if a tensor with it has no holes and no overlaps, else a row-major one."""
+    """Return ``stride`` if a tensor with it has no gaps and no overlaps, else a row-major one."""
     row_major, expected = contiguous_stride(shape), 1
     for size, step in sorted(zip(shape, stride, strict=True), key=itemgetter(1)):
         if size != 1 and step != expected:
             return row_major
         expected *= max(size, 1)
-    # of a dim of one row any stride will do, and of a tensor without elements all of them
+    # the stride of a dim of size 1 is arbitrary, and so are all strides of an empty tensor
     pairs = zip(shape, stride, row_major, strict=True)
     if 0 in shape or all(size == 1 or step == other for size, step, other in pairs):
         return row_major
@@ -75,11 +69,8 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How one tensor of ``shape`` splits over ``size`` ranks along ``dim``.
-
-    Shards are chunks (see ``chunk_of``), or what a ``deal`` says. ``dim=None`` replicates: every
-    rank holds all of it. ``stride`` is the unsharded tensor's; shards are contiguous.
-    """
+    """The split of a tensor of ``shape`` and ``stride`` over ``size`` ranks along ``dim``; None
+    replicates. Shards are contiguous, in chunks (see ``chunk_of``) or as ``deal`` specifies."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -88,13 +79,7 @@ class ShardLayout:
     deal: Deal | None = None
 
     @cached_property
-    def chunk(self) -> int:
-        """Rows of a padded shard."""
-        return self.rows(0)
-
-    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of a padded shard, which is the same on every rank."""
         return self.shard_shape(0)
 
     @cached_property
@@ -107,7 +92,7 @@ class ShardLayout:
 
     @property
     def signature(self) -> object:
-        """What ranks must agree on for their shards to fit together."""
+        """The properties that must be equal on all ranks for their shards to match."""
         cut: tuple[object, ...] = (self.shape, self.dim)
         return cut if self.deal is None else (*cut, *astuple(self.deal))
 
@@ -121,65 +106,60 @@ class ShardLayout:
 
     @property
     def owner(self) -> int | None:
-        """The rank that holds all of it alone; None: there is none."""
+        """The rank that holds the full tensor; None if it is divided."""
         return None if self.deal is None else self.deal.owner
 
     @property
     def is_even(self) -> bool:
-        """True if every rank sends as much of it."""
+        """Return True if every rank sends the same number of elements."""
         return self.dim is not None and self.deal is None
 
     @cached_property
     def is_rank_major(self) -> bool:
-        """True if all padded shards, one after another, are the tensor followed by padding."""
+        """Return True if the concatenated padded shards are the tensor followed by padding."""
         return self.is_even and self.dim == 0 and self.stride == contiguous_stride(self.shape)
 
     @property
     def stays_where_it_lands(self) -> bool:
-        """True if what an owner sends is the unsharded tensor."""
+        """Return True if the data that an owner sends is the unsharded tensor."""
         return self.owner is not None and self.stride == contiguous_stride(self.shape)
 
     def kept_numel(self, rank: int) -> int:
-        """Elements that a rank has room for: of its padded shard, or of what it is dealt."""
+        """Elements reserved on a rank: its padded shard, or the rows that it is dealt."""
         return self.padded_numel if self.deal is None else math.prod(self.shard_shape(rank))
 
     def goes_alone(self, dtype: torch.dtype, rule: ZeroCopy | None) -> bool:
-        """True if it is rank-major and large enough to be zero-copy; None: never."""
+        """Return True if it is rank-major and large enough to be zero-copy under ``rule``."""
         if rule is None or self.size == 1 or not self.is_rank_major:
             return False
         if self.padded_numel * dtype.itemsize % rule.row_nbytes:
-            return False  # rows that lie where they are used cannot be filled up
+            return False  # rows that are used in place cannot be padded
         return self.numel * dtype.itemsize >= max(1, rule.nbytes)
 
     def start(self, rank: int) -> int:
-        """First row of a rank's shard."""
         return 0 if self.dim is None else self.span(rank)[0]
 
     def rows(self, rank: int) -> int:
-        """Rows of a rank's shard; 0 for the ranks behind the last row."""
+        """Number of rows of a rank's shard; 0 for ranks past the last row."""
         return 0 if self.dim is None else self.span(rank)[1]
 
     def span(self, rank: int) -> tuple[int, int]:
-        """Return the first row of a rank's shard, and how many it has."""
         assert self.dim is not None
         return rows_of(self.shape[self.dim], self.size, rank, self.deal)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
-        return (*self.shape[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self.span(rank)[1], *self.shape[self.dim + 1 :])
 
 
-SCALE_DTYPE = torch.bfloat16
-"""Dtype of scales, which are powers of two."""
+SCALE_DTYPE = torch.bfloat16  # dtype of scales, which are powers of two
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a shard travels in codes of 8 bits: codes of ``dtype``, and behind them their scales.
-
-    A scale is for a row (an index of dim 0) of the shard, or for all of it.
-    """
+    """Encoding of a shard as codes of an 8-bit ``dtype``, followed by their scales: one for each
+    row (index of dim 0) of the shard, or a single one."""
 
     dtype: torch.dtype
     by_row: bool
@@ -188,11 +168,9 @@ class Coding:
         return shape[0] if self.by_row else 1
 
     def scales_start(self, shape: Sequence[int]) -> int:
-        """Bytes before the scales of a shard of a shape."""
         return align(math.prod(shape) * self.dtype.itemsize, SCALE_DTYPE.itemsize)
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes that a shard of a shape travels in."""
         if not math.prod(shape):
             return 0
         return align(self.scales_start(shape) + self.scale_count(shape) * SCALE_DTYPE.itemsize)
@@ -200,10 +178,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """One parameter, or a tail behind them all, as the gather layout needs it.
-
-    ``coding``: it travels in codes; None: in its compute dtype.
-    """
+    """A parameter, or a tail after all of them, sent in ``coding`` or (None) in compute dtype."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype
@@ -213,20 +188,18 @@ class GatherItem:
 
     @property
     def lands_as_it_is(self) -> bool:
-        """True if all padded shards, one after another, are the tensor followed by padding."""
         return self.shard.is_rank_major and self.coding is None
 
     @property
     def sent_as(self) -> object:
-        """In what it travels: what ranks must agree on."""
+        """The format that is sent, which ranks must agree on."""
         return self.compute_dtype if self.coding is None else (self.compute_dtype, self.coding)
 
     def room(self, rank: int) -> tuple[int, ...]:
-        """Shape of what a rank has room for: of a padded shard, or of what it is dealt."""
+        """Shape reserved on a rank: a padded shard, or the rows that it is dealt."""
         return self.shard.shard_shape(rank) if self.shard.is_dealt else self.shard.padded_shape
 
     def sent_nbytes(self, rank: int) -> int:
-        """Bytes of a rank's shard in the send buffer."""
         if self.coding is not None:
             return self.coding.nbytes(self.room(rank))
         return self.shard.kept_numel(rank) * self.compute_dtype.itemsize
@@ -234,13 +207,11 @@ class GatherItem:
 
 @dataclass(frozen=True)
 class Packed:
-    """What one all-gather carries: the first padded shards of the send buffer, in its order.
+    """Content of one all-gather: the first padded shards of the send buffer, in its order.
 
-    ``sizes`` are in wire elements, and ``shapes`` those of what is unpacked: of the ranks that have
-    rows. ``is_dense``: no gap, only rank-major items, and anything at all. With
-    ``is_one_split`` one kernel unpacks everything that was gathered (CUDA's kernel ends the process
-    where there is nothing to split: torch 2.11.0).
-    """
+    ``sizes`` are in wire elements, and so are ``shapes`` of the unpacked data, without ranks that
+    have no rows. ``is_dense``: no gaps, only rank-major items, and not empty. ``is_one_split``: one
+    kernel unpacks all data (CUDA's ends the process if there is nothing to split: torch 2.11.0)."""
 
     order: tuple[int, ...]
     nbytes: int
@@ -252,11 +223,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class CastSegment:
-    """A run of padded shards with one (storage dtype, compute dtype), for one kernel.
-
-    It starts at bytes of the shard buffer and of the send buffer, and has no gap. One that
-    ``is_coded`` is one item's.
-    """
+    """Padded shards without gaps, of one storage and one compute dtype, that one kernel casts.
+    Starts are byte offsets in the shard and send buffers. ``is_coded``: a single item."""
 
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -269,17 +237,14 @@ class CastSegment:
 
 
 class Run(NamedTuple):
-    """Ranks side by side whose pieces are alike: the first one, and how many."""
+    """Adjacent ranks whose pieces have the same structure: the first rank, and their number."""
 
     first: int
     ranks: int
 
 
 class Landed(NamedTuple):
-    """What a run of ranks has of a dealt item: in the first one's piece it begins at ``start``.
-
-    That is in bytes behind the start of the first piece of all.
-    """
+    """Rows of a dealt item on a run of ranks, which begin at byte ``start`` of all pieces."""
 
     item: int
     run: Run
@@ -287,22 +252,28 @@ class Landed(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Landing:
+    """The data that ranks send if some parameter is dealt. See [Note: dealt parameters]."""
+
+    pieces: tuple[int, ...] = ()  # bytes that each rank sends
+    start: int | None = None  # of the pieces, in the full buffer; None: in separate memory
+    runs: tuple[Run, ...] = ()
+    copied: tuple[Landed, ...] = ()  # dealt parameters that are copied out of the pieces
+
+
+@dataclass(frozen=True)
 class GatherLayout:
     """Flat buffers of a group, in bytes.
 
-    - *shard buffer*: what a rank keeps, padded shards in storage dtype, replicated parameters last;
-    - *send buffer*: the same in compute dtype; its first ``gather_nbytes`` are sent: what is packed
-      in its first ``packed_nbytes``, each zero-copy shard behind them by itself. Where no dtype
-      differs the two layouts are equal, and the shard buffer is sent;
-    - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
-      that a zero-copy one is gathered right there. With ``trims``, on a host, the padding of a
-      packed one is left out: of many ranks most may have no row of a small parameter.
+    - *shard buffer*: this rank's padded shards in storage dtype, replicated parameters last;
+    - *send buffer*: the same in compute dtype. Its first ``gather_nbytes`` are sent: packed shards
+      in the first ``packed_nbytes``, then each zero-copy shard by itself. If no dtype differs, both
+      layouts are equal, and the shard buffer is sent;
+    - *full buffer*: consecutive unsharded parameters, with room for the padding, so that a
+      zero-copy one is gathered in place. With ``trims``, on a host, packed ones have no padding:
+      with many ranks, most may have no row of a small parameter.
 
-    ``pieces``: bytes that each rank sends, if some parameter is dealt. Each begins with what is
-    packed. They land in the full buffer from ``landing_start`` on, or, if that is None, in memory
-    of their own. The shard and the send buffer are those of rank ``rank`` then. ``runs`` are the
-    runs of ranks, and ``copied`` says which dealt parameters are copied from where they land. See
-    [Note: dealt parameters].
+    ``landing``: the placement of dealt parameters, if any: buffers are then those of ``rank``.
     """
 
     size: int
@@ -319,10 +290,7 @@ class GatherLayout:
     gather_nbytes: int
     full_nbytes: int
     rank: int = 0
-    pieces: tuple[int, ...] = ()
-    landing_start: int | None = None
-    runs: tuple[Run, ...] = ()
-    copied: tuple[Landed, ...] = ()
+    landing: Landing = Landing()
     trims: bool = False
 
     @staticmethod
@@ -334,87 +302,65 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Place every item: packed, zero-copy, dealt, replicated; equal dtypes side by side.
+        """Place every item: packed, zero-copy, dealt, replicated; equal dtypes are adjacent.
 
-        ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
-        the same full buffer: room is left for the padding of each. Rank-major parameters that
-        fit ``zero_copy`` travel alone; None: none does.
-        """
+        ``full_sizes``: sizes of other axes over which the same parameters are gathered into the
+        full buffer, which has room for the padding of each. Rank-major parameters that match
+        ``zero_copy`` are sent separately; None: none is."""
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
-        has_dealt = any(item.shard.is_dealt for item in items)
-        has_coded = any(item.coding is not None for item in items)
-        if has_dealt:  # one collective carries everything
+        dealt = [index for index, item in enumerate(items) if item.shard.is_dealt]
+        if dealt:  # one collective carries everything
             zero_copy = None
-
-        is_zero_copy = [
-            not item.is_tail
-            and item.coding is None
-            and item.shard.goes_alone(item.compute_dtype, zero_copy)
-            for item in items
-        ]
-
-        def sort_key(index: int) -> tuple[bool, bool, bool, int, str, str]:
-            item = items[index]
-            compute, storage = item.compute_dtype, item.storage_dtype
-            kind = item.shard.is_replicated, item.shard.is_dealt, is_zero_copy[index]
-            return *kind, -compute.itemsize, str(compute), str(storage)
-
-        def segment_key(index: int) -> tuple[object, ...]:
-            """Zero-copy ones right behind packed ones are one kernel with them.
-
-            Dealt and coded ones are not.
-            """
-            is_replicated, is_dealt, goes_alone, *dtypes = sort_key(index)
-            place = index if is_dealt or items[index].coding is not None else -1
-            return is_replicated, place, goes_alone and is_mixed, *dtypes
-
-        order = sorted(range(len(items)), key=sort_key)
-        offsets_in_shard, offsets_in_send = [0] * len(items), [0] * len(items)
+        is_aligned = is_mixed or bool(dealt) or any(item.coding is not None for item in items)
+        unit = ALIGN_NBYTES if is_aligned else 1
+        keys: list[tuple[bool, bool, bool, int, str, str]] = []
+        segment_keys: list[tuple[object, ...]] = []
+        alone: set[int] = set()
+        packed_kinds: set[tuple[torch.dtype, torch.dtype]] = set()
+        for index, item in enumerate(items):
+            compute, storage, shard = item.compute_dtype, item.storage_dtype, item.shard
+            is_plain = not item.is_tail and item.coding is None
+            if is_plain and shard.goes_alone(compute, zero_copy):
+                alone.add(index)
+            elif shard.is_even:
+                packed_kinds.add((storage, compute))
+            dtypes = -compute.itemsize, str(compute), str(storage)
+            keys.append((shard.is_replicated, shard.is_dealt, index in alone, *dtypes))
+            # Zero-copy items join the packed ones before them; dealt and coded ones are separate.
+            place = -1 if item.coding is None and not shard.is_dealt else index
+            is_apart = index in alone and is_mixed
+            segment_keys.append((shard.is_replicated, place, is_apart, *dtypes))
+        order = sorted(range(len(items)), key=keys.__getitem__)
+        has_tail = any(item.is_tail for item in items)
+        # a tail pads one segment only
+        packed_unit = ROW_NBYTES if len(packed_kinds) > 1 and has_tail else unit
+        shard_offsets, send_offsets = [0] * len(items), [0] * len(items)
         segments: list[CastSegment] = []
-        shard_end = send_end = 0
-
-        def end_in_send(indices: Sequence[int]) -> int:
-            if not indices:
-                return 0
-            end = offsets_in_send[indices[-1]] + items[indices[-1]].sent_nbytes(rank)
-            return align(end) if is_mixed or has_dealt or has_coded else end
-
-        def end_of_packed() -> int:
-            end = end_in_send(packed)
-            kinds = {(items[index].storage_dtype, items[index].compute_dtype) for index in packed}
-            if len(kinds) > 1 and any(item.is_tail for item in items):
-                return align(end, ROW_NBYTES)  # a tail fills up one segment only
-            return end
-
-        sharded = [index for index in order if not items[index].shard.is_replicated]
-        packed = [
-            index for index in sharded if items[index].shard.is_even and not is_zero_copy[index]
-        ]
+        shard_end = send_end = packed_nbytes = gather_nbytes = 0
         is_behind_even = False
-        for _, run in itertools.groupby(order, key=segment_key):
+        for _, run in itertools.groupby(order, key=segment_keys.__getitem__):
             indices = tuple(run)
             first = items[indices[0]]
-            storage, compute = first.storage_dtype, first.compute_dtype
             if first.shard.is_dealt and not is_behind_even:
-                gap = end_of_packed() - send_end  # the even part is as long on every rank
+                gap = packed_nbytes - send_end  # the even part has the same length on every rank
                 shard_end, send_end, is_behind_even = shard_end + gap, send_end + gap, True
             shard_start = shard_end = align(shard_end)
             send_start = send_end = align(send_end)
             for index in indices:
-                offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
-                shard_end += items[index].shard.kept_numel(rank) * storage.itemsize
+                shard_offsets[index], send_offsets[index] = shard_end, send_end
+                shard_end += items[index].shard.kept_numel(rank) * first.storage_dtype.itemsize
                 send_end += items[index].sent_nbytes(rank)
+                if items[index].shard.is_even and index not in alone:
+                    packed_nbytes = align(send_end, packed_unit)
+                if not items[index].shard.is_replicated:
+                    gather_nbytes = max(packed_nbytes, align(send_end, unit))
             numel = sum(items[index].shard.kept_numel(rank) for index in indices)
-            kind = storage, compute, first.shard.is_replicated
-            segment = CastSegment(*kind, shard_start, send_start, numel, indices)
-            segments.append(replace(segment, is_coded=first.coding is not None))
+            kind = first.storage_dtype, first.compute_dtype, first.shard.is_replicated
+            is_coded = first.coding is not None
+            segments.append(CastSegment(*kind, shard_start, send_start, numel, indices, is_coded))
 
-        packed_nbytes = end_of_packed()
-        gather_nbytes = max(packed_nbytes, end_in_send(sharded))
-        # where all dealt ones are owned, they may be used where they land
-        lands_in_full = has_dealt and all(
-            item.shard.owner is not None for item in items if item.shard.is_dealt
-        )
+        # if all dealt parameters are owned, they may be used in place
+        lands_in_full = bool(dealt) and all(items[i].shard.owner is not None for i in dealt)
         stay = {
             index
             for index, one in enumerate(items)
@@ -427,13 +373,9 @@ class GatherLayout:
         ]
         full_ends = [0, *itertools.accumulate(map(align, rooms))]
         full_offsets, full_end = full_ends[:-1], full_ends[-1]
-        pieces: list[int] = []
-        runs: list[Run] = []
-        landed: list[Landed] = []
-        if has_dealt:
-            dealt = [index for index in order if items[index].shard.is_dealt]
-            runs = runs_of([items[index].shard for index in dealt], size)
-            pieces, landed = _land(items, dealt, runs, packed_nbytes)
+        dealt.sort(key=keys.__getitem__)  # in the order of the send buffer
+        runs = runs_of([items[index].shard for index in dealt], size) if dealt else []
+        pieces, landed = _land(items, dealt, runs, packed_nbytes)
         for one in landed:
             if one.item in stay:
                 full_offsets[one.item] = full_end + one.start
@@ -442,20 +384,22 @@ class GatherLayout:
             items=tuple(items),
             order=tuple(order),
             segments=tuple(segments),
-            shard_offsets=tuple(offsets_in_shard),
-            send_offsets=tuple(offsets_in_send),
+            shard_offsets=tuple(shard_offsets),
+            send_offsets=tuple(send_offsets),
             full_offsets=tuple(full_offsets),
-            zero_copy=tuple(i for i in sharded if is_zero_copy[i]),
+            zero_copy=tuple(i for i in order if i in alone),
             shard_nbytes=max(shard_end, gather_nbytes),
             send_nbytes=max(send_end, gather_nbytes),
             packed_nbytes=packed_nbytes,
             gather_nbytes=gather_nbytes,
             full_nbytes=full_end + (sum(pieces) if lands_in_full else 0),
-            rank=rank if has_dealt else 0,
-            pieces=tuple(pieces),
-            landing_start=full_end if lands_in_full else None,
-            runs=tuple(runs),
-            copied=tuple(one for one in landed if one.item not in stay),
+            rank=rank if dealt else 0,
+            landing=Landing(
+                pieces=tuple(pieces),
+                start=full_end if lands_in_full else None,
+                runs=tuple(runs),
+                copied=tuple(one for one in landed if one.item not in stay),
+            ),
             trims=trims,
         )
 
@@ -469,18 +413,15 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """The same with a tail of at least ``numel`` elements, which fills rows up.
-
-        No tail where nothing is sent.
-        """
+        """Plan with a tail of at least ``numel`` elements, which pads rows, if anything is sent."""
         how = size, full_sizes, zero_copy, rank, trims
         layout = GatherLayout.plan(items, *how)
-        tail = layout.tail_item(numel)
+        tail = layout.tail_item(numel) if numel else None
         if tail is None:
             return layout
         found = GatherLayout.plan([*items, tail], *how)
         missing = -found.packed_nbytes % ROW_NBYTES
-        if not missing:  # of several segments, too: these end with a gap
+        if not missing:  # several segments end with a gap
             return found
         longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
         assert longer is not None
@@ -488,63 +429,43 @@ class GatherLayout:
 
     @cached_property
     def casts(self) -> bool:
-        """True if some parameter is computed in another dtype than it is kept in, or coded."""
-        return self.has_codes or any(i.storage_dtype != i.compute_dtype for i in self.items)
+        """Return True if some parameter is coded, or computed in another dtype than stored."""
+        return bool(self.codings) or any(i.storage_dtype != i.compute_dtype for i in self.items)
 
     @cached_property
     def codings(self) -> tuple[Coding, ...]:
-        """In what codes parameters travel."""
         return tuple(dict.fromkeys(i.coding for i in self.items if i.coding is not None))
-
-    @property
-    def has_codes(self) -> bool:
-        """True if some parameter travels in codes."""
-        return bool(self.codings)
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
-        """Dtype of the all-gather: the parameters' own where there is one, else bytes."""
+        """Dtype of the all-gather: the parameters' dtype if they share one, else bytes."""
         dtypes = {item.compute_dtype for item in self.items if not item.shard.is_replicated}
-        if len(dtypes) == 1 and not self.has_codes:
+        if len(dtypes) == 1 and not self.codings:
             (dtype,) = dtypes
             if dtype.is_floating_point and dtype.itemsize > 1:
                 return dtype
         return torch.uint8
 
     @cached_property
-    def wire_numel(self) -> int:
-        """Elements in wire dtype that a rank sends, without an open tail."""
-        return self.gather_nbytes // self.wire_dtype.itemsize
-
-    @cached_property
     def landing_numel(self) -> int:
-        """Elements in wire dtype of the pieces of all ranks."""
-        return sum(self.pieces) // self.wire_dtype.itemsize
-
-    @cached_property
-    def is_one_cast(self) -> bool:
-        """True if one kernel casts everything that is sent."""
-        segments = self.segments
-        is_sent = self.items[0].shard.is_even
-        is_plain = not self.pieces and not self.has_codes
-        return self.casts and len(segments) == 1 and is_sent and is_plain
+        return sum(self.landing.pieces) // self.wire_dtype.itemsize
 
     @cached_property
     def packed(self) -> Packed:
-        """What is sent in one collective where zero-copy shards go by themselves."""
+        """Content of the collective if zero-copy shards are sent separately."""
         even = [i for i in self.order if self.items[i].shard.is_even]
         return self._pack(even[: len(even) - len(self.zero_copy)], self.packed_nbytes)
 
     @cached_property
     def whole(self) -> Packed:
-        """What is sent where one collective carries everything; dealt parameters not counted."""
+        """Content of the collective if it carries everything, except dealt parameters."""
         if not self.zero_copy:
             return self.packed
         even = [i for i in self.order if self.items[i].shard.is_even]
         return self._pack(even, self.gather_nbytes)
 
     def _pack(self, indices: list[int], nbytes: int) -> Packed:
-        padded = [self.padded_nbytes(index) for index in indices]
+        padded = [self.items[index].sent_nbytes(self.rank) for index in indices]
         rank_major = all(self.items[index].lands_as_it_is for index in indices)
         sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
         is_dense = rank_major and sum(padded) == nbytes > 0
@@ -553,23 +474,20 @@ class GatherLayout:
         return Packed(tuple(indices), nbytes, sizes, shapes, is_dense, is_one_split)
 
     def ranks_of(self, index: int) -> int:
-        """Return how many ranks have rows of an item that are unpacked; of a zero-copy one, all."""
+        """Return the number of ranks whose rows are unpacked: all for a zero-copy item."""
         item = self.items[index]
         if not self.trims or item.is_tail or index in self.zero_copy or not item.lands_as_it_is:
             return self.size
-        return -(-item.shard.shape[0] // max(item.shard.chunk, 1))
+        return -(-item.shard.shape[0] // max(item.shard.padded_shape[0], 1))
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
-        """What is not sent at all."""
         return tuple(i for i in self.order if self.items[i].shard.is_replicated)
 
     def tail_item(self, numel: int) -> GatherItem | None:
-        """A tail of so many elements, beside the widest sharded items; None without any of these.
-
-        Without any item at all (parameters are extended) it is one of bytes.
-        """
-        if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.pieces):
+        """Return a tail of ``numel`` elements in the dtypes of the widest sharded items; None
+        without any. It is in bytes if the group has no items (all parameters are extended)."""
+        if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.landing.pieces):
             return None
         dtypes = torch.uint8, torch.uint8
         if self.items:
@@ -579,7 +497,7 @@ class GatherLayout:
         return GatherItem(shard, *dtypes, is_tail=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:
-        """True if unsharded parameters lie in another layout's full buffer as in this one's."""
+        """Return True if both layouts place unsharded parameters identically in the full buffer."""
         mine = [item.compute_dtype for item in self.items]
         return (
             mine == [item.compute_dtype for item in other.items]
@@ -588,7 +506,6 @@ class GatherLayout:
         )
 
     def padded_nbytes(self, index: int) -> int:
-        """Bytes of a parameter's padded shard in the send buffer."""
         return self.items[index].sent_nbytes(self.rank)
 
 
@@ -609,10 +526,7 @@ def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
 def _land(
     items: Sequence[GatherItem], dealt: Sequence[int], runs: Sequence[Run], even_nbytes: int
 ) -> tuple[list[int], list[Landed]]:
-    """Return the bytes of each rank's piece, and where dealt parameters lie in all of them.
-
-    In a piece they lie as in the send buffer of its rank.
-    """
+    """Return the bytes of each rank's piece, and the places of ``dealt`` items in the pieces."""
     pieces: list[int] = []
     landed: list[Landed] = []
     for run in runs:
@@ -627,10 +541,8 @@ def _land(
 
 
 def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) -> int:
-    """Bytes that an unsharded parameter needs, gathered over axes of some sizes: a tail, none.
-
-    Of one that fits ``lands`` the padded shards of all ranks have room, else of those with rows.
-    """
+    """Return the room in bytes for a parameter gathered over axes of ``sizes``; 0 for a tail. If it
+    matches ``lands``, that is for all ranks' padded shards, else for those of ranks with rows."""
     shard, itemsize = item.shard, item.compute_dtype.itemsize
     if item.is_tail:
         return 0
@@ -647,19 +559,15 @@ def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) 
 
 @dataclass(frozen=True)
 class ReduceLayout:
-    """The reduce-scatter of a group: the same, whatever took part.
+    """The reduce-scatter of a group, whichever members have gradients. It is the same on every rank
+    except for dealt members: [Note: dealt parameters].
 
-    It is the same on every rank, but for dealt members: ``pieces`` are the elements that are
-    reduced for each rank, and what rank ``rank`` is dealt comes before all others. See
-    [Note: dealt parameters].
-
-    The output is ``[numel]`` elements of ``dtype``: the shards of *zero-copy* members, each reduced
-    by itself from its gradient, and from ``packed_start`` on what one more collective reduces from
-    a packed input ``[W, packed_numel]`` of ``wire_dtype``. In that a parameter sharded on ``dim``
-    travels with that dim first. A replicated one travels whole in each rank's row; a small one in a
-    *slot* for each rank, so that all ranks add up the same values in the same order, and replicas
-    stay equal to the bit. Behind them comes a tail, of which a layout knows where it starts.
-    """
+    The output is ``[numel]`` elements of ``dtype``: first the shards of *zero-copy* members, each
+    reduced separately from its gradient; from ``packed_start`` on, the result of one more
+    collective on a packed input ``[W, packed_numel]`` of ``wire_dtype``. There, a parameter sharded
+    on ``dim`` is sent with that dim first, and a replicated one in full in each rank's row. A small
+    replicated one has a *slot* for each rank: all ranks add the same values in the same order, so
+    replicas stay bitwise equal. A tail follows."""
 
     size: int
     dtype: torch.dtype
@@ -671,10 +579,10 @@ class ReduceLayout:
     zero_copy: tuple[int, ...]
     packed_start: int
     tail_start: int
-    tail_gap: int  # elements before the tail that nobody uses: they fill the row up
+    tail_gap: int  # unused elements before the tail, which pad the row
     numel: int
     rank: int = 0
-    dealt_numels: tuple[int, ...] = ()  # elements that each rank is dealt; (): nothing is dealt
+    dealt_numels: tuple[int, ...] = ()  # dealt elements per rank; (): nothing is dealt
     runs: tuple[Run, ...] = ()
 
     @staticmethod
@@ -688,12 +596,13 @@ class ReduceLayout:
         zero_copy: ZeroCopy | None = None,
         row_nbytes: int = 1,
         rank: int = 0,
+        adds_alike: bool = False,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
-        A row of the packed input is a multiple of ``row_nbytes``. Rank-major ones that fit
-        ``zero_copy``, and whose rows divide evenly, travel alone; None: none does.
-        """
+        A row of the packed input is a multiple of ``row_nbytes``. Rank-major members that match
+        ``zero_copy`` and divide evenly are sent separately; None: none is. With ``adds_alike`` all
+        ranks add rows in the same order, so no replicated member needs slots."""
         sent_as = wire_dtype or dtype
         dealt = [shard for shard in shards if shard.is_dealt]
         if dealt:  # one collective carries everything
@@ -723,9 +632,8 @@ class ReduceLayout:
             if position in alone or shard.is_dealt:
                 continue
             offsets[position] = end
-            slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
-                shard.numel or 1
-            )
+            most = 0 if adds_alike else MAX_SLOTTED_NUMEL // (shard.numel or 1)
+            slotted[position] = shard.is_replicated and 1 < size <= most
             end += shard.padded_numel * (size if slotted[position] else 1)
         layout = ReduceLayout(
             size=size,
@@ -747,7 +655,6 @@ class ReduceLayout:
         return layout.with_tail(tail_numel, row_nbytes)
 
     def with_tail(self, numel: int, row_nbytes: int = 1) -> ReduceLayout:
-        """Return the layout with another tail."""
         end, itemsize = self.tail_start - self.tail_gap, self.wire_dtype.itemsize
         nbytes = (end - self.packed_start + numel) * itemsize
         gap = 0 if self.size == 1 else -nbytes % row_nbytes // itemsize
@@ -755,21 +662,18 @@ class ReduceLayout:
         return replace(self, tail_start=start, tail_gap=gap, numel=start + numel)
 
     def width(self, position: int) -> int:
-        """Elements of a member in a row of this rank."""
         kept = self.shards[position].kept_numel(self.rank)
         return kept * (self.size if self.slotted[position] else 1)
 
     def room_for(self, position: int, rank: int) -> int:
-        """Elements that a dealt member takes in what is reduced for a rank."""
+        """Number of elements of a dealt member in the data reduced for a rank."""
         kept = self.shards[position].kept_numel(rank)
         return align(kept, _dealt_unit(self.dtype, self.wire_dtype))
 
     @cached_property
     def exact(self) -> tuple[tuple[int, int], ...]:
-        """Columns of a row that nothing may round: replicated members, and from the tail on.
-
-        Replicas add up the same values, and must get the same sum; a tail holds whole numbers.
-        """
+        """Columns of a row that must not be rounded: replicated members, because replicas must get
+        the same sums, and the tail, which contains integers."""
         spans = [
             (self.offsets[position], self.offsets[position] + self.width(position))
             for position, shard in enumerate(self.shards)
@@ -780,32 +684,30 @@ class ReduceLayout:
 
     @cached_property
     def dealt(self) -> tuple[int, ...]:
-        """Positions of the dealt members, in the order in which they lie on each rank."""
+        """Positions of the dealt members, in their order in each piece."""
         return tuple(p for p, shard in enumerate(self.shards) if shard.is_dealt and shard.numel)
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
-        """Elements that are reduced for each rank; () if that is as much for every rank."""
+        """Elements that are reduced for each rank; () if all have the same number."""
         return tuple(dealt + self.packed_numel for dealt in self.dealt_numels)
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
-        """Positions of the members that are packed, and have elements."""
+        """Positions of the packed members that have elements."""
         positions = set(range(len(self.shards))) - set(self.zero_copy) - set(self.dealt)
         return tuple(p for p in sorted(positions) if self.shards[p].padded_numel)
 
     @cached_property
     def rearranged(self) -> tuple[int, ...]:
-        """Indices into ``packed`` of those whose gradients are no rows of the input as they are."""
+        """Indices into ``packed`` of members whose gradients have to be rearranged into rows."""
         packed = enumerate(self.packed)
         return tuple(i for i, p in packed if self.slotted[p] or self.shards[p].dim != 0)
 
     @cached_property
     def cut(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-        """Widths of the packed columns, the tail last, and the shapes of the rows in them.
-
-        None if less than half of it is padding, or if the last rank with rows has fewer.
-        """
+        """Widths of the packed columns, the tail last, and the shapes of the rows in them. None if
+        less than half is padding, or if a rank has fewer rows than the first, but some."""
         shapes: list[tuple[int, ...]] = []
         widths, numel, room = list(map(self.width, self.packed)), 0, 0
         for width, shard in zip(widths, map(self.shards.__getitem__, self.packed), strict=True):
@@ -814,9 +716,10 @@ class ReduceLayout:
                 continue
             dim = shard.dim or 0
             rows, rest = shard.shape[dim], (*shard.shape[:dim], *shard.shape[dim + 1 :])
-            if rows % shard.chunk:
+            most = shard.rows(0)
+            if rows % most:
                 return None
-            shapes.append((rows, *rest) if shard.chunk == 1 else (rows // shard.chunk, width))
+            shapes.append((rows, *rest) if most == 1 else (rows // most, width))
             numel, room = numel + shard.numel, room + width * self.size
         if 2 * numel > room or not room or self.dealt:
             return None
@@ -825,22 +728,20 @@ class ReduceLayout:
 
     @cached_property
     def output_sizes(self) -> list[int]:
-        """Elements of each output, in the order in which they lie: zero-copy ones, the packed."""
+        """Number of elements of each output: zero-copy members, then the packed collective."""
         sizes = [self.shards[position].padded_numel for position in self.zero_copy]
         return [*sizes, self.packed_numel]
 
     @cached_property
     def packed_numel(self) -> int:
-        """Elements of a row of the packed input."""
         return self.numel - self.packed_start
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all inputs."""
         numel = sum(self.pieces) if self.pieces else self.size * self.numel
         return numel * self.wire_dtype.itemsize
 
 
 def _dealt_unit(dtype: torch.dtype, wire_dtype: torch.dtype) -> int:
-    """Elements that a dealt gradient takes a multiple of, so that each begins aligned."""
+    """Return the multiple of elements that aligns each dealt gradient."""
     return ALIGN_NBYTES // min(ALIGN_NBYTES, dtype.itemsize, wire_dtype.itemsize)

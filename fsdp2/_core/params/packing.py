@@ -1,8 +1,7 @@
-"""Tensors in, tensors out: views of flat buffers, casting shards, unpacking parameters.
+"""Views of flat buffers, casts of shards, and unpacking of parameters.
 
-No process group, no stream, no module; every function is a few kernels on a plan.
-
-Legend: W = ranks of the shard axis, C = bytes (or wire elements) that a rank contributes.
+Functions from tensors to tensors, each a few kernels. Independent of process groups, streams and
+modules. W = ranks of the shard axis, C = bytes (or wire elements) that a rank sends.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from fsdp2._core.params.layout import (
     contiguous_stride,
 )
 
-# Tensors in, tensors out: values as codes of 8 bits with scales, and back. See ``Coding``.
-
-EXPONENTS = (-120, 120)  # of scales: bf16 has them as normal numbers
+EXPONENTS = (-120, 120)  # of scales: bf16 represents these as normal numbers
 
 
 class Codes(NamedTuple):
@@ -37,7 +34,7 @@ class Codes(NamedTuple):
 
 
 class Views:
-    """A buffer of bytes, of which codes and scales are cut by strides: one call for each."""
+    """A byte buffer in which codes and scales are strided views: one call for each."""
 
     def __init__(self, buffer: Tensor, coding: Coding) -> None:
         self._coding = coding
@@ -49,10 +46,8 @@ class Views:
     def at(
         self, start: int, shape: Sequence[int], room: Sequence[int], count: int = 1, step: int = 0
     ) -> Codes:
-        """View shards of a shape, from byte ``start`` on, ``count`` of them ``step`` bytes apart.
-
-        Codes are ``[n, *shape]`` and scales ``[n, S]``. ``room`` is what was left for a shard.
-        """
+        """View ``count`` shards of a shape, ``step`` bytes apart, from byte ``start`` on: codes
+        ``[n, *shape]`` and scales ``[n, S]``. ``room``: the shape reserved for a shard."""
         begin, size = self._start + start, SCALE_DTYPE.itemsize
         stride = (step, *contiguous_stride(shape))
         codes = self._codes.as_strided((count, *shape), stride, begin)
@@ -62,11 +57,8 @@ class Views:
 
 
 def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Return values in steps of their rows' scales, and these: what the nearest codes stand for.
-
-    ``rows`` are ``[S, elements]`` of each shard; so are the values, which a copy to codes rounds. A
-    row that is not finite is NaN. Few calls do it for all shards.
-    """
+    """Return the rows ``[S, elements]`` of each shard, divided by their scales, and the scales.
+    Rows that are not finite become NaN. A copy to the coded dtype rounds the values."""
     most = torch.finfo(coding.dtype).max
     rows = [one.to(torch.float32) for one in rows]
     counts = [len(one) for one in rows]
@@ -83,7 +75,7 @@ def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], 
 def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
     """Fill each target ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
     codes = [one.codes for one in made]
-    # fp16 has no scales as small as those of its own small values
+    # fp16 cannot represent the scales of its own small values
     is_half = any(target.dtype is torch.float16 for target in targets)
     values = [one.to(torch.float32) for one in codes] if is_half else list(targets)
     if not is_half:
@@ -107,16 +99,13 @@ def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:
 
 
 def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """View ``numel`` elements of a byte buffer from byte ``start``."""
     return buffer[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
-    """Return a rank's shard of a parameter, unpadded, on memory of the shard buffer.
-
-    The tensor starts a storage of its own there: saving or copying it touches no other parameter,
-    and a DTensor around it has offset 0, without which torch can neither copy nor pickle it.
-    """
+    """Return a rank's unpadded shard of a parameter, in the memory of the shard buffer but with a
+    separate storage: saving or copying it includes no other parameter, and a DTensor around it has
+    offset 0, which torch requires to copy or pickle it."""
     item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
     numel = math.prod(shape)
@@ -127,27 +116,31 @@ def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Te
     return tensor.set_(shards.untyped_storage()[start:end], 0, shape, contiguous_stride(shape))
 
 
-def shard_view(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
-    """View a rank's shard of a parameter, unpadded, in a shard buffer that may be freed."""
-    item = layout.items[index]
+def shard_view(
+    shards: Tensor,
+    layout: GatherLayout,
+    index: int,
+    rank: int,
+) -> Tensor:
+    """View a rank's unpadded shard of a parameter in a shard buffer that may be freed."""
+    item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
-    return typed(shards, layout.shard_offsets[index], math.prod(shape), item.storage_dtype).view(
-        shape
-    )
+    return typed(shards, start, math.prod(shape), item.storage_dtype).view(shape)
 
 
 def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
-    """View a rank's rows of an unsharded tensor."""
     if shard.dim is None:
         return tensor
     return tensor.narrow(shard.dim, *shard.span(rank))
 
 
-def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
-    """Fill the send buffer from the shard buffer: one kernel for each dtype pair.
-
-    What travels in codes is encoded together.
-    """
+def cast_shards(
+    shards: Tensor,
+    send: Tensor,
+    layout: GatherLayout,
+    rank: int,
+) -> None:
+    """Fill the send buffer from the shard buffer: one kernel for each uncoded segment."""
     _encode(shards, send, layout, rank)
     for segment in layout.segments:
         if segment.is_coded:
@@ -182,11 +175,8 @@ def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> No
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View the unsharded tensors, with their own strides, in the full buffer.
-
-    Each has a version counter of its own, which writes through the full buffer do not touch:
-    autograd must not take an all-gather for a modification of saved parameters.
-    """
+    """View the unsharded tensors, with their own strides, in the full buffer. Writes through that
+    do not increment their versions: to autograd an all-gather modifies no saved parameter."""
     views = []
     for item, start in zip(layout.items, layout.full_offsets, strict=True):
         if item.is_tail:
@@ -199,10 +189,8 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
 def gather_targets(
     full: Tensor, layout: GatherLayout, indices: Sequence[int], tail: Tensor | None = None
 ) -> list[Tensor]:
-    """View where shards land: ``[n, C_i]`` in wire dtype where one copy does, else the tensor.
-
-    ``n`` ranks have rows that are unpacked (``ranks_of``). A tail lands in the bytes ``tail``.
-    """
+    """View destinations of shards: ``[n, C_i]`` in wire dtype if one copy suffices, else tensors.
+    ``n`` ranks have rows to unpack (``ranks_of``). ``tail``: the bytes that receive a tail."""
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
@@ -220,41 +208,37 @@ def gather_targets(
 
 
 def landing_in(full: Tensor, layout: GatherLayout) -> Tensor | None:
-    """View where the pieces of all ranks land in the full buffer, flat, in wire dtype.
-
-    None if they do not land there.
-    """
-    if layout.landing_start is None:
+    """View the destination of all ranks' pieces in the full buffer, if it is there; else None."""
+    if layout.landing.start is None:
         return None
-    return typed(full, layout.landing_start, layout.landing_numel, layout.wire_dtype)
+    return typed(full, layout.landing.start, layout.landing_numel, layout.wire_dtype)
 
 
 def pieces_of(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View where the piece of each rank lands."""
     itemsize = layout.wire_dtype.itemsize
-    return list(landing.split([nbytes // itemsize for nbytes in layout.pieces]))
+    return list(landing.split([nbytes // itemsize for nbytes in layout.landing.pieces]))
 
 
 def even_parts(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View the even parts of what landed: ``[n, C]`` for each run of ``n`` ranks."""
+    """View the even parts of the gathered pieces: ``[n, C]`` for each run of ``n`` ranks."""
     itemsize = layout.wire_dtype.itemsize
     width, start, parts = layout.packed_nbytes // itemsize, landing.storage_offset(), []
-    for first, count in layout.runs:
-        step = layout.pieces[first] // itemsize
+    for first, count in layout.landing.runs:
+        step = layout.landing.pieces[first] // itemsize
         parts.append(landing.as_strided((count, width), (step, 1), start))
         start += count * step
     return parts
 
 
 def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor]) -> None:
-    """Copy what landed of dealt parameters into ``targets`` (of ``dealt_targets``)."""
+    """Copy gathered rows of dealt parameters into ``targets`` (from ``dealt_targets``)."""
     plain: list[Tensor] = []
     sources: list[Tensor] = []
     coded = Decoding(landing)
     flat = landing.view(torch.uint8)
-    for (index, run, start), target in zip(layout.copied, targets, strict=True):
+    for (index, run, start), target in zip(layout.landing.copied, targets, strict=True):
         item = layout.items[index]
-        shape, step = item.shard.shard_shape(run.first), layout.pieces[run.first]
+        shape, step = item.shard.shard_shape(run.first), layout.landing.pieces[run.first]
         if item.coding is not None:
             coded.add(target, item.coding, start, shape, step)
             continue
@@ -268,9 +252,9 @@ def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor
 
 
 def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View where dealt parameters are copied, once they are there: ``[n, *shard]`` for each run."""
+    """View the destinations of dealt parameters: ``[n, *shard]`` for each run."""
     targets = []
-    for index, run, _ in layout.copied:
+    for index, run, _ in layout.landing.copied:
         item, shard = layout.items[index], layout.items[index].shard
         assert shard.dim is not None
         flat = typed(full, layout.full_offsets[index], shard.numel, item.compute_dtype)
@@ -280,8 +264,13 @@ def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
     return targets
 
 
-def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:
-    """Copy what one collective gathered, ``[W, C]``, into ``targets`` (of ``gather_targets``)."""
+def unpack(
+    gathered: Tensor,
+    layout: GatherLayout,
+    packed: Packed,
+    targets: list[Tensor],
+) -> None:
+    """Copy the result of one all-gather, ``[W, C]``, into ``targets`` (from ``gather_targets``)."""
     if packed.is_one_split:
         torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
         return
@@ -293,17 +282,15 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
         if item.lands_as_it_is:
             begin = start // gathered.dtype.itemsize
             target.copy_(gathered[: len(target), begin : begin + target.shape[1]])
+        elif item.coding is not None:
+            coded.add_padded(target, item.coding, start, item.shard)
         else:
-            if item.coding is not None:
-                coded.add_padded(target, item.coding, start, item.shard)
-                continue
             rows = gathered.view(torch.uint8)[:, start : start + layout.padded_nbytes(index)]
             _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
     coded.run()
 
 
-def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
-    """Copy replicated parameters out of this rank's send buffer."""
+def unpack_replicated(send: Tensor, layout: GatherLayout, targets: Sequence[Tensor]) -> None:
     for target, index in zip(targets, layout.replicated, strict=True):
         item, start = layout.items[index], layout.send_offsets[index]
         own = typed(send, start, item.shard.numel, item.compute_dtype)
@@ -318,7 +305,7 @@ def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
 
 
 class Decoding:
-    """What arrived in codes, which is decoded together."""
+    """Collects coded data, to decode all of it together."""
 
     def __init__(self, gathered: Tensor) -> None:
         self._gathered = gathered
@@ -341,7 +328,13 @@ class Decoding:
         self._targets.append(target)
         self._made.append(views.at(start, target.shape[1:], room, len(target), step))
 
-    def add_padded(self, target: Tensor, how: Coding, start: int, shard: ShardLayout) -> None:
+    def add_padded(
+        self,
+        target: Tensor,
+        how: Coding,
+        start: int,
+        shard: ShardLayout,
+    ) -> None:
         """Add the padded shards of all ranks, in rows ``[W, C]``, from byte ``start`` on."""
         step = self._gathered.stride(0) * self._gathered.itemsize
         for first, part in _shards_in(target, shard):
@@ -352,8 +345,13 @@ class Decoding:
             decode(self._targets, self._made)
 
 
-def decode_padded(target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
-    """Decode the padded shards of all ranks, as bytes ``[W, nbytes]``, in a graph."""
+def decode_padded(
+    target: Tensor,
+    rows: Tensor,
+    shard: ShardLayout,
+    how: Coding,
+) -> None:
+    """Decode all ranks' padded shards, bytes ``[W, nbytes]``, in a graph."""
     codes, scales = parts(rows, how, shard.padded_shape)
     for first, part in _shards_in(target, shard):
         count = how.scale_count(part.shape[1:])
@@ -362,9 +360,9 @@ def decode_padded(target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding)
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
-    """Yield ranks side by side that have as many rows: the first, and a view ``[n, *shard]``."""
+    """Yield adjacent ranks with equal numbers of rows: the first, and a view ``[n, *shard]``."""
     assert shard.dim is not None
-    dim, chunk = shard.dim, shard.chunk
+    dim, chunk = shard.dim, shard.rows(0)
     whole, rest = divmod(shard.shape[dim], chunk)
     if whole:
         shape, stride = list(target.shape), target.stride()
@@ -376,9 +374,9 @@ def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor
 
 
 def _unpadded(padded: Tensor, first: int, part: Tensor) -> Tensor:
-    """View the shards of as many ranks as ``part`` has, in its shape."""
+    """View the shards of ``len(part)`` ranks, without padding, in the shape of ``part``."""
     padded = padded[first : first + len(part)]
     if padded.shape == part.shape:
         return padded
-    numel = part[0].numel()  # one rank's, which begin where the padded shard does
+    numel = part[0].numel()  # a single rank's rows, which begin where its padded shard does
     return padded.reshape(1, -1)[:, :numel].view(part.shape)

@@ -1,8 +1,6 @@
-"""One parameter's life: ``FSDPParam``, its forms and their dtypes.
+"""One parameter: ``FSDPParam``, its forms, their dtypes, and the mark of sharded parameters.
 
-Owns what each form is made of, in which dtypes it is stored, computed, summed and reduced, and how
-a later call of ``fully_shard`` tells that a parameter is taken. It must not know buffers' layout in
-a group, what is registered when (``registration``), collectives or hooks.
+Contains no buffer-layout, collective or hook code; ``registration`` registers the forms.
 """
 
 from __future__ import annotations
@@ -10,14 +8,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._core.base import torch_autograd, torch_dtensor, torch_spmd
+from fsdp2._core.base import torch_autograd, torch_dtensor
 from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._core.params.layout import Coding, ShardLayout
@@ -28,7 +26,7 @@ from fsdp2._core.params.registration import Forms, ParamState, Registration, Sit
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Where a shard lies in the group's flat shard buffer, padding included. In bytes."""
+    """Location of a shard in the group's flat shard buffer, in bytes, padding included."""
 
     flat: torch.Tensor
     start: int
@@ -36,7 +34,7 @@ class Span:
 
 
 class OwnerMark:
-    """What tells a later call of ``fully_shard`` that a parameter is taken. Copies are blank."""
+    """Marks a parameter as sharded, so that a later ``fully_shard`` detects it. Not copied."""
 
     def __init__(self, owner: FSDPParam | None = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
@@ -45,27 +43,24 @@ class OwnerMark:
     def owner(self) -> FSDPParam | None:
         return None if self._owner is None else self._owner()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> OwnerMark:
-        return OwnerMark()
-
     def __reduce__(self) -> tuple[type[OwnerMark], tuple[()]]:
-        return OwnerMark, ()
+        return OwnerMark, ()  # copies and pickles
 
     @staticmethod
     def owner_of(param: torch.Tensor) -> FSDPParam | None:
-        """Return the parameter object that an earlier call made of this tensor."""
+        """Return the object that an earlier ``fully_shard`` made of this tensor, if any."""
         mark = param.__dict__.get(_MARK)
         return mark.owner if isinstance(mark, OwnerMark) else None
 
 
 def leave_alone(tensors: Iterable[torch.Tensor]) -> None:
-    """Note that a user has these parameters ignored, and so looks after their gradients."""
+    """Mark ignored parameters, whose gradients the user handles."""
     for tensor in tensors:
         tensor.__dict__[_LEFT_ALONE] = True
 
 
 def is_forgotten(param: torch.Tensor) -> bool:
-    """True for a plain parameter that is trained, and that nobody said to ignore."""
+    """Return True if a parameter is trainable, not a DTensor, and not ignored by the user."""
     return (
         param.requires_grad and not isinstance(param, DTensor) and _LEFT_ALONE not in param.__dict__
     )
@@ -75,11 +70,11 @@ _LEFT_ALONE = "_fsdp2_left_alone"
 _MARK = "_fsdp2_owner"
 _STANDS_FOR = "_fsdp2_stands_for"
 SUMMONED = "_fsdp2_summoned"
-"""An attribute of the whole parameters that ``summon_full_params`` registers."""
+"""Attribute of the unsharded parameters that ``summon_full_params`` registers."""
 
 
-def stand_in_of(param: torch.Tensor) -> str | None:
-    """Say what a tensor is if it stands for a sharded parameter, which alone gets gradients."""
+def placeholder_of(param: torch.Tensor) -> str | None:
+    """Describe a tensor that an optimizer must not hold in place of the shard; else None."""
     mark = param.__dict__.get(_STANDS_FOR)
     owner = mark.owner if isinstance(mark, OwnerMark) else None
     if owner is None or owner.sharded is param:
@@ -88,62 +83,58 @@ def stand_in_of(param: torch.Tensor) -> str | None:
         return f"the unsharded form of {owner.fqn}"
     if param.grad is None:
         return f"{owner.fqn} as it was before fully_shard"
-    return None  # another module, that nobody sharded, has it too, and trains it
+    return None  # a module that is not sharded trains it too
 
 
 @dataclass
 class ChosenDtypes:
-    """What users chose for a parameter: by ``grad_dtype``, and by the policy of its group."""
+    """The user's dtypes for a parameter: from ``grad_dtype``, and from the policy of its group."""
 
-    has_grad_dtype: bool  # the user has set grad_dtype
-    grad_dtype: torch.dtype | None  # what the user set; None lets gradients have any dtype
-    # the dtype to compute in; None: as the parameter is stored
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None  # the dtype to reduce in; None: as grad_dtype says
+    has_grad_dtype: bool  # the user set grad_dtype
+    grad_dtype: torch.dtype | None  # the user's value; None: gradients may have any dtype
+    param_dtype: torch.dtype | None = None  # the dtype to compute in; None: the storage dtype
+    reduce_dtype: torch.dtype | None = None  # the dtype to reduce in; None: see grad_dtype
     keeps_dtype: bool = False  # this parameter is not cast to param_dtype
-    coding: Coding | None = None  # matrices travel in codes; None: in the compute dtype
+    coding: Coding | None = None  # matrices are sent in codes; None: in the compute dtype
     keeps_reduced_dtype: bool = False  # the sharded gradient is not cast back
 
     @property
     def takes_any_gradient(self) -> bool:
-        """True if the dtype of the gradient is what backward and the reduction make it."""
+        """Return True if the sharded gradient keeps the dtype in which it was reduced."""
         return self.keeps_reduced_dtype or (self.has_grad_dtype and self.grad_dtype is None)
 
     @property
     def is_reduced_in_any(self) -> bool:
-        """True if gradients add up and are reduced in whatever dtype backward leaves them."""
+        """Return True if gradients are accumulated and reduced in the dtype of backward."""
         return self.takes_any_gradient and self.reduce_dtype is None
 
 
+@dataclass(eq=False)
+class Wrapped:
+    releases_gathered: bool | None = None  # an extension's answer; None: not called yet
+    parts: tuple[Part, ...] | None = None  # how inner tensors are divided; None: not known
+    divides_parts: bool = False  # we gather them: the class has no extension
+
+
 class FSDPParam(Forms):
-    """A parameter in its forms: the sharded one, the unsharded one, the post-forward one."""
+    """A parameter in its sharded, unsharded and post-forward forms."""
 
     def __init__(
-        self,
-        fqn: str,
-        sites: list[Site],
-        placement: ParamPlacement,
-        original: nn.Parameter,
+        self, fqn: str, sites: list[Site], placement: ParamPlacement, original: nn.Parameter
     ) -> None:
         super().__init__(fqn, sites, original)
         self.placement = placement
-        self.storage_dtype = original.dtype  # the dtype of the shard
+        self.storage_dtype = original.dtype  # dtype of the shard
         self.is_extended = False  # the parameter's class has an all-gather extension
-        self.releases_gathered: bool | None = None  # what an extension answered; None: not asked
-        # how the tensors inside a wrapped parameter follow its rows; None: it is none, or not known
-        self.parts: tuple[Part, ...] | None = None
-        self.divides_parts = False  # we gather them, in the place of an extension
+        self.wrapped = Wrapped()
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
-        # the dtype that was found on a gradient that may have any
-        self.found_dtype: torch.dtype | None = None
-        self.registration = Registration((self,))  # the group's, from ``ParamGroup.shard`` on
-        # the modules that were passed to the call of fully_shard which took it
-        self.tops: tuple[nn.Module, ...] = ()
-        self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
-        self.attributes = own_attributes(original)
+        self.found_dtype: torch.dtype | None = None  # of the last gradient, if it may have any
+        self.registration = Registration((self,))  # the group's, after ``ParamGroup.shard``
+        self.tops: tuple[nn.Module, ...] = ()  # modules of the fully_shard call that owns it
+        self.uses: list[nn.Module] = []  # modules of other units that also contain its module
+        self.attributes = torch_dtensor.own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
-        self.span: Span | None = None  # where the shard lies in the flat buffer, for optimizers
-        self.spec = placement.sharded_spec(self.storage_dtype)
+        self.span: Span | None = None  # read by optimizers
 
     @property
     def state(self) -> ParamState:
@@ -151,39 +142,35 @@ class FSDPParam(Forms):
 
     @property
     def places(self) -> list[nn.Module]:
-        """Modules that a unit must contain to hold this parameter for all its uses."""
+        """Modules that a unit must contain to own this parameter in all its uses."""
         return [site.module for site in self.sites] + self.uses
 
     @property
+    def spec(self) -> torch_dtensor.DTensorSpec:
+        assert isinstance(self.sharded, DTensor)
+        return torch_dtensor.spec_of(self.sharded)
+
+    @property
     def is_on_meta(self) -> bool:
-        """True if what is registered has no memory yet."""
         return any(s.registered is not None and s.registered.is_meta for s in self.sites)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded parameter in its own dtype (of all tensor-parallel ranks)."""
+        """Size of the unsharded parameter over all tensor-parallel ranks, in storage dtype."""
         return math.prod(self.sharded.shape) * self.storage_dtype.itemsize
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the unsharded parameter. Raw kinds (integers, 8-bit floats) are never cast."""
+        """Dtype of the unsharded parameter. Integers and 8-bit floats are never cast."""
         dtype = self.storage_dtype
         if self.chosen.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return dtype
         return dtype if self.chosen.keeps_dtype else self.chosen.param_dtype
 
-    def compute_by(self, policy: MixedPrecisionPolicy) -> None:
-        """Compute, and travel before that, as a policy says from now on."""
-        self.chosen.param_dtype, dtype = policy.param_dtype, policy.gather_dtype
-        self.chosen.coding = None if dtype is None else Coding(dtype, policy.gather_scale == "row")
-
     def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
-        """Return how a shard of this parameter travels; None: in its compute dtype.
-
-        Vectors, in which each row is one element, and what is kept in its own dtype stay as they
-        are. ``is_again``: values that were decoded are sent once more. By the same rows that
-        changes nothing; others would have other scales, and values.
-        """
+        """Return the coding in which a shard is sent; None: its compute dtype. Vectors, whose rows
+        are single elements, and parameters that keep their dtype are not coded. ``is_again``:
+        decoded values are sent again, which is exact only if the same rows share a scale."""
         coding, dtype = self.chosen.coding, self.compute_dtype
         is_cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.chosen.keeps_dtype
         if coding is None or not is_cast or layout.dim is None or layout.size == 1:
@@ -195,7 +182,7 @@ class FSDPParam(Forms):
 
     @property
     def _computed_dtype(self) -> torch.dtype:
-        """Dtype in which backward computes the gradient. An all-gather extension chooses it."""
+        """Dtype in which backward computes the gradient; an all-gather extension may choose it."""
         if self.is_extended and self.unsharded is not None:
             return self.unsharded_dtype
         return self.compute_dtype
@@ -207,7 +194,7 @@ class FSDPParam(Forms):
 
     @property
     def accumulated_dtype(self) -> torch.dtype:
-        """Dtype in which gradients add up, from one backward to the next."""
+        """Dtype in which gradients accumulate over backwards."""
         computed = self._computed_dtype
         if self.chosen.is_reduced_in_any:
             dtype = self.found_dtype or computed
@@ -218,18 +205,16 @@ class FSDPParam(Forms):
 
     @property
     def _cast_by_autograd(self) -> torch.dtype | None:
-        """Dtype to which autograd casts a gradient before it adds it up; None: it casts nothing.
-
-        Not to a wider one: it adds to a wider gradient in place, and packing casts the others.
-        What may be summed over the parameter's own axes it does cast: no rank rounds its part.
-        """
+        """Dtype to which autograd casts a gradient before accumulation; None: it does not cast.
+        To a wider dtype, packing casts instead, unless the gradient may be summed over the
+        parameter's own axes: no rank may round its summand."""
         dtype = self.accumulated_dtype
         is_wider = dtype.itemsize > self._computed_dtype.itemsize
         leaves = is_wider and not self.placement.may_sum_gradients
         return None if leaves or self.chosen.is_reduced_in_any else dtype
 
     def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
-        """Dtype of the sharded gradient, of one that was reduced in another."""
+        """Dtype of the sharded gradient, given the dtype in which it was reduced."""
         if self.chosen.takes_any_gradient and reduced.is_complex is self.storage_dtype.is_complex:
             return reduced
         return self._stored_grad_dtype
@@ -240,26 +225,24 @@ class FSDPParam(Forms):
         return chosen or self.storage_dtype
 
     def follow(self, policy: MixedPrecisionPolicy) -> None:
-        """Take the dtypes of a group's policy; a tied parameter may come from another group."""
-        chosen, stored = self.chosen, self.sharded.dtype
-        self.compute_by(policy)
-        chosen.reduce_dtype = policy.reduce_dtype
+        """Apply the dtypes of a group's policy; a tied parameter may come from another group."""
+        chosen, stored, coded = self.chosen, self.sharded.dtype, policy.gather_dtype
+        chosen.coding = None if coded is None else Coding(coded, policy.gather_scale == "row")
+        chosen.param_dtype, chosen.reduce_dtype = policy.param_dtype, policy.reduce_dtype
         if chosen.keeps_reduced_dtype and not policy.keep_low_precision_grads:
             self.sharded.grad_dtype = chosen.grad_dtype if chosen.has_grad_dtype else stored
         chosen.keeps_reduced_dtype = policy.keep_low_precision_grads
 
     def set_gradient_aside(self) -> torch.Tensor | None:
-        """Take the sharded gradient off, if the user chose its dtype apart from the parameter's."""
+        """Detach the sharded gradient if the user set ``grad_dtype``."""
         if not self.chosen.has_grad_dtype:
             return None
         grad, self.sharded.grad = self.sharded.grad, None
         return grad
 
     def see_grad_dtype(self) -> None:
-        """Take over a ``grad_dtype`` that the user set on the sharded parameter; keep an older one.
-
-        What makes a parameter anew (``to(dtype)``, ``load_state_dict(assign=True)``) forgets it.
-        """
+        """Adopt a ``grad_dtype`` set on the sharded parameter, or restore the previous one, which
+        is lost with the old object (``to(dtype)``, ``load_state_dict(assign=True)``)."""
         chosen = self.chosen
         is_set, dtype = torch_autograd.own_grad_dtype(self.sharded)
         if chosen.keeps_reduced_dtype:
@@ -271,7 +254,7 @@ class FSDPParam(Forms):
         self._tell_autograd()
 
     def _tell_autograd(self) -> None:
-        """Let unsharded gradients add up in the dtype that is theirs now."""
+        """Set the dtype in which unsharded gradients accumulate now."""
         leaf = self.unsharded
         if leaf is None or not (leaf.is_floating_point() or leaf.is_complex()):
             return
@@ -284,10 +267,8 @@ class FSDPParam(Forms):
             leaf.grad = pending.to(dtype or pending.dtype)
 
     def begin_sum(self, waits: bool) -> None:
-        """Let autograd cast to a wider dtype too, if a sum begins that ``waits`` for a reduction.
-
-        Then uses of the parameter in one backward add up in it, before anybody sees a gradient.
-        """
+        """If an accumulation begins whose reduction is deferred (``waits``), make autograd cast to
+        a wider dtype too, so that all uses in this backward accumulate in that dtype."""
         leaf = self.unsharded
         if leaf is None or not self.trainable:
             return
@@ -299,7 +280,7 @@ class FSDPParam(Forms):
 
     @property
     def like(self) -> torch.Tensor | None:
-        """A tensor of the shard's shape, dtype and device; a plain one if the shard is not."""
+        """Return a plain tensor with the shard's shape, dtype and device."""
         local = self.local
         if local is not None and self.is_extended:
             return torch.empty(local.shape, dtype=local.dtype, device=local.device)
@@ -308,14 +289,10 @@ class FSDPParam(Forms):
     def set_shard(
         self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
-        """Take ``local`` (``span`` of the group's flat buffer) as the shard, and register it.
-
-        ``registered`` is a DTensor parameter that keeps its identity (the optimizer may hold it);
-        None makes a new one.
-        """
-        self.spec = self.placement.sharded_spec(local.dtype)
+        """Make ``local`` (``span`` of the group's flat buffer) the local tensor of ``registered``,
+        which the optimizer may hold, or of a new parameter."""
         if registered is None:
-            made = torch_dtensor.new_dtensor(local, self.spec)
+            made = torch_dtensor.new_dtensor(local, self.placement.sharded_spec(local.dtype))
             self.sharded = self._parameter(made, self.sharded)
         else:
             self.sharded = registered
@@ -328,7 +305,6 @@ class FSDPParam(Forms):
         self.see_grad_dtype()
 
     def set_unsharded(self, tensor: torch.Tensor) -> None:
-        """Build the unsharded parameter on memory of the group's full buffer."""
         spec = self.placement.unsharded_spec(tensor.dtype)
         whole = tensor if spec is None else torch_dtensor.new_dtensor(tensor, spec)
         pending = None if self.unsharded is None else self.unsharded.grad
@@ -343,26 +319,27 @@ class FSDPParam(Forms):
             self.unsharded.grad = pending.to(device=tensor.device, dtype=dtype)
 
     def set_post_forward(self, local: torch.Tensor, placement: ParamPlacement) -> None:
-        """Build the parameter that is registered while sharded over the smaller mesh."""
         spec = placement.sharded_spec(local.dtype)
         self.post_forward = self._parameter(torch_dtensor.new_dtensor(local, spec), None)
         self.post_forward.__dict__[_STANDS_FOR] = OwnerMark(self)
 
     def replace(self, new: torch.Tensor | None) -> None:
-        """Take over what the user registered; ``set_shard`` follows."""
+        """Take over the parameter that the user registered; ``set_shard`` follows."""
         assert isinstance(new, nn.Parameter)
-        self.see_grad_dtype()  # of the one that goes
+        self.see_grad_dtype()  # records the previous parameter's
         self.sharded = self.shown = new
         if not isinstance(new, DTensor):
-            self.attributes = own_attributes(new)
+            self.attributes = torch_dtensor.own_attributes(new)
         if new.requires_grad is not self.trainable:
             self.toggle()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies keep no memory of the group's buffers; adoption finds the shard on its site."""
+        """Copies contain no memory of the group's buffers; adoption finds the shard on its site."""
         self.see_grad_dtype()
         return {
             **vars(self),
+            **vars(self.wrapped),  # flattened: a pickle names few classes
+            "wrapped": None,
             "local": None,
             "span": None,
             "unsharded": None,
@@ -372,8 +349,10 @@ class FSDPParam(Forms):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.see_grad_dtype()  # a copied tensor forgot it
+        state = dict(state)
+        wrapped = {field.name: state.pop(field.name) for field in fields(Wrapped)}
+        vars(self).update(state, wrapped=Wrapped(**wrapped))
+        self.see_grad_dtype()  # copying a tensor loses it
 
     def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
         param = torch_dtensor.as_parameter(tensor, self.trainable)
@@ -384,30 +363,17 @@ class FSDPParam(Forms):
         return param
 
 
-def own_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Return what the user set on a parameter. A wrapper keeps its own parts in the same place."""
-    dispatches = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if dispatches and not isinstance(param, DTensor):
-        return {}
-    foreign = torch_spmd.own_attributes()
-    return {
-        name: value
-        for name, value in vars(param).items()
-        if not name.startswith("_fsdp2") and name not in foreign
-    }
-
-
 def check_unused(
     params: Sequence[FSDPParam], settings: Settings, policy: MixedPrecisionPolicy
 ) -> None:
-    """Raise ConfigError if zeros for an unused parameter would have no dtype, on every rank."""
+    """Raise ConfigError on every rank if zeros for an unused parameter would have no dtype."""
     if not settings.reduce_unused or policy.reduce_dtype is not None:
         return
     for param in params:
         if param.trainable and param.chosen.has_grad_dtype and param.chosen.grad_dtype is None:
             raise ConfigError(
                 "FS320",
-                f"{param.fqn}: its grad_dtype is None, so zeros in place of a gradient have no "
-                "dtype, and set_reduce_scatter_unused_params(True) asks for them. Give it a "
-                "grad_dtype, or its unit a MixedPrecisionPolicy with a reduce_dtype.",
+                f"{param.fqn}: its grad_dtype is None, so the zeros that "
+                "set_reduce_scatter_unused_params(True) sends instead of a gradient have no dtype. "
+                "Set its grad_dtype, or pass its unit a MixedPrecisionPolicy with a reduce_dtype.",
             )

@@ -1,18 +1,16 @@
-"""Frozen tensors that wrap others, divided by rows: each tensor inside by itself.
+"""Frozen tensors that wrap others: each inner tensor is divided by rows, separately.
 
-Owns how the tensors inside one follow its rows, shards made of them, and wholes made of shards. It
-must not know groups, states or collectives.
+Owns the conversions between shards and full tensors. Contains no group, state or collective code.
 
 [Note: parts of wrapped parameters]
-A quantised weight is a tensor that wraps others: codes, scales of groups, zero points. Some classes
-bring an all-gather extension. For others that are frozen, and can be taken apart and put together
-(``__tensor_flatten__`` and ``__tensor_unflatten__``), each tensor inside that has a dim of as many
-rows as the whole is divided along it, and others are on every rank. Nobody else says that this is
-what the class means. So the shard is compared with the whole: it must ``dequantize()`` to the
-whole's rows, bit for bit.
+A quantised weight wraps other tensors: codes, scales of groups, zero points. Some classes define an
+all-gather extension. For other frozen ones that can be taken apart and put together
+(``__tensor_flatten__`` and ``__tensor_unflatten__``), each inner tensor that has a dim as long as
+the number of rows is divided along it, and every rank has the others. The class does not confirm
+this meaning, so a shard must ``dequantize()`` to the rows of the full tensor, bit for bit.
 
-Of any wrapped parameter, extended by its class or by us, a checkpoint holds the tensors inside.
-How these are divided is seen where the whole is: what becomes shorter in a shard is divided.
+For any wrapped parameter, with the extension of its class or ours, a checkpoint contains the inner
+tensors. Those that are shorter in a shard than in the full tensor are divided.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ from fsdp2._core.params.layout import contiguous_stride
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor inside a wrapped one: along which dim it is divided, and how long that is whole.
-
-    ``dim`` is None for one that every rank has.
-    """
+    """The dim along which an inner tensor is divided (None: it is not), and that dim's length."""
 
     name: str
     dim: int | None
@@ -41,19 +36,18 @@ class Part:
 
 
 def can_be_taken_apart(tensor: Tensor) -> bool:
-    """True for a class that says which tensors it wraps, and makes one of other ones."""
+    """Return True if the class lists the tensors that it wraps, and can be rebuilt from others."""
     kind = type(tensor)
     has_both = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
     return has_both and torch_dtensor.is_wrapper_subclass(tensor)
 
 
 def inside(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that a wrapped one is made of, by name."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
 
 
 def parts_by_rows(whole: Tensor) -> tuple[Part, ...]:
-    """Return how tensors inside follow the rows of a whole one: by a dim that is as long."""
+    """Return the division of a full tensor's inner ones: along a dim as long as its rows."""
     found = []
     for name, inner in inside(whole).items():
         dims = [dim for dim, size in enumerate(inner.shape) if size == whole.shape[0]]
@@ -62,7 +56,7 @@ def parts_by_rows(whole: Tensor) -> tuple[Part, ...]:
 
 
 def parts_seen(whole: Tensor, shard: Tensor) -> tuple[Part, ...] | None:
-    """Return how the tensors inside a shard differ from the whole's; None: that cannot be told."""
+    """Return the division of inner tensors, from a shard's; None if that is ambiguous."""
     found = []
     of_whole, of_shard = inside(whole), inside(shard)
     if of_whole.keys() != of_shard.keys():
@@ -79,10 +73,7 @@ def parts_seen(whole: Tensor, shard: Tensor) -> tuple[Part, ...] | None:
 
 
 def put_together(like: Tensor, tensors: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
-    """Make a tensor of another shape of a class, of other tensors inside.
-
-    What names the old shape in the class's own description of it names the new one.
-    """
+    """Make a tensor like ``like`` from other inner tensors, with the new shape in its context."""
     _, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
     size, stride = torch.Size(shape), contiguous_stride(shape)
     told = _with_shape(context, tuple(like.shape), size)
@@ -101,11 +92,7 @@ def _with_shape(context: Any, old: tuple[int, ...], new: torch.Size) -> Any:
 
 
 def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
-    """Make a shard of a whole tensor's rows, on memory of its own.
-
-    Raises:
-        ValueError: it does not dequantize to the whole's rows; it says which method is missing.
-    """
+    """Copy a full tensor's rows into a shard. ValueError: it does not dequantize to these rows."""
     tensors = {}
     for part, inner in zip(parts_by_rows(whole), inside(whole).values(), strict=True):
         own = inner if part.dim is None else inner.narrow(part.dim, start, rows)
@@ -113,13 +100,13 @@ def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
     shape = (rows, *whole.shape[1:])
     shard = put_together(whole, tensors, shape)
     if tuple(shard.shape) != shape:
-        raise ValueError(f"__tensor_unflatten__ made a shape {tuple(shard.shape)}, not {shape}")
+        raise ValueError(f"__tensor_unflatten__ made shape {tuple(shard.shape)}, not {shape}")
     if not hasattr(whole, "dequantize"):
-        raise ValueError("it has no dequantize(), by which a shard is compared with the whole")
+        raise ValueError("it has no dequantize(), which compares a shard with the full tensor")
     if rows:
         expected, found = whole.dequantize()[start : start + rows], shard.dequantize()
         if expected.shape != found.shape or not torch.equal(expected, found):
-            raise ValueError("a shard of its tensors' rows does not dequantize() to its rows")
+            raise ValueError("a shard of inner tensors does not dequantize() to its own rows")
     return shard
 
 
@@ -132,19 +119,18 @@ def to_send(shard: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
 def whole_of(
     shard: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor], shape: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Make the whole of what all ranks sent, rows first; return it, and the tensors inside."""
+    """Return the full tensor, made from all ranks' data with rows first, and its inner tensors."""
     tensors, rows = inside(shard), iter(gathered)
     for part in parts:
         if part.dim is not None:
             one = next(rows).movedim(0, part.dim)
             tensors[part.name] = one.contiguous()
-    return put_together(shard, tensors, shape), tuple(
-        tensors[part.name] for part in parts if part.dim is not None
-    )
+    divided = tuple(tensors[part.name] for part in parts if part.dim is not None)
+    return put_together(shard, tensors, shape), divided
 
 
 def fill_again(whole: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor]) -> None:
-    """Fill the tensors inside a whole one, whose memory was given back, with the same values."""
+    """Refill the inner tensors of a full one, whose memory was freed, with the same values."""
     tensors, rows = inside(whole), iter(gathered)
     for part in parts:
         if part.dim is not None:

@@ -1,9 +1,9 @@
-"""From a parameter, a mesh and a shard dim to DTensor specs, by one rule.
+"""DTensor specs of a parameter, from its mesh and its shard dim.
 
-Owns the choice of placements. A plain parameter is a DTensor over no axis of its own, unless it is
-annotated ([Note: annotated parameters] in ``torch_spmd``); another one has its own axes already.
-They follow the data-parallel axes in the sharded spec, or, if the data-parallel dims of a full mesh
-were named, keep their places. It must not know groups, states or collectives.
+A plain parameter has no axes of its own, unless it is annotated ([Note: annotated parameters] in
+``torch_dtensor``); a DTensor has some. In the sharded spec these follow the data-parallel axes or,
+if the data-parallel dims of a full mesh were named, keep their positions. Contains no group, state
+or collective code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._core.base import torch_dealt, torch_dtensor, torch_spmd
+from fsdp2._core.base import torch_dealt, torch_dtensor
 from fsdp2._core.base.errors import ConfigError, UnsupportedError
 from fsdp2._core.base.policy import Aligned, Whole
 from fsdp2._core.base.rows import EVERYTHING, Deal, cuts_a_block
@@ -29,12 +29,11 @@ from fsdp2._core.params.layout import ShardLayout, dense_stride
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How one parameter lies on a mesh. Specs differ by dtype only, so they are made for one.
+    """Placement of one parameter on a mesh, from which specs for any dtype are made.
 
-    ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain). ``data_axes``
-    are the axes of its mesh over which gradients stay as they come, for the group to reduce.
-    ``annotation``: the unsharded parameter is plain all the same, and that says how it lies.
-    """
+    ``tensor_parallel``: the unsharded parameter's spec (None: it is plain). The group reduces
+    gradients over its axes ``data_axes``. ``annotation``: the placement of an unsharded parameter
+    that is plain nevertheless."""
 
     layout: ShardLayout
     mesh: DeviceMesh
@@ -43,17 +42,15 @@ class ParamPlacement:
     global_stride: tuple[int, ...]
     tensor_parallel: torch_dtensor.DTensorSpec | None
     data_axes: tuple[int, ...] = ()
-    annotation: torch_spmd.Annotation | None = None
+    annotation: torch_dtensor.Annotation | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
         return self  # frozen, and its mesh is shared
 
     @property
     def may_sum_gradients(self) -> bool:
-        """True if gradients may have to be summed over the parameter's own axes, too.
-
-        How one arrives on an axis that replicates the parameter is known only when it is there.
-        """
+        """Return True if gradients may have to be summed over the parameter's own axes too: on an
+        axis that replicates it, a gradient may be partial."""
         if self.annotation is not None:
             return self.annotation.sums
         return self.tensor_parallel is not None and any(
@@ -78,11 +75,9 @@ class ParamPlacement:
         )
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` lies as the sharded parameter does."""
         return self._lies(tensor, self.mesh, self.placements)
 
     def is_unsharded(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` lies as the unsharded parameter does: whole over the data axes."""
         spec = self.tensor_parallel
         if spec is None or self.annotation is not None:
             return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.layout.shape
@@ -99,11 +94,11 @@ class ParamPlacement:
         )
 
     def describe(self) -> str:
-        """Say, for a message, which tensors can take the parameter's place."""
+        """Describe, for a message, the tensors that can replace the parameter."""
         spec = self.tensor_parallel
-        whole = "a plain one with the whole tensor"
+        whole = "a plain, full one"
         if self.annotation is not None:
-            whole = f"a plain one of shape {self.layout.shape}, as this rank has it,"
+            whole = f"a plain one of this rank's shape, {self.layout.shape},"
         elif spec is not None:
             whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
         return (
@@ -115,18 +110,13 @@ class ParamPlacement:
 def place(
     param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
 ) -> ParamPlacement:
-    """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
-
-    ``deal``: the rows of each rank, if they are no chunks.
-
-    Raises:
-        ConfigError: the parameter's own mesh or placements do not go with the data mesh.
-    """
+    """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it), in
+    chunks or by ``deal``. ConfigError: its own mesh or placements do not match the data mesh."""
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
-    annotation = torch_spmd.annotation_of(param, fqn, data.full, named)
+    annotation = torch_dtensor.annotation_of(param, fqn, data.full, named)
     if annotation is not None or isinstance(param, DTensor):
         return _place(param, fqn, data, dim, deal, annotation)
-    # the placement keeps its mesh alive, so that no other has the id while it is known
+    # the placement keeps its mesh alive, so the id stays unique while the entry exists
     axes = id(data.mesh), data.roles, data.shard.size
     key = (*axes, tuple(param.shape), param.stride(), dim, deal)
     placement = _plain.get(key)
@@ -135,7 +125,7 @@ def place(
     return placement
 
 
-# Of plain parameters: the blocks of a model are alike.
+# Placements of plain parameters, which repeat in the blocks of a model.
 _plain: weakref.WeakValueDictionary[object, ParamPlacement] = weakref.WeakValueDictionary()
 
 
@@ -145,15 +135,15 @@ def _place(
     data: DataMesh,
     dim: int | None,
     deal: Deal | None,
-    annotation: torch_spmd.Annotation | None,
+    annotation: torch_dtensor.Annotation | None,
 ) -> ParamPlacement:
     if annotation is not None:
         param = annotation.placed(param)
     local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
     if SHARD not in own.roles:
-        dim = 0 if local.dim() else None  # all rows, in the layout that costs least
-    # of the whole parameter: tensor-parallel ranks may have none of it, and agree all the same
+        dim = 0 if local.dim() else None  # all rows, in the cheapest layout
+    # by the full parameter: tensor-parallel ranks decide alike even if their own part is empty
     if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
         deal = None
     rest = iter(own.placements)
@@ -170,28 +160,20 @@ def _place(
             if deal.owner is None and is_divided:
                 raise ConfigError(
                     "FS213",
-                    f"{fqn}: {deal.asked_by}, and its dim {dim} is divided by tensor parallelism "
-                    f"too ({own.placements}). Align another dim, or return Shard({dim}).",
+                    f"{fqn}: {deal.asked_by}, but tensor parallelism also shards its dim {dim} "
+                    f"({own.placements}). Align another dim, or return Shard({dim}).",
                 )
             placements[axis] = torch_dealt.Dealt(dim, deal)
     shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
     layout = ShardLayout(shape, stride, dim, data.shard.size, deal)
     stride = stride if spec is None else tuple(param.stride())
-    return ParamPlacement(
-        layout,
-        own.mesh,
-        tuple(placements),
-        tuple(param.shape),
-        stride,
-        spec,
-        own.data_axes,
-        annotation,
-    )
+    sharded, shape = tuple(placements), tuple(param.shape)
+    return ParamPlacement(layout, own.mesh, sharded, shape, stride, spec, own.data_axes, annotation)
 
 
 @dataclass(frozen=True)
 class _OwnAxes:
-    """The sharded parameter's mesh and roles, and what is placed on its own axes in turn."""
+    """The sharded parameter's mesh and roles, and the placements on its own axes in order."""
 
     mesh: DeviceMesh
     roles: tuple[str, ...]
@@ -204,8 +186,8 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
         if OWN in data.roles:
             raise ConfigError(
                 "FS219",
-                f"{fqn}: is a plain tensor, and {data.mesh} has dims that are not data-parallel, "
-                "so how it lies on them is not known. Make it a DTensor first, with "
+                f"{fqn}: is a plain tensor, but {data.mesh} has dims that are not data-parallel, "
+                "on which its placements are unknown. Convert it to a DTensor first, with "
                 "torch.distributed.tensor.distribute_module or parallelize_module.",
             )
         return _OwnAxes(data.mesh, data.roles)
@@ -215,9 +197,9 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
     if param.device_mesh != data.full:
         raise ConfigError(
             "FS219",
-            f"{fqn}: expected a DTensor on the mesh that dp_mesh_dims names dims of, {data.full}, "
-            f"found one on {param.device_mesh}. Distribute the parameter over the full mesh, with "
-            "Replicate() on the data-parallel dims.",
+            f"{fqn}: expected a DTensor on the mesh of dp_mesh_dims, {data.full}, found one on "
+            f"{param.device_mesh}. Distribute the parameter over the full mesh, with Replicate() "
+            "on the data-parallel dims.",
         )
     own: list[Placement] = []
     data_axes = []
@@ -233,17 +215,14 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
             raise ConfigError(
                 "FS219",
                 f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
-                f"{placement}. Distribute it over the other dims only; fully_shard does the rest.",
+                f"{placement}. Distribute it over the other dims only; fully_shard uses this one.",
             )
     return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
 
 
 def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
-    """Place the same parameter on a smaller mesh, where it waits between forward and backward.
-
-    Plain parameters only: a tensor-parallel one is registered as a plain local shard's DTensor
-    over the smaller mesh alone.
-    """
+    """Place a parameter on a smaller mesh between forward and backward. A tensor-parallel one is a
+    DTensor of its local shard, over the smaller mesh only."""
     old = placement.layout
     layout = ShardLayout(old.shape, old.stride, old.dim, smaller.shard.size)
     split: Placement = Replicate() if old.dim is None else Shard(old.dim)
@@ -252,13 +231,8 @@ def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
 
 
 def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
-    """Read what ``shard_placement_fn`` returned: a dim, or None to replicate.
-
-    ``Whole()``, and what is aligned by elements, is dim 0.
-
-    Raises:
-        ConfigError: nothing that it may return; a dim out of range; a dim of a scalar.
-    """
+    """Return the dim that ``shard_placement_fn`` chose, or None to replicate. ``Whole()`` and
+    alignment by elements mean dim 0. ConfigError: another value, or no such dim."""
     if isinstance(choice, Replicate):
         return None
     is_by_elements = isinstance(choice, Aligned) and choice.dim is None
@@ -276,7 +250,7 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
             "FS213",
             f"{fqn}: shard_placement_fn returned {type(choice).__name__}({choice.dim}) for a "
             f"parameter of {param.dim()} dims with shape {tuple(param.shape)}. Return a dim in "
-            "range, or Replicate() to keep the parameter whole.",
+            "range, or Replicate() to keep the parameter unsharded.",
         )
     return choice.dim % param.dim()
 
@@ -284,14 +258,9 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 def claim_of(
     choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
 ) -> Claim | None:
-    """Return which blocks are to be dealt to ranks; None: rows lie in chunks.
-
-    So do those of an aligned parameter of which no chunk ends inside a block.
-
-    Raises:
-        ConfigError: the user names a rank that the axis does not have.
-        UnsupportedError: this torch cannot hold such a tensor.
-    """
+    """Return the blocks to deal to ranks; None if rows are stored in chunks, as those of an aligned
+    parameter are if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
+    UnsupportedError: this torch does not support such a tensor."""
     is_asked = isinstance(choice, Whole | Aligned)
     if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
         return None
@@ -301,12 +270,12 @@ def claim_of(
     else:
         assert isinstance(choice, Aligned)
         length, block, least = param.shape[dim], choice.multiple_of, choice.at_least
-        if choice.dim is None:  # rows that have whole blocks of elements
+        if choice.dim is None:  # rows that contain full blocks of elements
             row = _row_numel(param)
             block, least = block // math.gcd(block, row), -(-least // row)
         if not cuts_a_block(length, data.shard.size, block, least):
             return None
-        is_long = least > 1  # a block is long enough by itself
+        is_long = least > 1
         block *= -(-least // block)
         if block >= length or (is_long and 2 * block > length):
             block, is_long = EVERYTHING, False
@@ -314,15 +283,15 @@ def claim_of(
     if not torch_dtensor.asks_subclasses():
         raise UnsupportedError(
             "FS233",
-            f"{fqn}: shard_placement_fn returned {choice!r}, which torch {torch.__version__} "
-            "cannot hold: it computes with a DTensor of ours as if it lay in equal chunks. Use "
-            "torch 2.12 or later, or return Shard(0).",
+            f"{fqn}: shard_placement_fn returned {choice!r}, which torch {torch.__version__} does "
+            "not support: it assumes that all chunks of the DTensor are equal. Use torch 2.12 or "
+            "later, or return Shard(0).",
         )
     return claim
 
 
 def _row_numel(param: torch.Tensor) -> int:
-    """Return the elements of a row as a rank has it; 1 if tensor-parallel ranks differ in that."""
+    """Return the number of elements of a row; 1 if tensor-parallel ranks have different ones."""
     numel, parts = math.prod(param.shape[1:]), 1
     if isinstance(param, DTensor):
         for axis, placement in enumerate(param.placements):
@@ -330,58 +299,58 @@ def _row_numel(param: torch.Tensor) -> int:
     return 1 if numel % parts else numel // parts
 
 
-def _whole_claim(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Claim:
+def _whole_claim(
+    choice: Whole,
+    param: torch.Tensor,
+    fqn: str,
+    data: DataMesh,
+) -> Claim:
     owner = choice.owner
     if owner is not None and (type(owner) is not int or not 0 <= owner < data.shard.size):
         raise ConfigError(
             "FS213",
-            f"{fqn}: shard_placement_fn returned {choice!r}, and the mesh has {data.shard.size} "
-            f"ranks to shard over. Name one of 0 to {data.shard.size - 1}, or none.",
+            f"{fqn}: shard_placement_fn returned {choice!r}, but the mesh has {data.shard.size} "
+            f"ranks to shard over. Pass an owner from 0 to {data.shard.size - 1}, or none.",
         )
     return Claim(tuple(param.shape), param.dtype.itemsize, 0, EVERYTHING, owner)
 
 
 def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:
-    """Split what ``shard_placement_fn`` returned into a placement and a mesh.
-
-    Raises:
-        ConfigError: a mesh that parameters cannot be sharded over.
-    """
+    """Split ``choice`` into a placement and a mesh; ConfigError if it is no mesh to shard over."""
     if not hasattr(choice, "mesh_info"):
         return choice, data
     return choice.placement, mesh_of(choice.mesh_info, fqn, data)
 
 
 def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the data axes followed by the tensor-parallel axes."""
     names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
     if names is None or own is None:
         raise ConfigError(
             "FS219",
-            f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
-            f"{names} and {own}. Make one mesh of named dims, init_device_mesh(..., "
-            "mesh_dim_names=...); give parallelize_module one of them, as mesh['tensor'], and "
-            "fully_shard another, as mesh=mesh['data'].",
+            f"{fqn}: expected dim names on the data-parallel and the tensor-parallel mesh, found "
+            f"{names} and {own}. Create one mesh with named dims, init_device_mesh(..., "
+            "mesh_dim_names=...); pass mesh['tensor'] to parallelize_module, and mesh=mesh['data'] "
+            "to fully_shard.",
         )
     if set(names) & set(own) and data != tensor_parallel:
         raise ConfigError(
             "FS219",
             f"{fqn}: expected a data-parallel mesh without the dims of the tensor-parallel one, "
-            f"found {names} and {own}. Pass fully_shard the other dims only, as "
+            f"found {names} and {own}. Pass only the other dims to fully_shard, such as "
             f"mesh=mesh[{next((name for name in names if name not in own), 'data')!r}].",
         )
     if data == tensor_parallel:
         raise ConfigError(
             "FS202",
-            f"{fqn}: is already a DTensor on {data}, the mesh to shard over. Leave it to the call "
-            "that divided it, or register a plain parameter (full_tensor()).",
+            f"{fqn}: is already a DTensor on {data}, the mesh to shard over. Do not shard it "
+            "again, or register a plain parameter (full_tensor()).",
         )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])
     except RuntimeError as error:
         raise ConfigError(
             "FS219",
-            f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "
-            f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
-            "both from one init_device_mesh(...) call.",
+            f"{fqn}: expected a DTensor on a mesh that can be combined with the data-parallel one, "
+            f"found {tensor_parallel} and {data} ({error}). Slice both from one "
+            "init_device_mesh(...) call.",
         ) from error

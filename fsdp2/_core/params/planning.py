@@ -1,16 +1,17 @@
-"""Where the parameters of one group lie: the plan, and the buffers that are made by it.
+"""Memory placement of one group's parameters: the plan, and the buffers made from it.
 
-Owns the memory of shards, over the whole axis and over a smaller mesh, that of whole parameters,
-how each of these travels, and the plan of reductions. It must not know states, modules or when
-anything moves. A steady step enters nothing here.
+Owns the memory of shards (over the full axis and over a smaller mesh) and of unsharded parameters,
+and the plans of all-gathers and reductions. Contains no state or module code, and does not decide
+when transitions happen. A step in steady state calls nothing here.
 
 [Note: one plan]
-Everything that depends on shapes and dtypes is computed by ``Buffers.plan``, and lives until a
-parameter is replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
-``swap_tensors``, unpickling, or an assignment). A forward notices that by identity, and its group
-*adopts*: it plans again and copies what is registered into a new shard buffer. The old buffer is
-never written, so a parameter that comes back (``functional_call``) still has its values. The full
-buffer and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
+``Buffers.plan`` computes everything that depends on shapes and dtypes. A plan is valid until a
+parameter is replaced: by ``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
+``swap_tensors``, unpickling, or an assignment. The next forward detects that by identity, and the
+group *adopts* the new parameter: it plans again and copies the registered values into a new shard
+buffer. The old buffer is not written, so a parameter that is put back (``functional_call``) still
+has its values. The full buffer and the unsharded parameters are kept if dtypes allow: a recorded
+graph may need them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from fsdp2._core.agreement.agreement import Signature
+from fsdp2._core.agreement.agreement import GATHER_STAMP_NUMEL, Signature
 from fsdp2._core.agreement.stamp import CollectiveIds, Stamp
 from fsdp2._core.base import torch_dtensor, torch_tensors
-from fsdp2._core.base.capabilities import ROW_NBYTES, ZeroCopy, capabilities
+from fsdp2._core.base.capabilities import ROW_NBYTES, capabilities
 from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Residence, Settings
 from fsdp2._core.comm.mesh import DataMesh
@@ -39,25 +40,22 @@ from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.buffers import FullBuffer, PostForward, ShardBuffer
 from fsdp2._core.params.extension import (
     ExtensionTail,
-    dealt_refused,
     has_extension,
     is_extended,
     needs_extension,
     own_shard,
-    smaller_mesh_refused,
+    refuse_smaller,
 )
 from fsdp2._core.params.layout import GatherItem, GatherLayout, ReduceLayout
 from fsdp2._core.params.param import FSDPParam
 from fsdp2._core.params.placement import shrink
 
-# Which shard a registered parameter holds: what a group's plan copies in.
-
 Source = tuple[Tensor, nn.Parameter | None]
-"""A shard, unpadded, and the registered parameter that holds it (None: one is to be made)."""
+"""An unpadded shard to copy in, and the registered parameter that contains it; None: make one."""
 
 
 def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
-    """View this rank's rows of a whole parameter; an extended one copies them."""
+    """View this rank's rows of an unsharded parameter; an extended one copies them."""
     whole = torch_dtensor.local_part(whole.detach())
     if needs_extension(whole):
         return own_shard(whole, param, rank)
@@ -65,16 +63,11 @@ def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
 
 
 def own_sources(params: Iterable[FSDPParam]) -> list[Source]:
-    """Return the shards that parameters hold now."""
     return [(torch_dtensor.local_tensor(param.sharded), param.sharded) for param in params]
 
 
 def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
-    """Return the shard that a replaced parameter holds.
-
-    Raises:
-        StateError: what is registered is no parameter, or cannot be sharded as the old one was.
-    """
+    """Return the shard of a parameter's replacement; StateError if its placement does not fit."""
     placement = param.placement
     if isinstance(new, nn.Parameter):
         if placement.is_sharded(new):
@@ -83,9 +76,9 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
                 raise StateError(
                     "FS317",
                     f"{param.fqn}: its local tensor was replaced by one of shape "
-                    f"{tuple(local.shape)} and layout {local.layout}. This rank's shard is dense, "
-                    f"of shape {fits}. Put one of that shape there, or a whole nn.Parameter on "
-                    "the module.",
+                    f"{tuple(local.shape)} and layout {local.layout}, expected a dense one of "
+                    f"shape {fits}. Assign such a tensor, or register a full nn.Parameter on the "
+                    "module.",
                 )
             return local, new
         if placement.is_unsharded(new):
@@ -116,51 +109,41 @@ class Buffers:
         self._residence = residence
         self._ids = ids
         self._trims = capabilities(residence.compute).is_host
-        # the shards; None in a copy until it is planned
-        self.home: ShardBuffer | None = None
+        self.home: ShardBuffer | None = None  # the shards; None in a copy until it is planned
         self.post_forward = PostForward()
-        # memory of the unsharded parameters, made by the first gather
-        self.full: FullBuffer | None = None
-        # what extended parameters send, behind the others
+        self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
+        # data of extended parameters, sent after the others
         self.open_tail = ExtensionTail(data, policy, residence.compute)
 
     @property
     def all(self) -> list[ShardBuffer]:
-        """What an all-gather may send from."""
+        """The buffers that an all-gather may send from."""
         return [buffer for buffer in (self.home, self.post_forward.buffer) if buffer is not None]
 
     @property
     def whole_memory(self) -> Tensor | None:
-        """What unsharded parameters are views of; it may have no memory now. None: not yet made."""
+        """Memory of the unsharded parameters, which may be freed; None if not yet made."""
         return None if self.full is None else self.full.flat
 
     @property
     def flat_params(self) -> list[FSDPParam]:
-        """Those that lie in the flat buffers; the others are extended."""
         return [param for param in self._params if not param.is_extended]
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of the unsharded parameters, in the dtypes that they are computed in."""
         return sum(p.sharded.numel() * p.compute_dtype.itemsize for p in self._params)
 
     def lies_in(self, storage: torch.UntypedStorage) -> bool:
-        """True if a storage is that of the unsharded parameters."""
         return self.full is not None and self.full.number == torch_tensors.number_of(storage)
 
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
-        """Plan for the dtypes of another policy from now on."""
         self.open_tail = ExtensionTail(self._data, policy, self._residence.compute)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def plan(self, sources: Sequence[Source], wire: Wire, fqn: str) -> None:
-        """Lay the group out for the dtypes and the device of ``sources`` and copy them in.
-
-        Raises:
-            StateError: sources are on several devices.
-            ConfigError: an extension cannot be used here. Nothing was changed.
-        """
+        """Plan the layout for the dtypes and device of ``sources``, and copy them into the new
+        buffer. An error (several devices, an unusable extension) changes nothing."""
         devices = {source.device for source, _ in sources}
         if len(devices) > 1:
             listing = ", ".join(
@@ -168,8 +151,8 @@ class Buffers:
             )
             raise StateError(
                 "FS226",
-                f"{fqn or '<root>'}: parameters of one group are on several devices: "
-                f"{listing}. Move the whole module to one device.",
+                f"{fqn or '<root>'}: parameters of one group are on several devices: {listing}. "
+                "Move the entire module to one device.",
             )
         self._split([source for source, _ in sources])
         for param, (source, _) in zip(self._params, sources, strict=True):
@@ -185,16 +168,7 @@ class Buffers:
         ]
         smaller, stamp = self.post_forward.mesh, self._ids.gather
         others = () if smaller is None else (smaller.shard.size,)
-        layout = _with_stamp(
-            tuple(items),
-            self._data.shard.size,
-            others,
-            None if stamp is None else stamp.numel,
-            wire.zero_copy,
-            # without dealt parameters the plan of every rank is the same, and is kept once
-            self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0,
-            trims=self._trims,
-        )
+        layout = self._layout_of(items, self._data.shard.size, others, stamp, wire)
         if self.home is None or not layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
         device, residence = devices.pop(), self._residence
@@ -223,49 +197,55 @@ class Buffers:
         self.open_tail.plan([param for param in self._params if param.is_extended])
         self.home = buffer
 
-    def _split(self, shards: Sequence[Tensor]) -> None:
-        """See which parameters are extended: these are not in the flat buffer.
+    def _layout_of(
+        self,
+        items: Sequence[GatherItem],
+        size: int,
+        others: tuple[int, ...],
+        stamp: Stamp | None,
+        wire: Wire,
+    ) -> GatherLayout:
+        numel = 0 if stamp is None else GATHER_STAMP_NUMEL
+        # without dealt parameters all ranks share one cached plan
+        rank = self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0
+        return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
 
-        Raises:
-            StateError: an extension is not complete, or cannot be used here; nothing was changed.
-        """
+    def _split(self, shards: Sequence[Tensor]) -> None:
+        """Find the extended parameters, which are not in the flat buffer. Errors change nothing."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
         dealt = [p for p in self._params if p.placement.layout.is_dealt]
         if self.post_forward.mesh is not None:
-            refuse_smaller([*some_extended, *dealt])
+            for param in (*some_extended, *dealt):
+                refuse_smaller(param.fqn, param.placement.layout.deal)
         if some_extended and dealt:
             deal = dealt[0].placement.layout.deal
             assert deal is not None
             raise ConfigError(
                 "FS510",
-                f"{some_extended[0].fqn}: has an all-gather extension, and {dealt[0].fqn}, of the "
-                f"same group, {deal.asked_by}. Let shard_placement_fn return Shard(0) or None for "
-                "that one, or give the two units of their own.",
+                f"{some_extended[0].fqn}: has an all-gather extension, but {dealt[0].fqn}, in the "
+                f"same group, {deal.asked_by}. Return Shard(0) or None for the latter from "
+                "shard_placement_fn, or shard the two in separate units.",
             )
         for param, shard, is_so in zip(self._params, shards, extended, strict=True):
             if is_so and not param.is_extended and shard is param.local:
-                shard.data = shard.clone()  # the same object, out of the flat buffer
+                shard.data = shard.clone()  # the same object, moved out of the flat buffer
             param.is_extended = is_so
 
     def wait_on(self, smaller: DataMesh | None) -> None:
-        """Plan for another smaller mesh from now on, or for none."""
         self.post_forward.mesh, self.post_forward.buffer = smaller, None
         axis = None if smaller is None else smaller.shard
         self._ids.gather_smaller = None if axis is None else self._ids.make(axis, "gather")
 
     def number(self, wire: Wire) -> None:
-        """Number what is sent by how it travels now, and tell the ranks' agreement."""
+        """Number the gathers by their current signature, and register them for agreement checks."""
         if self.home is not None:
             self._number(self.home, self._ids.gather, wire)
         if self.post_forward.buffer is not None:
             self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
 
     def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
-        """Number what is sent of one buffer, of which nothing is on its way.
-
-        What extended parameters send is agreed on elsewhere.
-        """
+        """Number a buffer's gather, while none is in flight. Extended data is agreed separately."""
         buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
@@ -281,19 +261,19 @@ class Buffers:
         if buffer.open_tail_nbytes or not self.open_tail.items:
             seen_as = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // seen_as.itemsize
-            pieces = tuple(nbytes // dtype.itemsize for nbytes in layout.pieces)
+            pieces = tuple(nbytes // dtype.itemsize for nbytes in layout.landing.pieces)
             stamp.register(wire, numels, dtype, seen_as, start, pieces=pieces)
 
     @property
     def has_late_extension(self) -> bool:
-        """True if somebody set methods on a local tensor since the plan was made."""
+        """Return True if an extension was set on a local tensor after the plan was made."""
         assert self.home is not None
         return any(map(has_extension, self.home.shards))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def build_full(self, wire: Wire, is_fixed: bool) -> FullBuffer:
-        """Make the unsharded parameters, and the smaller mesh's, on memory that is freed again."""
+        """Make the unsharded parameters and those of the smaller mesh, then free their memory."""
         assert self.home is not None
         if self.post_forward.mesh is not None:
             self._build_waiting(self.post_forward.mesh, wire)
@@ -309,7 +289,7 @@ class Buffers:
         return full
 
     def _build_waiting(self, smaller: DataMesh, wire: Wire) -> None:
-        """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
+        """Plan the shards over the smaller mesh; the unsharded parameters stay where they are."""
         placements = [shrink(param.placement, smaller) for param in self._params]
         items = [
             GatherItem(
@@ -321,14 +301,7 @@ class Buffers:
             for placement, param in zip(placements, self._params, strict=True)
         ]
         stamp, others = self._ids.gather_smaller, (self._data.shard.size,)
-        layout = _with_stamp(
-            tuple(items),
-            smaller.shard.size,
-            others,
-            None if stamp is None else stamp.numel,
-            wire.zero_copy,
-            trims=self._trims,
-        )
+        layout = self._layout_of(items, smaller.shard.size, others, stamp, wire)
         tail = stamp if len(layout.items) > len(items) else None
         device = self._residence.compute
         buffer = ShardBuffer(layout, smaller.shard, device, is_freed=True, tail=tail)
@@ -339,7 +312,6 @@ class Buffers:
         self.post_forward.free()
 
     def gather_extended(self, wire: Wire, async_op: bool) -> InFlight:
-        """Issue the all-gather with the tail of the extended parameters."""
         buffer, tail = self.home, self.open_tail
         assert buffer is not None
         tail.before()
@@ -350,7 +322,7 @@ class Buffers:
 
     @torch.no_grad()
     def shrink(self) -> None:
-        """Copy unsharded parameters to the shards over the smaller mesh."""
+        """Copy this rank's rows of unsharded parameters to the shards over the smaller mesh."""
         waiting = self.post_forward.buffer
         assert waiting is not None
         layout = waiting.layout
@@ -364,50 +336,30 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor]) -> None:
-        """Copy this rank's rows to its shards, of each parameter that was written while whole."""
+        """Copy this rank's rows of each in-place-written unsharded parameter to its shard."""
         for param in self.flat_params:
             assert param.unsharded is not None
             forms = param.unsharded, torch_dtensor.local_part(param.unsharded)
             if not any(form is one for form in forms for one in written):
-                continue  # a parameter that was not written while whole may have a newer shard
+                continue  # the shard may be newer
             rows, shard = own_rows(param, param.unsharded, self._data.shard.rank), param.local
             assert shard is not None
             kept = shard.to(rows.device)
-            if kept.dtype is not rows.dtype:  # what did not change keeps its precision
+            if kept.dtype is not rows.dtype:  # unchanged elements keep their precision
                 rows = torch.where(rows == kept.to(rows.dtype), kept, rows.to(kept.dtype))
             shard.copy_(rows)
 
 
-def refuse_smaller(params: Sequence[FSDPParam]) -> None:
-    """Raise ConfigError for parameters, extended or dealt, that cannot wait on a smaller mesh."""
-    if params:
-        fqn, deal = params[0].fqn, params[0].placement.layout.deal
-        why = smaller_mesh_refused(fqn) if deal is None else dealt_refused(fqn, deal)
-        raise ConfigError("FS211", why)
+# the blocks of a model share a plan
+_plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan_with_tail)
 
 
-@functools.lru_cache(maxsize=64)  # the blocks of a model are alike
-def _with_stamp(
-    items: tuple[GatherItem, ...],
-    size: int,
-    others: tuple[int, ...],
-    numel: int | None,
-    zero_copy: ZeroCopy | None,
-    rank: int = 0,
-    trims: bool = False,
-) -> GatherLayout:
-    """Plan a layout with room for a stamp of ``numel``, if there is one, behind the parameters."""
-    if numel is None:
-        return GatherLayout.plan(items, size, others, zero_copy, rank, trims)
-    return GatherLayout.plan_with_tail(items, size, numel, others, zero_copy, rank, trims)
-
-
-# How the gradients of a group are reduced: the plan, made where something changed.
+# Plan of the reduction of a group's gradients, remade after changes.
 
 
 @dataclass(frozen=True)
 class GradientScale:
-    """How gradients are joined: factors before and after it, and the operation of the wire."""
+    """Scaling of gradients: factors before and after the reduction, and the wire's operation."""
 
     before: float
     after: float
@@ -415,19 +367,14 @@ class GradientScale:
 
     @staticmethod
     def choose(
-        ranks: int,
-        dtype: torch.dtype,
-        divide_by: float | None = None,
-        only_sums: bool = False,
+        ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sums: bool = False
     ) -> GradientScale:
         """Divide the sum over ``ranks`` by ``divide_by``; None means their number (the mean).
 
-        fp16 divides in two steps of about the square root each: it ends at 65504, so a sum before
-        the division could overflow, a division before the sum underflow. Wider exponents divide
-        once: in the collective, if it is a mean and ``only_sums`` is not asked for, else after the
-        sum, on the shard alone.
-
-        Source: the rule of torch's FSDP and DDP communication hooks.
+        fp16 divides before and after the sum, each time by about the square root: its maximum is
+        65504, so dividing only after the sum could overflow, and only before it could underflow.
+        Other dtypes divide once: in the collective, if it is a mean and not ``only_sums``, else
+        after the sum, on the shard alone. Source: torch's FSDP and DDP communication hooks.
         """
         factor = float(ranks) if divide_by is None else float(divide_by)
         if dtype == torch.float16:
@@ -440,46 +387,40 @@ class GradientScale:
         return GradientScale(1.0, 1.0 / factor)
 
 
-# --- Lanes, and the buffers that are in flight.
-
-
 @dataclass(frozen=True, eq=False)
 class ReducePlan:
-    """What depends on the dtypes of a group's parameters, and on which are trainable."""
+    """The part of a reduction that depends on parameter dtypes and ``requires_grad``."""
 
     layout: ReduceLayout
     members: list[FSDPParam]
-    # the dtype in which gradients are packed: it holds what one backward leaves
-    grad_dtype: torch.dtype
-    dtypes: frozenset[torch.dtype]  # the dtypes of the gradients that one backward leaves
+    grad_dtype: torch.dtype  # dtype of packed gradients, wide enough for the result of one backward
+    dtypes: frozenset[torch.dtype]  # dtypes of the gradients of one backward
     codes: list[float]
     complete: Tensor
-    free: list[FSDPParam]  # parameters whose gradients may have any dtype, and are reduced in that
+    free: list[FSDPParam]  # reduced in whatever dtype their gradients have
 
     @cached_property
     def is_annotated(self) -> bool:
-        """True if users say of some member what its gradient is."""
         return any(param.placement.annotation is not None for param in self.members)
 
 
 @dataclass(eq=False)
 class Unreduced:
-    """Gradients of a group that wait for a reduction."""
-
-    # gradients reduced over the first axis, and not over the second yet [rows between, numel]
+    # gradients reduced over the first axis, but not over the second [rows between, numel]
     partial: Tensor | None = None
-    # there is a partial sum, or there are gradients on unsharded parameters
-    is_waiting: bool = False
-    is_owed: bool = False  # a backward ran without sync, with a gradient here or not
-    own_sums: int = 0  # how many backwards brought the partial sum a gradient of this rank
+    is_waiting: bool = False  # there is a partial sum, or unsharded parameters have gradients
+    is_owed: bool = False  # a backward ran without sync, even if it left no gradient on this rank
+    own_sums: int = 0  # number of backwards that added this rank's gradients to the partial sum
+
+    def become(self, other: Unreduced) -> None:
+        self.partial, self.is_waiting = other.partial, other.is_waiting
+        self.is_owed, self.own_sums = other.is_owed, other.own_sums
 
     def clear(self) -> None:
-        self.partial, self.is_waiting, self.is_owed, self.own_sums = None, False, False, 0
+        self.become(Unreduced())
 
 
 class ReducePlanner:
-    """Plans the reductions of a group, again where something changed that they depend on."""
-
     def __init__(
         self,
         params: Sequence[FSDPParam],
@@ -493,32 +434,25 @@ class ReducePlanner:
         self._residence = residence
         self._ids = ids
         self._unreduced = unreduced
-        # None after something that the plan depends on has changed
+        # set to None after a change of anything that the plan depends on
         self.current: ReducePlan | None = None
-        # the layout of the last plan: gradients that wait lie as it says
-        self._layout: ReduceLayout | None = None
-        # the plan and the settings that the scale and the codes were made for
+        self._layout: ReduceLayout | None = None  # layout of the last plan and of waiting gradients
+        # plan and settings that the scale and the codes were made for
         self.prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
         self.scale = GradientScale(1.0, 1.0)
         # complete tails of the plan, by the codes of the stamps
         self._completes: dict[tuple[float, ...], Tensor] = {}
-        # reductions leave out the replicas, and have other numbers meanwhile
-        self._is_partial = False
-
-    def invalidate(self) -> None:
-        """Forget the plan: dtypes, or the set of trainable parameters, changed."""
-        self.current = None
+        self._is_partial = False  # reductions omit the replicas, and are numbered separately
 
     def see_dtypes(self) -> None:
-        """Plan again if all-gather extensions made parameters of other dtypes than expected."""
+        """Drop the plan if all-gather extensions returned unexpected dtypes."""
         plan = self.current
         members = [] if plan is None else plan.members
         if plan is not None and members and plan.dtypes != {p.backward_dtype for p in members}:
-            self.invalidate()
+            self.current = None
 
     @torch.inference_mode(False)
     def make(self, wire: Wire) -> ReducePlan:
-        """Plan for the dtypes, and the trainable parameters, that there are now."""
         indices = [i for i, param in enumerate(self._params) if param.trainable]
         members = [self._params[i] for i in indices]
         dtypes = {param.backward_dtype for param in members} or {torch.float32}
@@ -526,10 +460,10 @@ class ReducePlanner:
         dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
         size = self._data.shard.size
-        # a real wire dtype has no place for imaginary parts
+        # a real wire dtype cannot carry imaginary parts
         chosen = None if dtype.is_complex else wire.gradient_dtype
         wire_dtype = dtype if size == 1 else chosen or dtype
-        # A zero-copy gradient is sent as autograd left it: nothing was added up, nothing is cast.
+        # a zero-copy gradient is sent as autograd left it, not summed or cast
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
         layout = ReduceLayout.plan(
             indices,
@@ -541,6 +475,7 @@ class ReducePlanner:
             wire.zero_copy if as_it_is and wire.scatters_zero_copy else None,
             ROW_NBYTES,
             self._data.shard.rank,
+            wire.adds_alike,
         )
         is_renumbered = self._number(layout, wire)
         codes = self._ids.reductions.codes
@@ -558,14 +493,14 @@ class ReducePlanner:
         return plan
 
     def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
-        """Dtype of the reduction, which holds all sums; of a partial one before it, too."""
+        """Dtype of the reduction, wide enough for all sums, including an earlier partial one."""
         dtypes = {param.accumulated_dtype for param in members}
         if self._unreduced.partial is not None and _reduced_in_any(members):
-            dtypes.add(self._unreduced.partial.dtype)  # of a backward in a wider one, perhaps
+            dtypes.add(self._unreduced.partial.dtype)  # possibly of a backward in a wider dtype
         return functools.reduce(torch.promote_types, dtypes)
 
     def _number(self, layout: ReduceLayout, wire: Wire) -> bool:
-        """Number reductions by how they travel; return whether some number is another one now."""
+        """Number reductions by their signature; return True if a number changed."""
         _, scatter = wire.custom
         members = (layout.members, [shard.signature for shard in layout.shards])
         tensors = tuple(
@@ -582,7 +517,7 @@ class ReducePlanner:
         return self._ids.reductions.number(signature_of)
 
     def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Return the plan, with the scale that the settings ask for."""
+        """Return the plan, with the scale required by the settings."""
         is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
@@ -601,20 +536,25 @@ class ReducePlanner:
         stamps.register(wire, scattered, sent_as, scale.op, layout.pieces)
         return plan
 
-    def scale_for(self, dtype: torch.dtype, settings: Settings, wire: Wire) -> GradientScale:
-        """Say how gradients that travel in a dtype are divided."""
+    def scale_for(
+        self,
+        dtype: torch.dtype,
+        settings: Settings,
+        wire: Wire,
+    ) -> GradientScale:
         only_sums = settings.only_sums or wire.only_sums
-        return GradientScale.choose(self._data.size, dtype, settings.divide_by, only_sums)
+        count = wire.summands(self._data.size)
+        return GradientScale.choose(count, dtype, settings.divide_by, only_sums)
 
     @torch.inference_mode(False)
     def _renumbered(self, plan: ReducePlan, wire: Wire) -> ReducePlan:
-        """Return a plan with the numbers that stamps have now; nothing else of it changes."""
+        """Return the plan with the current numbers of the stamps, and otherwise unchanged."""
         layout = plan.layout
         if not self._number(layout, wire):
             return plan
         self._erase_stamps()
         codes = self._ids.reductions.codes
-        complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
+        complete = self._completes.get(tuple(codes))  # making one blocks the host of a device
         if complete is None:
             complete = gradient_packing.tail(
                 codes, layout, plan.grad_dtype, self._residence.compute
@@ -623,18 +563,18 @@ class ReducePlanner:
         return replace(plan, codes=codes, complete=complete)
 
     def follow(self, plan: ReducePlan, settings: Settings, wire: Wire) -> ReducePlan:
-        """Plan again if gradients that may have any dtype have another one than was expected."""
+        """Plan again if gradients that may have any dtype have an unexpected one."""
         for param in plan.free:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None and grad.dtype is not param.accumulated_dtype:
                 param.found_dtype = grad.dtype
-                self.invalidate()
+                self.current = None
         if self._sum_dtype(plan.members) is not plan.layout.dtype:
-            self.invalidate()
+            self.current = None
         return self.prepare(settings, wire)
 
     def separate(self, enable: bool, wire: Wire) -> None:
-        """Reduce over a process group of its own, or over that of the gathers. Collective."""
+        """Reduce over a separate process group, or over that of the gathers. Collective."""
         data = self._data
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1
@@ -642,10 +582,10 @@ class ReducePlanner:
         wire.scatter_group = shard.pg if is_other else None
         self._ids.renew_reductions(replace(data, shard=shard))
         self._erase_stamps()
-        self.invalidate()
+        self.current = None
 
     def refuse_toggle(self, params: Sequence[FSDPParam]) -> None:
-        """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
+        """Raise StateError, on every rank, if ``requires_grad`` must not change now."""
         if self._unreduced.is_owed or self._unreduced.partial is not None:
             raise StateError(
                 "FS312",
@@ -655,7 +595,7 @@ class ReducePlanner:
             )
 
     def _erase_stamps(self) -> None:
-        """Drop the stamps of gradients that wait: the next reduction has other ones."""
+        """Erase the stamps in waiting gradients: the next reduction has different ones."""
         if self._unreduced.partial is not None:
             self._ids.reductions.erase(self._unreduced.partial)
 
@@ -665,10 +605,7 @@ def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
 
 
 def _rearranged(partial: Tensor, old: ReduceLayout, new: ReduceLayout) -> Tensor:
-    """Return half reduced gradients ``[rows, numel]`` of one layout as another one places them.
-
-    Both layouts have the same members.
-    """
+    """Move partially reduced gradients ``[rows, numel]`` to another layout of the same members."""
     if old.offsets == new.offsets and old.numel == new.numel:
         return partial.to(new.dtype)
     moved = partial.new_zeros((len(partial), new.numel), dtype=new.dtype)

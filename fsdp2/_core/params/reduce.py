@@ -1,43 +1,41 @@
 """Gradients of a group: from autograd's unsharded ones to sharded DTensors.
 
-Owns the reduce layout, what waits for a reduction, one reduction in flight, and the queue of those
-of a tree. It must not know units, hooks or when to reduce.
+Owns gradients that wait for a reduction, one reduction in flight, and the queue of a tree's
+reductions. Independent of units and hooks; the caller decides when to reduce.
 
 [Note: reduce is constant]
-A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
-different branches cannot mismatch their collectives. How many ranks had a gradient travels in the
-last elements of the buffer, so that a parameter that nobody used keeps ``grad is None``. A rank
-that has every gradient itself need not look; on a device, looking makes the host wait in ``wait``.
+A group reduces all trainable parameters on every rank, used or not, so collectives match even if
+ranks take different branches. The last elements of the buffer count the ranks that had each
+gradient, so that an unused parameter keeps ``grad is None``. A rank that has every gradient need
+not read them; on a device, reading makes the host wait in ``wait``.
 
 [Note: what waits for a reduction]
-Gradients of backwards without sync stay where autograd leaves them: in ``grad`` of the unsharded
-parameters. There they add up in the dtype that they are reduced in, or in their parameter's own.
-If that dtype is no wider than what backward computes, autograd itself casts each gradient to it
-(``grad_dtype`` of the unsharded parameter). If it is wider, we cast the first gradient that has to
-wait; autograd adds the later ones to that in place. A program that syncs in each backward casts
-nothing. An optimizer's step looks at who may hold such gradients (``may_hold``): it warns, or
-raises if no backward will ever reduce them (``optimizer_steps``).
+Gradients of backwards without sync accumulate in ``grad`` of the unsharded parameters, in the dtype
+in which they are reduced, or in their parameter's own. If that is no wider than the dtype in which
+backward computes, autograd casts each gradient to it (``grad_dtype`` of the unsharded parameter).
+If it is wider, we cast the first gradient that has to wait, and autograd adds later ones to it in
+place. A program that syncs in each backward casts nothing. An optimizer's step checks the reducers
+that may have such gradients (``may_hold``): it warns, or raises if no backward will ever reduce
+them (``_core.engine.between_steps``).
 
-A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
-that compute runs between them. On a device they are enqueued at once and streams do the waiting.
-``wait`` delivers: where a parameter's ``grad`` is set, compute has waited for it, because autograd
-may add to it in the same backward (a term of the loss that is of the shards). The host waits, too,
-if gradients are kept in its memory, or if it has to look how many ranks had each gradient.
+A reduction on a CPU is three calls that may be far apart (``start``, ``advance``, ``finish``), so
+that compute runs between them; on a device they are enqueued immediately, and streams wait.
+``wait`` sets ``grad``, for which compute has waited then: autograd may add to it in the same
+backward (a loss term that depends on the shards). The host waits too if gradients are kept in its
+memory, or if it has to read the counts.
 
 [Note: reused gradients]
-Building a DTensor for every parameter in every step costs more than reducing it. So a group keeps
-the gradients of its last reduction, and fills the same memory again if nothing but the group
-refers to it: not the DTensors (``p.grad``, a list of the user's, a saved tensor of autograd), not
-their local tensors, not the storage (views). Otherwise it makes a new buffer, and the old one
-belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the values.
-On a device the memory of a buffer that nobody refers to is *released* when a forward begins: it
-would lie idle where the step needs most, while allocating it anew costs next to nothing there.
+Building a DTensor for every parameter in every step costs more than reducing it. A group therefore
+keeps the gradients of its last reduction, and fills the same memory again if nothing else refers to
+the DTensors (``p.grad``, a user's list, autograd's saved tensors), their local tensors, or the
+storage (views). Otherwise it makes a new buffer, and a user who keeps ``p.grad`` across steps keeps
+the values. On a device the memory of an unreferenced buffer is *released* when a forward begins: it
+would be idle while the step needs the most memory, and allocating it again costs almost nothing.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -49,7 +47,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.agreement.stamp import CollectiveIds
-from fsdp2._core.base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
+from fsdp2._core.base import events, torch_autograd, torch_dtensor, torch_tensors
 from fsdp2._core.base.capabilities import capabilities
 from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import Observable
@@ -66,23 +64,17 @@ AllReduceHook = Callable[[Tensor], None]
 
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 
-SMALL_NBYTES = 1 << 20
-"""Bytes of a reduction's input below which its memory does not matter."""
-
+SMALL_NBYTES = 1 << 20  # a reduction with a smaller input, in bytes, is not limited for memory
 
 _buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
-"""Buffers that are alive, by the address of a gradient's storage."""
+"""Live buffers by the address of a gradient's storage."""
 
 
 class GradientBuffer:
     """One flat buffer for each storage dtype, and a DTensor for each member of a reduce layout."""
 
     def __init__(
-        self,
-        layout: ReduceLayout,
-        params: Sequence[FSDPParam],
-        rank: int,
-        residence: Residence,
+        self, layout: ReduceLayout, params: Sequence[FSDPParam], rank: int, residence: Residence
     ) -> None:
         self.is_filling = False
         self.is_released = False
@@ -118,20 +110,20 @@ class GradientBuffer:
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         self._numbers = list(map(torch_tensors.number_of, self._storages))
-        local = view = None  # or they would count as holders
+        local = view = None  # or they would count as references
         self._lent: dict[tuple[int, int, int], Tensor] = {}  # by storage, offset and size
         self._held = self._references()
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._enter()
 
     def _enter(self) -> None:
-        if torch_modes.has_real_memory():
+        if torch_dtensor.has_real_memory():
             for storage in self._storages:
                 _buffers[storage.data_ptr()] = self
 
     def release(self) -> None:
-        """Give the memory back; only while ``is_free``. See [Note: reused gradients]."""
-        has_addresses = torch_modes.has_real_memory()
+        """Free the memory; only while ``is_free``. See [Note: reused gradients]."""
+        has_addresses = torch_dtensor.has_real_memory()
         for storage in self._storages:
             if has_addresses:
                 _buffers.pop(storage.data_ptr(), None)
@@ -139,7 +131,7 @@ class GradientBuffer:
         self.is_released = True
 
     def reclaim(self) -> None:
-        """Have memory again, of undefined values."""
+        """Allocate the memory again, with undefined values."""
         for storage, nbytes in zip(self._storages, self._sizes, strict=True):
             storage.resize_(nbytes)
         self._enter()
@@ -150,14 +142,14 @@ class GradientBuffer:
         counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
         shards = list(map(torch_tensors.local_of, self._grads))
         with torch_dtensor.DisableTorchFunctionSubclass():
-            for tensors in (self._grads, shards):  # of a DTensor, and of its local tensor
+            for tensors in (self._grads, shards):
                 counts += map(sys.getrefcount, tensors)
                 counts += map(torch_tensors.owners_of, tensors)
         return counts
 
     @staticmethod
     def holding(grad: Tensor) -> GradientBuffer | None:
-        """Return the buffer that ``grad`` is a gradient of, if there is one."""
+        """Return the buffer that contains gradient ``grad``, if any."""
         if not isinstance(grad, DTensor):
             return None
         storage = torch_dtensor.local_tensor(grad).untyped_storage()
@@ -167,11 +159,8 @@ class GradientBuffer:
         return buffer
 
     def lend(self, first: Tensor, numel: int) -> Tensor:
-        """View ``[numel]`` elements from the local part of gradient ``first`` on.
-
-        The view is the buffer's own and made once, and it stays when memory is released: whoever
-        keeps it (and not this buffer) beyond the moment would read the values of later steps.
-        """
+        """View ``[numel]`` elements from the local part of gradient ``first`` on. The view is made
+        once, and shows later gradients too: use it only as long as the buffer."""
         local = torch_dtensor.local_tensor(first)
         at = local.untyped_storage().data_ptr()
         index = [storage.data_ptr() for storage in self._storages].index(at)
@@ -183,17 +172,17 @@ class GradientBuffer:
 
     @property
     def is_free(self) -> bool:
-        """True if nothing but this buffer refers to its memory. See [Note: reused gradients]."""
+        """Return True if only this buffer refers to its memory. See [Note: reused gradients]."""
         return not self.is_filling and self._references() == self._held
 
     def outputs(self, reduced: Tensor) -> list[Tensor]:
-        """View what each collective of a reduction writes, in the order of ``output_sizes``."""
+        """View each collective's output, in the order of ``output_sizes``."""
         if self._outputs and self.only is reduced:
             return self._outputs
         return list(reduced.split(self.layout.output_sizes))
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
-        """Take over reduced values ``[numel]``; return the members' gradients, for ``settle``."""
+        """Copy reduced values ``[numel]``; return the members' gradients, for ``deliver``."""
         for flat in self._flats.values():
             if flat is not reduced:
                 narrows = reduced.is_complex() and not flat.is_complex()
@@ -205,95 +194,91 @@ class GradientBuffer:
         return self._grads
 
     def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
-        """Set or add gradients, from what ``fill`` copied, which is there now."""
+        """Set or add gradients from values that ``fill`` has copied."""
         for local, view in self._copies:
             local.copy_(view)
         self.is_filling = False
         accumulate(params, grads)
 
 
-may_hold: weakref.WeakSet[Reducer] = weakref.WeakSet()
-"""Whose gradients may not be reduced yet; an optimizer's step looks."""
+may_hold: WeakValueDictionary[int, Reducer] = WeakValueDictionary()
+"""Reducers that may have unreduced gradients, which an optimizer's step checks."""
 
 
 class Reducer(Observable):
-    """What a group knows about reducing its gradients."""
+    """State of the reductions of a group's gradients."""
 
     def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        data: DataMesh,
-        residence: Residence,
-        ids: CollectiveIds,
+        self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
     ) -> None:
         self.params = params
         self._residence = residence
-        # on a device the streams of users may read gradients
+        # on a device, user streams may read gradients
         self.has_streams = not capabilities(residence.storage).is_host
         self.data = data
         self.ids = ids
-        # sharded gradients of the last reduction, to be filled again
-        self._buffer: GradientBuffer | None = None
-        self.wire = Wire()  # what the group sends over; gathers use it, too
+        self._buffer: GradientBuffer | None = None  # the last reduction's buffer, kept for reuse
+        self.wire = Wire()  # the group's wire, which gathers use too
         self._memory = memory_of(data.shard)
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.unreduced = Unreduced()
         self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
         self.has_waited = False  # the last gradients had to wait for a reduction
-        # reductions that brought gradients: to one that is there they are added
-        self.deliveries = 0
+        self.deliveries = 0  # number of reductions that set gradients or added to them
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are computed and reduced."""
         return self._residence.compute
 
+    def toggle(self, params: list[FSDPParam], settings: Settings) -> None:
+        """Apply a changed ``requires_grad`` to every form of each parameter."""
+        self.planner.refuse_toggle(params)
+        for param in params:
+            param.toggle()
+        self.planner.current = None
+        self.prepare(settings)  # immediately: other ranks may stand in for it
+
     def forget(self, param: FSDPParam) -> None:
-        """Drop the unreduced gradients of a parameter whose place another one takes."""
         if param.unsharded is not None:
             param.unsharded.grad = None
 
     @property
     def has_unreduced(self) -> bool:
-        """True if gradients of this rank are here, or in a sum, that no reduction has taken."""
+        """Return True if this rank has unreduced gradients, or partial sums that contain some."""
         return self.has_local_gradients or self.unreduced.own_sums > 0
 
     def refuse_hidden(self) -> None:
-        """Raise StateError if gradients came here that nobody will reduce.
-
-        Call it after a forward of which no output told of a backward, and no backward of the tree.
-        """
+        """Raise StateError if there are gradients that will never be reduced: after a forward
+        without marked outputs, and before any backward of the tree."""
         if self.has_unreduced and not self.unreduced.is_waiting:
             raise StateError(
                 "FS321",
                 f"{self.ids.fqn or '<root>'}: a backward left gradients on its unsharded "
-                "parameters, and nothing told that it began: what the forward returned held no "
-                "tensor with a gradient. So no gradient was reduced. Return the tensors that "
-                "backward begins from, or put them on an attribute of the module. zero_grad() on "
-                "the model drops the gradients that came.",
+                "parameters, but its start was not detected: the forward returned no tensor with a "
+                "gradient. No gradient was reduced. Return the tensors that backward starts from, "
+                "or store them in an attribute of the module. Call zero_grad() on the model to "
+                "discard these gradients.",
             )
 
     def keep_partial(self, reduced: Tensor) -> None:
-        """Keep what was reduced over the first axis only, in memory that nobody uses again."""
+        """Keep the result of the first axis's reduction, in memory that is not reused."""
         self.unreduced.is_waiting = True
         self.unreduced.partial = reduced.view(self.data.rows_between, -1)
         self._buffer = None
 
     def discard(self) -> None:
-        """Drop every unreduced gradient."""
         self.unreduced.clear()
         self._buffer = None
         for param in self.params:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+            self.forget(param)
 
     def plan(self) -> ReducePlan:
-        """Plan, or return the plan: constant over ranks and steps."""
+        """Return the current plan, which is equal on all ranks; make it if there is none."""
         return self.planner.current or self.planner.make(self.wire)
 
     def prepare(self, settings: Settings) -> ReducePlan:
-        """Return the plan, with the scale that the settings ask for."""
+        """Return the plan, with the scale required by the settings."""
         planner = self.planner
         plan = planner.current
         if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
@@ -301,17 +286,15 @@ class Reducer(Observable):
         return planner.prepare(settings, self.wire)
 
     def begin_sums(self, settings: Settings) -> None:
-        """See in which dtypes autograd adds up the gradients of the backward that may follow.
-
-        Only where sync is off, or was for the last gradients: else nothing adds up.
-        """
+        """Set the dtypes in which autograd accumulates the gradients of the next backward. Only
+        needed if sync is off, or was for the last gradients: else nothing accumulates."""
         self.has_waited = waits = not settings.reduce_grads
         for param in self.plan().members:
             param.begin_sum(waits)
 
     @property
     def has_local_gradients(self) -> bool:
-        """True if the last backward, or one before it, left gradients on unsharded parameters."""
+        """Return True if some backward left gradients on unsharded parameters."""
         wholes = [param.unsharded for param in self.plan().members]
         return any(whole is not None and whole.grad is not None for whole in wholes)
 
@@ -319,15 +302,10 @@ class Reducer(Observable):
         self, settings: Settings, context: StepContext, with_graph: bool
     ) -> Reduction | None:
         """Pack the local gradients; return the reduction to start, or None while sync is off.
-
-        ``with_graph``: this backward creates a graph.
-
-        Raises:
-            UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
-        """
+        UnsupportedError: a gradient has a graph; ``with_graph``: this backward creates one."""
         self.unreduced.is_owed = not settings.reduce_grads
         if not (settings.reduce_grads and settings.all_reduce_grads):
-            may_hold.add(self)
+            may_hold[id(self)] = self
         plan = self.prepare(settings)
         if plan.free:
             plan = self.planner.follow(plan, settings, self.wire)
@@ -336,9 +314,9 @@ class Reducer(Observable):
             return None
         self.unreduced.is_waiting = not settings.reduce_grads
         if self.unreduced.is_waiting:
-            self._widen_gradients(plan, with_graph)
+            self.hold_gradients(plan, with_graph)
             return None
-        grads, missing, is_mixed = self._take_gradients(plan, with_graph)
+        grads, missing, is_mixed = self.take_gradients(plan, with_graph)
         if settings.all_reduce_grads or self.data.summed.size == 1:
             self.unreduced.own_sums = 0
         else:
@@ -349,33 +327,25 @@ class Reducer(Observable):
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = gradient_packing.tail_without(behind, absent, layout)
         if self.data.shard.size > 1:
-            # Before the buffer is made: if ranks have to exchange numbers first, a wire that lends
-            # one piece of memory at a time must not have lent it yet.
+            # Ranks may exchange numbers here, over a wire that lends one buffer at a time.
             self.ids.reductions.before()
         device, kept = self._residence.compute, None
         if layout.cut is not None and device.type == "cpu" and self.wire.sends_kept:
             shape = layout.size, layout.packed_numel
             kept = self._memory.take("reduce", shape, layout.wire_dtype, layout.cut)
         inputs = gradient_packing.inputs_of(
-            grads,
-            layout,
-            self.data.shard.rank,
-            behind,
-            self.wire.allocate,
-            device,
-            is_mixed,
-            kept,
+            grads, layout, self.data.shard.rank, behind, self.wire.allocate, device, is_mixed, kept
         )
         if settings.reduce_unused or self.hook is not None:
-            absent = []  # who has no gradient here gets what others have, or zeros
+            absent = []  # members without a gradient here get those of other ranks, or zeros
         streams = context.streams
         reduction = Reduction(self, plan, inputs, absent, settings.all_reduce_grads, streams)
         if events.listeners:
             events.emit("reduce", self.ids.fqn or "", context.phase, reduction.nbytes)
         return reduction
 
-    def _widen_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
-        """Let gradients wait for a reduction. See [Note: what waits for a reduction]."""
+    def hold_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
+        """Keep gradients for a later reduction. See [Note: what waits for a reduction]."""
         for param in plan.members:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None and grad.dtype is not (dtype := param.accumulated_dtype):
@@ -384,14 +354,11 @@ class Reducer(Observable):
                 assert param.unsharded is not None
                 param.unsharded.grad = grad.to(dtype)
 
-    def _take_gradients(
+    def take_gradients(
         self, plan: ReducePlan, with_graph: bool
     ) -> tuple[list[Tensor | None], int, bool]:
-        """Detach the local gradients from the unsharded parameters.
-
-        Returns them, how many miss, and whether they have several dtypes: some have waited, or the
-        model computed them in another one than their parameters are in.
-        """
+        """Detach the local gradients from the unsharded parameters. Return them, the number of
+        missing ones, and whether some have another dtype than planned."""
         wholes = [param.unsharded for param in plan.members]
         grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
         missing = 0
@@ -414,7 +381,7 @@ class Reducer(Observable):
         return grads, missing, not dtypes <= {plan.grad_dtype}
 
     def acquire(self, plan: ReducePlan) -> GradientBuffer:
-        """Return a buffer for sharded gradients that nobody reads."""
+        """Return an unreferenced buffer for sharded gradients."""
         buffer = self._buffer
         if buffer is not None and buffer.layout is not plan.layout:
             buffer = None
@@ -424,44 +391,46 @@ class Reducer(Observable):
             rank = self.data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
-        elif self.has_streams:  # the allocator knows of those that users recorded on gradients
+        elif self.has_streams:  # the allocator knows the streams that users recorded on gradients
             buffer.release()
             buffer.reclaim()
         buffer.is_filling = True
         return buffer
 
     def release_gradients(self) -> None:
-        """Give back the memory of sharded gradients that nobody refers to, until there are others.
-
-        On a device only: the memory of a host costs more to get than to keep.
-        """
+        """Free the memory of unreferenced sharded gradients until the next reduction. Only on a
+        device: on a host, allocating memory costs more than keeping it."""
         buffer = self._buffer
         if buffer is None or buffer.is_released or not self.has_streams:
             return
         if buffer.is_free:
             buffer.release()
 
-    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"reduce": reduce}
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        "reduce": reduce,
+        "hold": hold_gradients,
+        "take": take_gradients,
+        "begin_sums": begin_sums,
+    }
 
 
 def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
     if grad.requires_grad:
         raise UnsupportedError(
             "FS314",
-            f"{param.fqn}: its gradient has a graph, because backward was called with "
-            "create_graph=True, and a reduced gradient cannot carry one. Take gradients of inputs "
-            "with torch.autograd.grad(..., create_graph=True), then call backward() on what you "
-            "made of them.",
+            f"{param.fqn}: its gradient has an autograd graph, because backward was called with "
+            "create_graph=True, but a reduced gradient cannot have one. Compute gradients of "
+            "inputs with torch.autograd.grad(..., create_graph=True), then call backward() on a "
+            "loss computed from them.",
         )
 
 
 def _are_plain(grads: Sequence[Tensor | None]) -> bool:
-    """True if there is a dense plain gradient of every member."""
     return set(map(type, grads)) == {Tensor} and set(map(_layout_of, grads)) == {torch.strided}
 
 
 class Reduction:
-    """One group's gradients under way. Calls must come in the order start, advance, finish."""
+    """One group's gradients in flight. Call start, advance, finish in this order."""
 
     def __init__(
         self,
@@ -477,37 +446,44 @@ class Reduction:
         self._absent = absent  # members without a gradient here; others may have some
         self._all_reduce = all_reduce
         self._streams = streams
-        # the memory of the inputs is that stream's
-        self._packed_on = streams.current
+        self._packed_on = streams.current  # the stream that owns the memory of the inputs
         self._scale = owner.planner.scale
         self._inputs = inputs
         device = inputs[0].device
         self._buffer = owner.acquire(plan)
-        only = self._buffer.only  # to reduce into, if every gradient is kept as it is reduced
+        only = self._buffer.only  # target of the reduction if gradients keep their reduced dtype
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
-        # where the sum goes that becomes gradients; None: to memory that the wire lends
+        # memory of the sum that becomes gradients; None: memory lent by the wire
         self._place: Tensor | None = only if fits else None
         self._reduced: Tensor | None = self._place if owner.data.layers is None else None
-        self._is_borrowed = self._reduced is None  # the sum lies in memory that the wire lends
-        self._flight: InFlight | None = None  # the part of the reduction that was launched last
+        self._flight: InFlight | None = None  # the last launched part of the reduction
         self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
-        self.lane = "reduce"  # in which gradients are filled
         self._held: Tensor | None = None  # an old partial sum, until compute has waited
-        self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
-        self._grads: list[Tensor] | None = None  # gradients that are filled, and not yet set
+        # gradients to set, and the counts of ranks if one is missing here
+        self._filled: tuple[list[Tensor], Tensor | None] | None = None
         self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all inputs."""
         return self._plan.layout.nbytes
+
+    @property
+    def lane(self) -> str:
+        if self.owner.hook is None:
+            return "reduce" if self.owner.data.summed.size == 1 else "all_reduce"
+        stream = self.owner.hook_stream
+        return "all_reduce" if stream is None else self._streams.lane_of(stream)
+
+    @property
+    def _is_borrowed(self) -> bool:
+        """Return True if the sum is in memory lent by the wire."""
+        return self._reduced is not self._place
 
     @property
     def _sums_replicas(self) -> bool:
         return self.owner.data.summed.size > 1 and self._all_reduce
 
     def start(self) -> None:
-        """Issue the reduce-scatter."""
         if self._scale.before != 1.0:
             self._inputs[0].mul_(self._scale.before)
         self._streams.order_after_compute("reduce")
@@ -517,7 +493,7 @@ class Reduction:
         owner, layout, axis = self.owner, self._plan.layout, self.owner.data.scattered
         packed, *zero_copy = self._inputs
         if axis.size == 1:
-            self._reduced, self._is_borrowed = packed.view(-1), True
+            self._reduced = packed.view(-1)
             return InFlight((packed,))
         if self._reduced is None:
             numel = owner.data.rows_between * layout.numel
@@ -539,11 +515,8 @@ class Reduction:
         return InFlight((*self._inputs, self._reduced), work, owner.ids.reductions.failed)
 
     def _pairs_inside(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what is scattered over the inner axis: apart for each rank of the outer one.
-
-        Rows of ranks that are neighbours there lie side by side. So what goes to rank ``r`` of the
-        outer axis, of each neighbour, is the ``r``-th part of any input, where it lies.
-        """
+        """Return the outputs and inputs of the inner axis's scatter, one for each rank of the outer
+        axis: the ``r``-th part of an input has the rows of that axis's rank ``r``, in place."""
         assert self._reduced is not None
         packed, *zero_copy = self._inputs
         rows = self.owner.data.rows_between
@@ -555,7 +528,6 @@ class Reduction:
         return pairs
 
     def advance(self) -> None:
-        """Issue the reduction over the second axis, if there is one."""
         if self.owner.data.summed.size == 1:
             return
         if self._all_reduce:
@@ -565,7 +537,7 @@ class Reduction:
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner, layout = self.owner, self._plan.layout
-        self._held = partial = owner.unreduced.partial  # it may lie in compute's memory
+        self._held = partial = owner.unreduced.partial  # may be memory of the compute stream
         if partial is not None:
             self._reduced.add_(partial.view(-1))
             owner.unreduced.partial = None
@@ -583,11 +555,11 @@ class Reduction:
         if place is None:
             place = owner.wire.allocate((layout.numel,), layout.dtype, reduced.device)
         work = owner.wire.reduce_scatter(place, reduced, op, axis, async_op)
-        self._reduced, self._is_borrowed = place, self._place is None
+        self._reduced = place
         return InFlight((reduced, place), work, owner.ids.reductions.failed_sum)
 
     def free_if_done(self) -> None:
-        """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
+        """On a CPU, drop the local gradients once the reduce-scatter has ended."""
         if self._inputs and self._flight is not None and self._flight.is_done:
             self._flight.wait()
             self._flight.buffers = ()
@@ -595,12 +567,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Scale, and fill the sharded gradients."""
-        lane = "reduce" if self.owner.data.summed.size == 1 else "all_reduce"
-        if self.owner.hook is not None:
-            stream = self.owner.hook_stream
-            lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
-        self.lane = lane
-        self._flight = self._streams.launch(lane, self._store, after=self._flight)
+        self._flight = self._streams.launch(self.lane, self._store, after=self._flight)
 
     def _store(self) -> InFlight:
         reduced, owner, layout = self._reduced, self.owner, self._plan.layout
@@ -611,19 +578,19 @@ class Reduction:
             owner.hook(reduced[: layout.tail_start - layout.tail_gap])
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
+        counts = None
         if self._absent:
             counts = reduced[layout.tail_start :][: len(layout.members)]
-            self._counts = counts.to("cpu", non_blocking=True)
-        self._grads = self._buffer.fill(reduced)
+            counts = counts.to("cpu", non_blocking=True)
+        self._filled = self._buffer.fill(reduced), counts
         return InFlight((reduced,))
 
-    def _deliver(self) -> None:
-        """Set or add the gradients; where nobody had one, leave what is there."""
-        counts, grads = self._counts, self._grads or []
-        self._counts = self._grads = None
+    def _deliver(self, grads: list[Tensor], counts: Tensor | None) -> None:
+        """Set or add the gradients; where no rank had one, keep the existing one."""
+        self._filled = None
         params = [member.sharded for member in self._plan.members]
         if counts is not None:
-            if self.owner.data.shard.is_imagined:  # ranks that are not there have what this one has
+            if self.owner.data.shard.is_imagined:  # imagined ranks have the same counts
                 used = [place for place in range(len(params)) if place not in self._absent]
             else:
                 used = [place for place, count in enumerate(counts.tolist()) if count != 0]
@@ -633,17 +600,15 @@ class Reduction:
 
     @property
     def can_end_later(self) -> bool:
-        """True if nobody sees when gradients are set, and no memory is borrowed of the user's."""
+        """Return True if nothing observes when gradients are set, and no user memory is lent."""
         wire = self.owner.wire
         if wire.is_custom or wire.uses_group_memory:
             return False
         return is_bare([member.sharded for member in self._plan.members])
 
     def return_inputs(self) -> None:
-        """Give compute its memory back once it has been scattered; gradients are set by ``wait``.
-
-        What follows, a sum over replicas, or copies to the host, goes on meanwhile. On a device.
-        """
+        """Free the inputs after the reduce-scatter, on a device. A sum over replicas or copies to
+        the host continue; ``wait`` sets the gradients."""
         assert self._scattered is not None
         assert self._flight is not None
         self._scattered.wait()
@@ -652,7 +617,7 @@ class Reduction:
         data = self.owner.data
         stays_in_lane = data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None
         if self._is_borrowed and stays_in_lane and self._reduced is not None:
-            given_back.append(self._reduced)  # the lane's own: what follows in it comes later
+            given_back.append(self._reduced)  # the lane's own: later work in it is ordered
             self._reduced = None
         for flight in (self._scattered, self._flight):
             flight.drop(given_back)
@@ -660,44 +625,47 @@ class Reduction:
 
     @property
     def holds_sum(self) -> bool:
-        """True if it has memory that is no gradient's, until it ends."""
+        """Return True if the sum is in memory other than the gradients', until it ends."""
         return self._is_borrowed and self._reduced is not None
 
     @property
     def needs_host(self) -> bool:
-        """True if the host reads what the device wrote before gradients can be set."""
-        return self._flight is not None and self._grads is not None and self._waits_for_copy
+        """Return True if the host must read the device's results before gradients can be set."""
+        return self._flight is not None and self._filled is not None and self._waits_for_copy
 
     def show_host(self) -> None:
-        """Let the host wait until it may read what the device wrote."""
+        """Make the host wait until it can read the device's results."""
         assert self._flight is not None
         self._flight.synchronize()
 
     def wait(self, is_seen: bool = False) -> None:
-        """Set the gradients, safe to use by compute, and free the buffers.
-
-        ``is_seen``: the host has waited for a later launch of the lane, so it may read.
-        """
+        """Set the gradients, after which compute may use them, and free the buffers. ``is_seen``:
+        the host has waited for a later launch of the lane, so it may read."""
         if self._flight is not None:
             if self.needs_host and not is_seen:
                 self._flight.synchronize()
             else:
                 self._flight.wait()
-        if self._grads is not None:
-            self._deliver()
+        if self._filled is not None:
+            self._deliver(*self._filled)
         reduced = self._reduced
         self._drop()
         if reduced is not None and self._sums_replicas:
             self.owner.ids.reductions.arrived_late(reduced)
 
     def abandon(self) -> None:
-        """Free the buffers once nothing uses them; gradients that are not set by then never are."""
+        """Free the buffers once they are unused; gradients not set by then are lost."""
         if self._flight is not None:
             self._flight.wait()
         self._drop()
 
+    def forget(self) -> None:
+        """Free the buffers without a wait: no work on the device uses them."""
+        self._flight = None
+        self._drop()
+
     def _hold_back(self, flight: InFlight) -> None:
-        """Let the stream whose memory the inputs are wait, if another one computes now."""
+        """Make the stream that owns the inputs wait, if another stream computes now."""
         if self._packed_on is not None and self._packed_on != self._streams.current:
             flight.hold_back(self._packed_on)
 
@@ -705,27 +673,26 @@ class Reduction:
         if self._flight is not None:
             self._hold_back(self._flight)
         self._inputs = []
-        self._flight = self._scattered = self._reduced = self._held = self._grads = None
+        self._flight = self._scattered = self._reduced = self._held = self._filled = None
 
-    launched_as: ClassVar[Mapping[Callable[..., Any], str]] = {
-        _reduce_scatter: "reduce_scatter",
-        _sum_replicas: "all_reduce",
-        _store: "store",
-    }
-    """What is launched in lanes, and what that is to an observer."""
+
+LAUNCHED_AS: Mapping[Callable[..., Any], str] = {
+    Reduction._reduce_scatter: "reduce_scatter",
+    Reduction._sum_replicas: "all_reduce",
+    Reduction._store: "store",
+}
+"""Operations launched in lanes, by their names for observers."""
 
 
 class ReductionQueue:
-    """Reductions in flight, the oldest first.
-
-    Few hold inputs at a time. On a device those before them have given theirs back, and end with
-    the backward: compute need not wait for a sum over replicas, nor the host for what it reads.
-    """
+    """Reductions in flight, oldest first. Few of them hold inputs at a time. On a device, earlier
+    ones have returned theirs, and end with the backward, so compute does not wait for a sum over
+    replicas, nor the host for a result."""
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
-        self.is_large = is_large  # a group of the tree has inputs whose memory matters
-        self._returned: deque[Reduction] = deque()  # without inputs; older than those that run
+        self.is_large = is_large  # some group's inputs are large
+        self._returned: deque[Reduction] = deque()  # without inputs; older than running ones
         self._running: deque[Reduction] = deque()
 
     def __bool__(self) -> bool:
@@ -750,12 +717,12 @@ class ReductionQueue:
         return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
-        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        """Return True if the oldest reduction must end first: one per group, few in total."""
         running = self._running
         if not running:
             return False
         limit = settings.input_buffers
-        if limit is None:  # one more if that takes next to nothing: it waits for the link only
+        if limit is None:  # a small one is allowed in addition: it only waits for the link
             limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
         if len(running) >= limit:
             return True
@@ -780,8 +747,8 @@ class ReductionQueue:
         reduction.wait()
 
     def settle(self) -> None:
-        """Set the gradients of those that gave their inputs back."""
-        # a lane runs in order: what is before the last one in it is over then, too
+        """Set the gradients of reductions that have returned their inputs."""
+        # a lane runs in order, so the host need only wait for its last one
         last = {reduction.lane: reduction for reduction in self._returned if reduction.needs_host}
         for reduction in last.values():
             reduction.show_host()
@@ -789,10 +756,7 @@ class ReductionQueue:
             self._returned.popleft().wait(is_seen=True)
 
     def free_done(self) -> None:
-        """Free the inputs of reductions that have ended.
-
-        No more than that: when one ends differs between ranks, and what ranks do must not.
-        """
+        """Free inputs of ended reductions, and no more: completion times differ between ranks."""
         if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.free_if_done()
@@ -808,8 +772,15 @@ class ReductionQueue:
         self._running.clear()
         self.settle()
 
+    def forget(self) -> None:
+        """Drop what is in flight without a wait: it was captured, and never ran."""
+        for reduction in (*self._returned, *self._running):
+            reduction.forget()
+        self._returned.clear()
+        self._running.clear()
+
     def drop(self) -> None:
-        """Wait for what is in flight; gradients that are not set by then never are."""
+        """Wait for work in flight; gradients not set by then are lost."""
         self._returned.extend(self._running)
         self._running.clear()
         while self._returned:
@@ -817,23 +788,21 @@ class ReductionQueue:
 
 
 def _have_hooks(params: Sequence[torch.nn.Parameter]) -> bool:
-    """True if a leaf has a hook that is told of its gradient."""
     return any(map(torch_autograd.gradient_hooks_of, params)) or any(
         map(torch_autograd.accumulate_hooks_of, params)
     )
 
 
 def is_bare(params: Sequence[torch.nn.Parameter]) -> bool:
-    """True if no leaf has a gradient, or a hook that is told of one."""
-    # halves what attributes of a DTensor cost
+    """Return True if no leaf has a gradient, or a gradient hook."""
     with torch_dtensor.DisableTorchFunctionSubclass():
         return not _have_hooks(params) and all(param.grad is None for param in params)
 
 
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
-    """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
+    """Process gradients of leaves as autograd does: run hooks, then set ``grad``."""
     try:
-        # halves what attributes of a DTensor cost
+        # halves the cost of reading a DTensor
         with torch_dtensor.DisableTorchFunctionSubclass():
             have_hooks = _have_hooks(params)
             if not have_hooks and all(param.grad is None for param in params):

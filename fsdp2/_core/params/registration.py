@@ -1,32 +1,31 @@
-"""What is registered on the modules of a group: states, legal moves, and what users do there.
+"""Registered forms of a group's parameters: states, legal transitions, and user changes.
 
-Owns which form of each parameter is shown, and the question what programs did to it since: replaced
-it, toggled ``requires_grad``, wrote to it, lent a tensor for one forward. It must not know buffers,
-collectives or hooks. A group asks before every forward.
+Before every forward a group detects what user code did to a parameter: replaced it, toggled
+``requires_grad``, wrote to it, or put a placeholder there for one forward. Contains no buffer,
+collective or hook code.
 
 [Note: what is registered]
-We replace a registered tensor only if it is one that we registered. Anything else there is the
-user's; it stays until the next forward looks at it and takes it over.
+We replace a registered tensor only if we registered it. Any other tensor is the user's, and stays
+until the next forward adopts it.
 """
 
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._core.base import torch_dtensor
+from fsdp2._core.base.containers import alive
 from fsdp2._core.base.errors import StateError
 from fsdp2._core.base.torch_autograd import version_of
-
-# The forms of one parameter, and the places where it is registered.
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,43 +40,38 @@ class Site:
         return self.module._parameters.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register a tensor here, a leaf or not."""
+        """Register a tensor here, even one that is not a leaf."""
         self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
 
 
 class Forms:
-    """The forms of one parameter, of which one is registered at a time, and where.
-
-    ``sharded`` is what optimizers and checkpoints hold: one object for life, unless the user
-    replaces it. ``unsharded`` is one object for life too, so that autograd's saved tensors stay
-    valid while its storage is freed and filled again.
-    """
+    """The forms of one parameter, one of which is registered. Optimizers and checkpoints hold
+    ``sharded``, which is one object unless the user replaces it. ``unsharded`` is one object too,
+    whose storage is freed and refilled, so tensors saved by autograd stay valid."""
 
     def __init__(self, fqn: str, sites: list[Site], original: nn.Parameter) -> None:
         self.fqn = fqn
         self.sites = sites
         self.trainable = original.requires_grad  # requires_grad of all forms
         self.sharded: nn.Parameter = original
-        self.shown: nn.Parameter | None = original  # what the group registered last
-        self.local: torch.Tensor | None = None  # what the sharded DTensor holds
+        self.shown: nn.Parameter | None = original  # the parameter that the group registered last
+        self.local: torch.Tensor | None = None  # local tensor of the sharded DTensor
         self.unsharded: nn.Parameter | None = None
         self.unsharded_dtype = original.dtype
         self.post_forward: nn.Parameter | None = None  # over the smaller mesh
 
     def is_form(self, found: torch.Tensor | None) -> bool:
-        """True if a registered tensor is one of this parameter's forms."""
         if found is None:
             return False
         return found is self.sharded or found is self.unsharded or found is self.post_forward
 
     @property
     def is_toggled(self) -> bool:
-        """True if somebody changed ``requires_grad`` of a form that may be registered."""
+        """Return True if ``requires_grad`` changed on a form that may be registered."""
         forms = (self.sharded, self.unsharded)
         return any(f is not None and f.requires_grad is not self.trainable for f in forms)
 
     def toggle(self) -> None:
-        """Carry ``requires_grad`` over from the form that the user changed."""
         self.trainable = not self.trainable
         for form in (self.sharded, self.unsharded, self.post_forward):
             if form is not None:
@@ -88,24 +82,24 @@ _storage_of: Callable[[Tensor], torch.UntypedStorage] = torch.Tensor.untyped_sto
 
 
 class ParamState(enum.Enum):
-    """Which form a parameter has, as users see it."""
+    """The registered form of a parameter."""
 
     SHARDED = "sharded"
     SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
     UNSHARDED = "unsharded"
 
-    __hash__ = object.__hash__  # members are unique; Enum's own is a Python function
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is a Python function
 
 
 class GroupState(enum.Enum):
-    """Where the parameters of a group are: the same on every rank, but for RELEASED."""
+    """State of a group's parameters: equal on all ranks, except that RELEASED may be SHARDED."""
 
     SHARDED = "sharded"
     SMALLER = "sharded over a smaller mesh, between forward and backward"
-    GATHERING = "an all-gather is under way, for which nobody has waited"
+    GATHERING = "an all-gather is in flight and has not been waited for"
     WHOLE = "whole"
-    # see [Note: released early] in ``early_release``
-    RELEASED = "whole on this rank, where somebody reads them, and sharded to every rank's plans"
+    # see [Note: released early] in ``buffers``
+    RELEASED = "whole on this rank, where it is still read, and sharded in every rank's plans"
 
     __hash__ = object.__hash__
 
@@ -116,12 +110,12 @@ GATHERING, WHOLE, RELEASED = GroupState.GATHERING, GroupState.WHOLE, GroupState.
 TRANSITIONS = {
     SHARDED: {GATHERING},
     SMALLER: {GATHERING, SHARDED},
-    GATHERING: {WHOLE, SHARDED, SMALLER},  # back to where it came from, if it is dropped
+    GATHERING: {WHOLE, SHARDED, SMALLER},  # back to its origin if it is dropped
     WHOLE: {SHARDED, SMALLER, RELEASED},
     RELEASED: {SHARDED},
 }
 
-# members of an Enum are looked up slowly
+# attribute access on an Enum is slow
 FORM_SHARDED, FORM_UNSHARDED = ParamState.SHARDED, ParamState.UNSHARDED
 
 FORM_IN = {
@@ -130,12 +124,12 @@ FORM_IN = {
     WHOLE: FORM_UNSHARDED,
     RELEASED: FORM_UNSHARDED,
 }
-"""The form that is registered in a state; a gather changes none until somebody waits for it."""
+"""The form registered in a state; GATHERING does not change it."""
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """A tensor in a parameter's place that is no parameter (``functional_call``)."""
+class Placeholder:
+    """A tensor in a parameter's place that is not a parameter (``functional_call``)."""
 
     site: Site
     param: Any  # an ``FSDPParam``
@@ -144,84 +138,67 @@ class StandIn:
 
 @dataclass(slots=True)
 class Changes:
-    """What differs from what the group registered."""
-
     toggled: list[Any]
     cast: list[Any]
     replaced: dict[Any, Tensor | None]
-    stand_ins: list[StandIn]
+    placeholders: list[Placeholder]
 
 
 class Serves(enum.Enum):
-    """What whole parameters that stay may be used for without a gather. See ``group``."""
+    """Later uses of kept unsharded parameters that need no gather. See ``group``."""
 
-    BACKWARDS = enum.auto()  # the backwards of the forward that gathered them
-    EVALUATIONS = enum.auto()  # a later forward without gradients, too
-    # the forwards of the same accumulation, too: ``_core/engine/tree`` frees it before any other
-    # one
-    ACCUMULATION = enum.auto()
-    FORWARDS = enum.auto()  # any later forward, too
+    BACKWARDS = enum.auto()  # backwards of the forward that gathered them
+    EVALUATIONS = enum.auto()  # also a later forward without gradients
+    ACCUMULATION = enum.auto()  # also forwards until the next step, see ``_core/engine/tree``
+    FORWARDS = enum.auto()  # also any later forward
 
 
+@dataclass
 class OptimizerSteps:
-    """How many steps of optimizers there were: the same number on ranks that run alike."""
+    """Number of optimizer steps so far: equal on ranks that run the same program."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
 
 optimizer_steps = OptimizerSteps()
 
-
-_all: weakref.WeakSet[Registration] = weakref.WeakSet()
+_all: WeakValueDictionary[int, Registration] = WeakValueDictionary()
 
 
 def lie_in_shards(tensors: Iterable[Tensor]) -> bool:
-    """True if one of the tensors lies in memory of a shard, of any group."""
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
     storages = set(map(_storage_of, dense))  # a storage is one object in Python
-    return any(registered.lies_in(storages) for registered in tuple(_all))
+    return any(registered.lies_in(storages) for registered in alive(_all))
 
 
 class Registration:
-    """What a group's parameters are registered as, and what programs did to that.
-
-    ``move`` is the one method that writes the state, and the form that goes with it.
-    """
+    """The registered forms of a group's parameters. Only ``move`` writes the state and form."""
 
     def __init__(self, params: Sequence[Forms]) -> None:
-        self._params = params  # all parameters of the group: they move together
+        self.params = params  # all parameters of the group, which change state together
         self.state = SHARDED
-        self.form = FORM_SHARDED  # the form that the state stands for, whatever is shown
-        self.is_held = False  # unshard() by hand keeps whole parameters registered
-        # tensors of the user's that wait for the forward that begins
-        self.stand_ins: list[StandIn] = []
-        # those whose whole tensors are registered in a running forward
-        self.placed: list[StandIn] = []
-        # versions of the shards when whole parameters were gathered to stay; None: they do not
+        self.form = FORM_SHARDED  # the state's form, even if shards are shown
+        self.is_held = False  # a manual unshard() keeps unsharded parameters registered
+        self.placeholders: list[Placeholder] = []  # the user's tensors for the forward that begins
+        self.placed: list[Placeholder] = []  # those of the running forward
+        # shard versions from which kept unsharded parameters were gathered; None: none are kept
         self.values: list[int] | None = None
-        self.serves = Serves.BACKWARDS  # what whole parameters that stay are kept for
-        self.wholes: list[Tensor] = []  # the unsharded parameters that lie in the flat buffer
-        # versions of the unsharded parameters while nobody but us wrote there
-        self.whole_versions: list[int] = []
+        self.serves = Serves.BACKWARDS  # purpose of kept unsharded parameters
+        self.wholes: list[Tensor] = []  # unsharded parameters in the flat buffer
+        self.whole_versions: list[int] = []  # before any write by the user
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
-        # the empty storages of the DTensors, which ``.data = ...`` changes. Nothing else tells: the
-        # assignment leaves the local tensor and both versions as they are.
+        # the DTensors' empty storages: replacing them is the only visible effect of ``.data = ...``
         self._shells: list[torch.UntypedStorage] = []
-        _all.add(self)
+        _all[id(self)] = self
 
     def move(self, target: GroupState, fqn: str) -> None:
-        """Be in another state, and show its form.
-
-        Raises:
-            StateError: the table does not allow it; nothing was changed.
-        """
+        """Change the state, and register its form. If it is illegal, only raise StateError."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 "FS313",
-                f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
-                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}.",
+                f"{fqn or '<root>'}: cannot change from {self.state.name} to {target.name}. "
+                f"Allowed: {', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}.",
             )
         self.state = target
         if target is not GATHERING:
@@ -229,8 +206,8 @@ class Registration:
             self.show(self.form)
 
     def show(self, form_of: ParamState) -> None:
-        """Put one form of every parameter onto the modules. See [Note: what is registered]."""
-        for param in self._params:
+        """Register one form of every parameter. See [Note: what is registered]."""
+        for param in self.params:
             form = (
                 param.unsharded
                 if form_of is FORM_UNSHARDED
@@ -246,52 +223,40 @@ class Registration:
                     registered[name] = form
 
     def show_shards(self) -> None:
-        """Register the sharded parameters, whatever stays in memory, unless whole ones are held.
-
-        See [Note: between steps] in ``group``.
-        """
+        """Register the sharded parameters, unless unsharded ones are held, and free nothing."""
         if not self.is_held:
             self.show(FORM_SHARDED)
 
     def see(self) -> None:
-        """Look at the sharded forms that there are now, from now on."""
-        self._sharded = [param.sharded for param in self._params]
-        # DTensor operations count on the DTensor, operations on local shards count there.
+        """Start observing the current sharded forms."""
+        self._sharded = [param.sharded for param in self.params]
+        # a DTensor and its local tensor have separate versions
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
         self._versioned = [form for form in forms if not form.is_inference()]
         self._shells = list(map(_storage_of, self._sharded))
 
     def see_whole(self, wholes: Iterable[Tensor | None]) -> None:
-        """Look at what is written from now on to unsharded parameters; a gather counts no version.
-
-        A DTensor counts operations on it, its local tensor those on that.
-        """
+        """Start observing writes to unsharded parameters; a gather increments no version."""
         forms = [form for w in wholes if w is not None for form in (w, torch_dtensor.local_part(w))]
         self.wholes = list(dict.fromkeys(forms))
         self.forget_whole_writes()
 
     def forget_whole_writes(self) -> None:
-        """Take what is in unsharded parameters now for what was gathered."""
+        """Treat the current content of unsharded parameters as the gathered one."""
         self.whole_versions = list(map(version_of, self.wholes))
 
     def take_whole_writes(self) -> list[Tensor]:
-        """Return the unsharded parameters that were written in place; forget that they were."""
         seen = zip(self.wholes, self.whole_versions, strict=True)
         written = [whole for whole, noted in seen if version_of(whole) != noted]
         self.forget_whole_writes()
         return written
 
     def detect_changes(self) -> Changes:
-        """Compare what is registered with what the group registered, by identity.
-
-        Stand-ins wait for ``place_stand_ins``; nothing else is changed.
-
-        Raises:
-            StateError: ``.data`` of a sharded parameter was assigned.
-        """
+        """Compare the registered tensors with the group's, by identity. Keeps the placeholders, and
+        changes nothing else. StateError: ``.data`` of a sharded parameter was assigned."""
         changes = Changes([], [], {}, [])
-        with torch_dtensor.DisableTorchFunctionSubclass():  # halves what reads of a DTensor cost
-            for param in self._params:
+        with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of reading a DTensor
+            for param in self.params:
                 sharded, unsharded = param.sharded, param.unsharded
                 trainable = param.trainable
                 if sharded.requires_grad is not trainable or (
@@ -312,69 +277,58 @@ class Registration:
                         ):
                             changes.replaced[param] = found
                     else:
-                        changes.stand_ins.append(StandIn(site, param, found))
-            # a storage is one object in Python
+                        changes.placeholders.append(Placeholder(site, param, found))
             assigned = not all(map(is_, map(_storage_of, self._sharded), self._shells))
-        self.stand_ins = changes.stand_ins
+        self.placeholders = changes.placeholders
         if assigned:
             self._refuse_assigned(changes)
         return changes
 
     def _refuse_assigned(self, changes: Changes) -> None:
-        """Raise StateError for the first parameter of which ``.data`` was assigned."""
-        for param, shell in zip(self._params, self._shells, strict=True):
+        for param, shell in zip(self.params, self._shells, strict=True):
             if _storage_of(param.sharded) is not shell and param not in changes.replaced:
-                refuse_assigned_data(param)
+                raise StateError(
+                    "FS316",
+                    f"{param.fqn}: found an assignment to .data, which a DTensor ignores: its "
+                    "shard still has the old values. Register a new parameter with all values "
+                    "(module.weight = nn.Parameter(new)), or write inside "
+                    "fsdp2.summon_full_params(model).",
+                )
 
     def note_values(self, serves: Serves) -> None:
-        """Remember what the unsharded parameters, which may stay, are gathered from, and why."""
+        """Record the shard versions of unsharded parameters that may stay, and their purpose."""
         if self.values is None:
             self.values = self._versions()
         elif serves is Serves.BACKWARDS and self.serves is Serves.ACCUMULATION:
-            return  # a forward that used it takes nothing from the next one
+            return  # a forward that reused them keeps them for the next one
         self.serves = serves
 
     @property
     def serves_this_forward(self) -> bool:
-        """True if what stayed was kept for such a forward as begins now."""
+        """Return True if the forward that begins may use kept parameters."""
         if self.serves is Serves.EVALUATIONS:
             return not torch.is_grad_enabled()
         return self.serves in (Serves.FORWARDS, Serves.ACCUMULATION)
 
     @property
     def were_written(self) -> bool:
-        """True if somebody wrote to the shards since ``note_values``, which was called."""
         return self.values != self._versions()
 
     def _versions(self) -> list[int]:
-        """Return what changes when somebody writes to the shards."""
         return [optimizer_steps.count, *map(version_of, self._versioned)]
 
     def lies_in(self, storages: Set[torch.UntypedStorage]) -> bool:
-        """True if a shard lies in one of the storages."""
         return any(_storage_of(form) in storages for form in self._versioned)
 
-    def place_stand_ins(self) -> list[StandIn]:
-        """Return what waits: it is placed now."""
-        self.placed, self.stand_ins = self.stand_ins, []
+    def place_placeholders(self) -> list[Placeholder]:
+        self.placed, self.placeholders = self.placeholders, []
         return self.placed
 
-    def return_stand_ins(self) -> None:
-        """Register stand-ins again after the forward: ``functional_call`` takes them from there."""
+    def return_placeholders(self) -> None:
+        """Register placeholders again after the forward; ``functional_call`` removes them."""
         for item in self.placed:
             item.site.put(item.tensor)
         self.placed = []
 
-    def forget_stand_ins(self) -> None:
-        """Drop tensors of the user's that stood in for parameters of a forward that raised."""
-        self.stand_ins, self.placed = [], []
-
-
-def refuse_assigned_data(param: Forms) -> None:
-    """Raise StateError for a sharded parameter of which ``.data`` was assigned."""
-    raise StateError(
-        "FS316",
-        f"{param.fqn}: found an assignment to .data, which a DTensor forgets: its shard still has "
-        "the old values, and the new ones are gone. Register a new one with the whole values "
-        "(module.weight = nn.Parameter(new)), or write inside fsdp2.summon_full_params(model).",
-    )
+    def forget_placeholders(self) -> None:
+        self.placeholders, self.placed = [], []

@@ -1,1 +1,1 @@
-"""Whole tensors from shards and back, between steps, in bounded memory."""
+"""Full tensors from shards and back, between steps, in bounded memory."""

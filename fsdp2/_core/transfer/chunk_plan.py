@@ -1,22 +1,21 @@
-"""Where the parts of a distributed tensor lie in the whole, and in which chunks they travel.
+"""Block arithmetic of distributed tensors, and the plan that streams them in bounded memory.
 
-Owns the arithmetic of blocks and the plan of a stream of tensors in bounded memory: integers only.
-It must not know tensors, meshes or process groups.
+Works on integers only: independent of tensors, meshes and process groups.
 
 [Note: chunks]
-Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. A *chunk* is
-a range of the largest one, counted from the start of each rank's own, so that all ranks send equal
-parts at a time; where a rank's block is shorter, its part of the chunk is smaller or empty. A
-*bucket* is the chunks that travel in one collective, each at the same offset of every rank's
-buffer; a *batch* is the buckets that are in memory at a time. Of an axis on which one rank owns
-everything, that rank alone sends.
+Ranks cut a tensor dim by dim, so a rank's shard is a *block*: a range on every dim. A *chunk* is a
+range of the largest block, counted from the start of each rank's block, so that all ranks send
+equal amounts at a time; where a block is shorter, its part of the chunk is smaller or empty. A
+*bucket* is the chunks that travel in one collective, each at the same offset in every rank's
+buffer. A *batch* is the buckets that are in memory at the same time. On an axis where one rank owns
+everything, only that rank sends.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -28,8 +27,6 @@ from fsdp2._core.params.layout import align
 
 @dataclass(frozen=True)
 class Region:
-    """A range on every dim."""
-
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -41,9 +38,26 @@ class Region:
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(s, s + n) for s, n in zip(self.starts, self.sizes, strict=True))
 
+    def inside(self, box: Region) -> tuple[slice, ...]:
+        """Return the slices of this region in a tensor that covers ``box``, which contains it."""
+        starts = [start - first for start, first in zip(self.starts, box.starts, strict=True)]
+        return Region(tuple(starts), self.sizes).slices
+
+
+def overlap(one: Region | None, other: Region | None) -> Region | None:
+    if one is None or other is None:
+        return None
+    starts = tuple(map(max, one.starts, other.starts))
+    ends = (
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.starts, one.sizes, other.starts, other.sizes, strict=True)
+    )
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return None if any(size <= 0 for size in sizes) else Region(starts, sizes)
+
 
 class CutOf(NamedTuple):
-    """A dim that ranks of an axis divide: in chunks (see ``chunk_of``), or as they are dealt it."""
+    """A dim divided over an axis: into equal chunks (``chunk_of``) or as ``deal`` assigns rows."""
 
     axis: int
     dim: int
@@ -51,20 +65,16 @@ class CutOf(NamedTuple):
 
     @property
     def owner(self) -> int | None:
-        """The rank of the axis that has everything; None: it is divided."""
         return None if self.deal is None else self.deal.owner
 
 
-Owners = tuple[tuple[int, int], ...]
-"""Pairs of an axis and the rank of it that has everything."""
+Owners = tuple[tuple[int, int], ...]  # pairs of an axis and the rank on it that has everything
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a tensor of ``shape`` is cut over the axes of a grid.
-
-    ``counts`` are the sizes of the axes; ``cuts`` come in the order in which a dim is cut: each one
-    divides what the cuts before it left.
+    """The division of a tensor over a grid's axes (of sizes ``counts``): each cut divides what the
+    previous ones left.
     """
 
     shape: tuple[int, ...]
@@ -84,12 +94,11 @@ class Blocks:
 
     @cached_property
     def count(self) -> int:
-        """Ranks that hold different elements."""
         owned = dict(self.owners)
         return math.prod(self.counts[axis] for axis in self.axes if axis not in owned)
 
     def block(self, place: Sequence[int]) -> Region:
-        """Return what the rank at ``place`` (a coordinate for each axis) holds."""
+        """Return the block of the rank at ``place`` (a coordinate for each axis)."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for axis, dim, deal in self.cuts:
             first, sizes[dim] = rows_of(sizes[dim], self.counts[axis], place[axis], deal)
@@ -98,14 +107,13 @@ class Blocks:
 
     @cached_property
     def largest(self) -> tuple[int, ...]:
-        """Sizes of the largest block."""
         sizes = list(self.shape)
         for axis, dim, deal in self.cuts:
             sizes[dim] = most_rows(sizes[dim], self.counts[axis], deal)
         return tuple(sizes)
 
     def places(self) -> list[tuple[int, ...]]:
-        """Return the places that hold different elements, the last axis fastest."""
+        """Return the places that hold different elements; the last axis varies fastest."""
         numbers = [range(n if axis in self.axes else 1) for axis, n in enumerate(self.counts)]
         for axis, owner in self.owners:
             numbers[axis] = range(owner, owner + 1)
@@ -113,7 +121,6 @@ class Blocks:
 
 
 def part_of(block: Region, chunk: Region) -> Region:
-    """Return the part of a chunk that a block has, counted from the block's start."""
     starts = tuple(min(s, n) for s, n in zip(chunk.starts, block.sizes, strict=True))
     ends = [start + size for start, size in zip(chunk.starts, chunk.sizes, strict=True)]
     sizes = [min(e, n) - s for e, n, s in zip(ends, block.sizes, starts, strict=True)]
@@ -121,13 +128,12 @@ def part_of(block: Region, chunk: Region) -> Region:
 
 
 def within(block: Region, part: Region) -> Region:
-    """Return a part of a block, counted from the start of the whole."""
     starts = tuple(a + b for a, b in zip(block.starts, part.starts, strict=True))
     return Region(starts, part.sizes)
 
 
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
-    """Split a block into chunks of at most ``most`` elements, rows first; never below one."""
+    """Split a block, rows first, into chunks of at most ``most`` elements (at least one)."""
     if math.prod(sizes) <= most or not sizes:
         yield _whole(sizes)
         return
@@ -145,14 +151,13 @@ def _whole(sizes: Sequence[int]) -> Region:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor as the plan needs it.
-
-    ``grid`` tells tensors of other meshes apart. ``copies`` is how many times a chunk is in memory
-    while it travels; ``kept_nbytes`` is what a receiver holds of the whole until its batch is done.
+    """A tensor as the planner describes it, on the mesh ``grid``. ``copies`` of a chunk are in
+    memory while it travels; a receiver keeps ``kept_nbytes`` of the full tensor until its batch is
+    done.
     """
 
     blocks: Blocks
-    grid: int
+    grid: Hashable
     itemsize: int
     copies: int
     kept_nbytes: int = 0
@@ -160,7 +165,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of the tensor ``index``, at ``offset`` bytes of every rank's buffer."""
+    """A chunk of the tensor ``index``, at byte ``offset`` of every rank's buffer."""
 
     index: int
     region: Region
@@ -169,25 +174,25 @@ class Chunk:
 
 @dataclass
 class Bucket:
-    """Chunks that travel together. ``nbytes`` is the buffer of one rank."""
+    """Chunks that travel together, in ``nbytes`` per rank; ``owners`` as in ``Blocks``."""
 
     axes: tuple[int, ...]
-    owners: Owners = ()
+    owners: dict[int, int]
     chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
 
 
 @dataclass
 class Batch:
-    """Buckets that are in memory at a time, and the tensors that are whole afterwards."""
+    """Buckets in memory at the same time, and the tensors that are complete afterwards."""
 
-    buckets: dict[tuple[int, tuple[int, ...], Owners], Bucket] = field(default_factory=dict)
+    buckets: dict[tuple[Hashable, tuple[int, ...], Owners], Bucket] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     nbytes: int = 0
 
     def add(self, index: int, item: Item, region: Region) -> None:
         axes, owners = item.blocks.axes, item.blocks.owners
-        bucket = self.buckets.setdefault((item.grid, axes, owners), Bucket(axes, owners))
+        bucket = self.buckets.setdefault((item.grid, axes, owners), Bucket(axes, dict(owners)))
         bucket.chunks.append(Chunk(index, region, bucket.nbytes))
         nbytes = align(region.numel * item.itemsize)
         bucket.nbytes += nbytes
@@ -195,10 +200,8 @@ class Batch:
 
 
 def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
-    """Plan batches of at most ``max_nbytes``, in the order of ``items``.
-
-    A tensor that is larger has batches of its own: its chunks keep to the limit, and what a
-    receiver keeps of it is counted for nobody else.
+    """Plan batches of at most ``max_nbytes``, in the order of ``items``. A larger tensor gets
+    batches to itself: its chunks respect the limit, but what a receiver keeps of it is not counted.
     """
     batches = [Batch()]
 

@@ -1,17 +1,14 @@
-"""``materialize``: from a model on the meta device to initialised shards, module by module.
+"""``materialize``: initialise the shards of a model on the meta device, module by module.
 
-Owns the order in which modules are initialised, the checks of what an ``init`` left behind, and
-``allocate``, which gives meta shards memory. It must not know how a group lays its buffers out: it
-registers shards, and the group adopts them.
+It registers shards, and the group adopts them: independent of a group's buffer layout.
 
 [Note: every rank runs the same stream]
-Initial values equal those of one process because every rank does what that process would: it draws
-the whole tensors of a module from the same generator state, keeps its block, and drops the rest.
-So numbers do not depend on the mesh, and generators stay equal.
+Every rank does what a single process would: it draws a module's full tensors from the same
+generator state, and keeps its block. Values do not depend on the mesh, and generators stay equal.
 
 [Note: written or not]
-Fresh memory is filled with one byte value. An element that still has all of its bytes was not
-written. Version counters would not tell: an ``init`` may write through ``.data``.
+Fresh memory is filled with one byte value. An element with all of its bytes unchanged was not
+written. Version counters cannot detect this, because an ``init`` may write through ``.data``.
 """
 
 from __future__ import annotations
@@ -27,11 +24,17 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp2._core.base import torch_autograd, torch_dtensor, torch_modules
-from fsdp2._core.base.arguments import check_device, check_flag, check_function, check_module
-from fsdp2._core.base.errors import ConfigError, UnsupportedError
+from fsdp2._core.base.errors import (
+    ConfigError,
+    UnsupportedError,
+    check_device,
+    check_flag,
+    check_function,
+    check_module,
+)
 from fsdp2._core.base.names import children_first, class_name
 from fsdp2._core.comm.process_mesh import Grid, operation
-from fsdp2._core.engine.between_steps import require_idle, units_below
+from fsdp2._core.engine.between_steps import require_idle
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.transfer.chunk_plan import Blocks
 from fsdp2._core.transfer.redistribute import (
@@ -41,49 +44,45 @@ from fsdp2._core.transfer.redistribute import (
     Target,
     checked_together,
     gather,
+    groups_below,
     scatter,
 )
 
-# ``sync_from_rank0``: one model on all ranks, before it is sharded.
+# ``sync_from_rank0``: equal models on all ranks, before sharding.
 
 
 @operation("sync_from_rank0")
 def sync_from_rank0(model: nn.Module) -> nn.Module:
-    """Give parameters and buffers of every rank the values of rank 0. Returns the model.
+    """Copy the parameters and buffers of rank 0 to every rank. Returns the model.
 
-    For a model that each rank built by itself, or that rank 0 alone loaded. Call it **before**
-    ``fully_shard``: that keeps each rank's own rows, and rank 0 does not have the others' rows any
-    more. Collective over all ranks, in pieces of 64 MiB. For a model on the meta device there is
-    ``materialize(..., sync_from_rank0=True)``, for a whole state ``checkpoint.load_full_state``.
+    For a model that each rank built itself, or that only rank 0 loaded. Call it **before**
+    ``fully_shard``, which keeps only each rank's own rows: afterwards rank 0 lacks the other rows.
+    Collective over all ranks, in pieces of 64 MiB. For a model on the meta device use
+    ``materialize(..., sync_from_rank0=True)``, for a full state dict
+    ``checkpoint.load_full_state``.
 
     Raises:
-        ConfigError: not a module; a parameter that is sharded already, or on meta; ranks have other
-            names, shapes or dtypes. Every rank raises it, and nothing was changed.
+        ConfigError: not a module; a parameter that is already sharded, or on meta; names, shapes or
+            dtypes differ between ranks. Every rank raises it, and nothing was changed.
     """
     with checked_together("sync_from_rank0", model):
         check_module("sync_from_rank0", "model", model)
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     grids, helds = Grids([]), []
     with grids.main.together("sync_from_rank0"):  # ranks may have different models
-        for group in (group for unit in units_below(model) for group in unit.own_groups):
+        for group in groups_below(model):
             require_replicas("sync_from_rank0", group)
         for name, tensor in tensors:
             if tensor.is_meta or isinstance(tensor, DTensor):
                 raise ConfigError(
                     "FS227",
-                    f"sync_from_rank0: expected plain tensors with memory, found {name} on the "
-                    "meta device or as a DTensor. Call it before the model is sharded; "
-                    "materialize() is for meta.",
+                    f"sync_from_rank0: expected plain tensors on a real device, found {name} on "
+                    "the meta device or as a DTensor. Call it before sharding; for a model on the "
+                    "meta device, use materialize().",
                 )
             helds.append(grids.hold(name, tensor))
     seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in tensors]
-    difference = grids.difference(seen)
-    if difference is not None:
-        raise ConfigError(
-            "FS404",
-            f"sync_from_rank0: ranks have different models. Found {difference}. Build the model in "
-            "the same way on every rank.",
-        )
+    grids.require_alike("sync_from_rank0: ranks have different models", seen)
     with torch.no_grad():
         for held in helds:
             scatter([held], STAGED_NBYTES, lambda held: held.local)
@@ -91,28 +90,22 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
 
 
 def require_replicas(what: str, group: ParamGroup) -> None:
-    """Raise ConfigError if ranks hold rows of their own of a group's parameters.
-
-    These came from each rank's own values, and no rank has the rest of them: where the ranks
-    differed, the shards are parts of different tensors.
-    """
+    """Raise ConfigError if ranks kept rows of their own values, which may fit no full tensor."""
     if group.data.shard.size == 1:
         return
     for param in group.params:
         if not param.is_on_meta and param.placement.layout.dim is not None:
             raise ConfigError(
                 "FS227",
-                f"{what}: {param.fqn} is sharded already, from the values that each rank had, and "
-                "rank 0 has its own rows only. Call fsdp2.sync_from_rank0(model) before "
-                "fully_shard, or load a whole state with checkpoint.load_full_state.",
+                f"{what}: {param.fqn} was already sharded from each rank's own values, so rank 0 "
+                "has only its own rows. Call fsdp2.sync_from_rank0(model) before fully_shard, or "
+                "load a full state with checkpoint.load_full_state.",
             )
 
 
 Init = Callable[[nn.Module], Any]
 
-FILL = 0xFD
-"""As a float of any width nan or larger than 1e37, as an integer nobody's initial value."""
-
+FILL = 0xFD  # NaN or above 1e37 as a float of any width; an unlikely initial value as an integer
 SCAN_NUMEL = 1 << 16
 
 
@@ -123,65 +116,60 @@ def materialize(
     init: Init | None = None,
     sync_from_rank0: bool = False,
 ) -> nn.Module:
-    """Give a sharded model on the meta device memory and initial values. Returns the model.
+    """Allocate and initialise a sharded model on the meta device. Returns the model.
 
-    Modules are initialised one after another, children before their parents, as constructors do.
-    One module's own parameters are whole at a time: peak memory is the shards and the largest
-    module. Values are bitwise those that one process gets from the same seed, on any mesh. Tensors
-    that are not on meta keep their values and are moved to ``device``; their module runs only if
-    another of its tensors is on meta. Ties stay, and have the values of the last module.
+    Modules are initialised sequentially, children before parents, as constructors do. Only one
+    module's own parameters are unsharded at a time, so peak memory is the shards plus the largest
+    module. Values are bitwise those that a single process gets from the same seed, on any mesh.
+    Tensors that are not on meta keep their values and are moved to ``device``; their module is
+    initialised only if another of its tensors is on meta. Ties are kept, with the values of the
+    last module.
 
-    Collective. Generators of the CPU and of ``device`` take the first rank's state, so they are
+    Collective. Generators of the CPU and of ``device`` get the first rank's state, so they are
     equal on all ranks, before and after.
 
     Args:
         model: a module to which ``fully_shard`` was applied, or a plain one.
-        device: where modules are initialised: the kind of the mesh.
-        init: called with each module that has parameters or buffers of its own on meta. It writes
-            all of them, in place or by assignment, and nothing of other modules. None calls
+        device: where modules are initialised, of the mesh's device type.
+        init: called with each module that has its own parameters or buffers on meta. It must write
+            all of them, in place or by assignment, and nothing in other modules. None calls
             ``module.reset_parameters()``.
-        sync_from_rank0: only the first rank runs ``init`` (it may read files there), and the others
+        sync_from_rank0: only the first rank runs ``init`` (and may read files in it); the others
             get their shards and buffers from it. Replicas and buffers that were not on meta are
-            made equal to the first rank's too; of what was sharded from real values no rank has all
-            rows (see ``fsdp2.sync_from_rank0``).
+            copied from the first rank too. Shards of real values cannot be: no rank has all rows
+            (see ``fsdp2.sync_from_rank0``).
 
     Raises:
-        ConfigError: no ``reset_parameters`` and no ``init``; another kind of device than the
+        ConfigError: no ``reset_parameters`` and no ``init``; a device of another type than the
             mesh's; a parameter or buffer that ``init`` left unwritten, or gave another shape or
-            dtype. The message names the module; all ranks raise it. Or ``init`` drew other
-            random numbers on some ranks; or, with ``sync_from_rank0``, a parameter was sharded from
+            dtype (the message names the module, and all ranks raise it); ``init`` drew different
+            random numbers on some ranks; with ``sync_from_rank0``, a parameter was sharded from
             real values.
         StateError: ``init`` raised, on any rank; inside a forward or a backward.
-        UnsupportedError: ``init`` wrote to a sharded parameter of another module, and something
-            else than a constant (with ``sync_from_rank0``: anything); or a parameter on meta has
-            an all-gather extension, or wraps other tensors.
+        UnsupportedError: ``init`` wrote to a sharded parameter of another module, except a constant
+            without ``sync_from_rank0``; a parameter on meta has an all-gather extension, or wraps
+            other tensors.
     """
     with checked_together("materialize", model) as same:
         device = check_device("materialize", "device", device)
         check_function("materialize", "init", init, "a function of a module or None")
         check_flag("materialize", "sync_from_rank0", sync_from_rank0)
         units = require_idle(model, "materialize")
-        for unit in units:
-            for group in unit.own_groups:
-                if group.residence.compute.type != device.type:
-                    raise ConfigError(
-                        "FS226",
-                        f"materialize: expected device to be {group.residence.compute.type}, where "
-                        f"{unit.fqn or 'the module'} was sharded, found {device}.",
-                    )
+        groups = [(unit, group) for unit in units for group in unit.own_groups]
+        for unit, group in groups:
+            if group.residence.compute.type != device.type:
+                raise ConfigError(
+                    "FS226",
+                    f"materialize: expected device to be {group.residence.compute.type}, the one "
+                    f"that {unit.fqn or 'the module'} was sharded on, found {device}.",
+                )
         same.update(sync_from_rank0=sync_from_rank0)
     grids = Grids([*model.parameters(), *model.buffers()])
     params = model.named_parameters(remove_duplicate=False)
     tensors = [*params, *model.named_buffers(remove_duplicate=False)]
     on_meta = [f"{name} on meta" for name, tensor in tensors if tensor.is_meta]
-    difference = grids.difference(on_meta)
-    if difference is not None:
-        raise ConfigError(
-            "FS404",
-            "materialize: ranks have different tensors on the meta device. Found "
-            f"{difference}. Build the model in the same way on every rank.",
-        )
-    for group in (g for unit in units for g in unit.own_groups) if sync_from_rank0 else ():
+    grids.require_alike("materialize: ranks have different tensors on the meta device", on_meta)
+    for _, group in groups if sync_from_rank0 else ():
         require_replicas("materialize(sync_from_rank0=True)", group)
     meta = {id(module): _Own.of(module) for module in model.modules()}
     modules = [(name, module) for name, module in children_first(model) if any(meta[id(module)])]
@@ -194,8 +182,8 @@ def materialize(
         if lacking:
             raise ConfigError(
                 "FS224",
-                f"materialize: no reset_parameters() on {', '.join(lacking)}. Pass init=, a "
-                "function that initialises the parameters and buffers of one module.",
+                f"materialize: found no reset_parameters() on {', '.join(lacking)}. Pass init=, a "
+                "function that initializes the parameters and buffers of one module.",
             )
     allocate(model, device)
     _move_rest(model, device)
@@ -209,16 +197,14 @@ def materialize(
     elif len(set(grids.main.collect(_generators(device)))) > 1:
         raise ConfigError(
             "FS405",
-            "materialize: init drew other random numbers on some ranks, so parts of different "
-            "values may have been put together. Let it do the same on every rank, or pass "
+            "materialize: init drew different random numbers on some ranks, so shards of different "
+            "tensors may have been combined. Make it draw the same ones on every rank, or pass "
             "sync_from_rank0=True.",
         )
     return model
 
 
 class _Own(NamedTuple):
-    """Names of a module's own parameters and buffers that were on meta."""
-
     params: frozenset[str]
     buffers: frozenset[str]
 
@@ -234,23 +220,19 @@ class _Own(NamedTuple):
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device | None = None) -> None:
-    """Give parameters (and, without ``device``, persistent buffers) on meta memory, unwritten.
-
-    A group's shards get one flat buffer at once: they are registered around a tensor of one element
-    that is expanded to their shape, and the group copies what it adopts.
-
-    Raises:
-        UnsupportedError: a subclass with an all-gather extension, or that wraps others, is on meta.
+    """Allocate parameters (and, without ``device``, persistent buffers) on meta, unwritten. A group
+    allocates one flat buffer for its shards: each shard is registered as a one-element tensor
+    expanded to its shape, and the group copies what it adopts.
     """
-    groups = [group for unit in units_below(model) for group in unit.own_groups]
+    groups = groups_below(model)
     for owner in (param for group in groups for param in group.params):
         if owner.is_extended and owner.is_on_meta:
             kind = type(torch_dtensor.local_tensor(owner.sharded)).__name__
             raise UnsupportedError(
                 "FS221",
-                f"{owner.fqn}: is a {kind} on meta, which keeps memory of its own, and only the "
-                "subclass knows how. Call model.to_empty(device=...) and load its state dict, or "
-                "make it on a real device. Nothing was changed.",
+                f"{owner.fqn}: is a {kind} on the meta device, and only that subclass can allocate "
+                "its memory. Call model.to_empty(device=...) and load its state dict, or create it "
+                "on a real device. Nothing was changed.",
             )
     made: dict[int, nn.Parameter] = {}
     for group in groups:
@@ -285,11 +267,9 @@ def _allocate_group(group: ParamGroup, made: dict[int, nn.Parameter]) -> None:
 
 
 def _with_memory(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    if isinstance(param, DTensor):
-        kind = torch.device(param.device_mesh.device_type)
-        local = torch.empty_like(torch_dtensor.local_tensor(param), device=device or kind)
-        return _like(param, torch_dtensor.placed_like(param, local))
-    return _like(param, torch.empty_like(param, device=device or torch.device("cpu")))
+    kind = param.device_mesh.device_type if isinstance(param, DTensor) else "cpu"
+    local = torch.empty_like(torch_dtensor.local_part(param), device=device or kind)
+    return _like(param, torch_dtensor.placed_like(param, local))
 
 
 def _like(old: nn.Parameter, tensor: Tensor) -> nn.Parameter:
@@ -305,7 +285,6 @@ def _like(old: nn.Parameter, tensor: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move plain tensors that were not on meta to the device."""
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None and not isinstance(param, DTensor) and param.device != device:
@@ -319,7 +298,6 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
 
 
 def _share_generators(grids: Grids, device: torch.device) -> None:
-    """Let the generators of all ranks have the first rank's state."""
     torch.set_rng_state(grids.main.broadcast(torch.get_rng_state()))
     if device.type != "cpu":
         module: Any = torch.get_device_module(device.type)
@@ -340,10 +318,9 @@ _SAME_ON_SHARDS = frozenset(("zero_", "zeros_", "ones_", "fill_", "constant_"))
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses writes to sharded parameters while an ``init`` runs.
-
-    Constants are right on shards too, if every rank writes them (``on_all``): attention of torch
-    sets the bias of its output's module.
+    """Refuses writes to sharded parameters while an ``init`` runs. Constants are correct on shards
+    too, if every rank writes them (``on_all``): torch's attention sets the bias of its output
+    projection's module.
     """
 
     def __init__(self, what: str, on_all: bool) -> None:
@@ -351,30 +328,34 @@ class _Guard(TorchFunctionMode):
         self._what = what
         self._allowed = _SAME_ON_SHARDS if on_all else frozenset()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         name = getattr(func, "__name__", "")
-        target = args[0] if args else next(iter((kwargs or {}).values()), None)  # of torch.nn.init
+        target = args[0] if args else next(iter((kwargs or {}).values()), None)  # torch.nn.init
         writes = name.endswith("_") and not name.endswith("__") and name not in self._allowed
         if writes and isinstance(target, DTensor):
             raise UnsupportedError(
                 "FS225",
                 f"{self._what} wrote ({name}) to a sharded parameter of another module, of shape "
-                f"{tuple(target.shape)}, which is not whole now. Let init write the parameters of "
-                "the module that it is called with only.",
+                f"{tuple(target.shape)}, which is sharded now. Make init write only to the "
+                "parameters of the module that it is called with.",
             )
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(eq=False)
 class _Step:
-    """The initialisation of one module's own parameters and buffers."""
-
     name: str
     module: nn.Module
     own: _Own
     device: torch.device
     grids: Grids
-    done: set[int]  # parameters that a module before has written
+    done: set[int]  # parameters written by an earlier module
 
     def __post_init__(self) -> None:
         module, own = self.module, self.own
@@ -387,7 +368,7 @@ class _Step:
         self.done.update(id(self.registered[n]) for n in own.params)
 
     def run(self, init: Init | None, sync: bool) -> None:
-        """Put whole tensors onto the module, run ``init``, check, and take what it wrote."""
+        """Register full tensors on the module, run ``init``, check it, and keep the results."""
         whole: dict[str, Tensor] = {}
         error: BaseException | None = None
         written: dict[str, Tensor] = {}
@@ -411,7 +392,7 @@ class _Step:
         self._take(written, sync)
 
     def _put_whole(self) -> dict[str, Tensor]:
-        """Register a whole, unwritten tensor for each one that was on meta; return them."""
+        """Register and return a full, unwritten tensor for each one that was on meta."""
         whole: dict[str, Tensor] = {}
         by_param: dict[int, nn.Parameter] = {}
         for name, param in self.registered.items():
@@ -430,7 +411,7 @@ class _Step:
         return whole
 
     def _whole_of(self, name: str, param: nn.Parameter) -> Tensor:
-        """Return an unwritten tensor, or the values that the parameter has already."""
+        """Return an unwritten tensor, or the parameter's values if it was already written."""
         if name in self.fresh:
             shape, stride = tuple(param.shape), tuple(param.stride())
             made = torch.empty_strided(shape, stride, dtype=param.dtype, device=self.device)
@@ -444,11 +425,7 @@ class _Step:
         return tensor
 
     def _check(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what ``init`` wrote, by name; ties in the module once.
-
-        Raises:
-            ConfigError: something is missing, on meta, of another shape or dtype, or unwritten.
-        """
+        """Return the tensors that ``init`` wrote, by name; ConfigError if any is missing or bad."""
         problems, written = [], {}
         for name in (*sorted(self.own.params), *sorted(self.own.buffers)):
             kind = "parameter" if name in self.own.params else "buffer"
@@ -472,13 +449,13 @@ class _Step:
         if problems:
             raise ConfigError(
                 "FS225",
-                f"{self.what} {'; '.join(problems)}. Let it give every parameter and buffer of the "
-                "module its value, in place, or build that one on a real device.",
+                f"{self.what} {'; '.join(problems)}. Make it set every parameter and buffer of the "
+                "module in place, or build that module on a real device.",
             )
         return written
 
     def _take(self, written: dict[str, Tensor], sync: bool) -> None:
-        """Keep this rank's blocks of what was written; with ``sync``, of what the first wrote."""
+        """Keep this rank's blocks of the new values; with ``sync``, of the first rank's."""
         names = sorted(self.own.params)
         helds = [self.grids.hold(name, self.registered[name]) for name in names]
         for name in sorted(self.own.buffers):
@@ -498,7 +475,7 @@ class _Step:
 
 
 def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
-    """Make what was not on meta equal to the first rank's: replicas, plain tensors, buffers."""
+    """Copy the first rank's replicas, plain tensors and buffers that were not on meta."""
     helds: dict[int, LocalShard] = {}
     for module in model.modules():
         own = meta[id(module)]
@@ -507,7 +484,7 @@ def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
                 helds[id(tensor)] = grids.hold(name, tensor)
     for held in helds.values():
         for index, axis in enumerate(held.grid.axes):
-            if axis.size > 1 and index not in held.blocks.axes:  # whose ranks hold the same block
+            if axis.size > 1 and index not in held.blocks.axes:  # every rank has this block
                 line = Grid((axis,), held.grid.device_type)
                 block = Blocks(held.own.sizes, (axis.size,), ())
                 part = LocalShard(held.name, held.local, block, line, tuple(held.local.stride()))
@@ -531,10 +508,7 @@ _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def _count_unwritten(tensor: Tensor) -> int:
-    """Return how many elements still have every byte of the fill. See [Note: written or not].
-
-    One byte is a value that somebody may want: such tensors count only if nothing was written.
-    """
+    """Count elements of fill bytes; in one-byte dtypes, only if nothing was written."""
     raw = _bytes_of(tensor)
     if tensor.numel() == 0 or raw.numel() < tensor.numel() * tensor.itemsize:
         return 0

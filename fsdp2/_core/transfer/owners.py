@@ -1,14 +1,15 @@
-"""Who owns which matrix, and what travels between shards and owners: integers only.
+"""Assignment of matrices to owners, and the traffic between shards and owners.
 
-Owns the choice of owners, the rounds in which matrices travel, and where each part lies in a buffer
-of bytes. It must not know tensors, meshes or process groups.
+Works on integers only: independent of tensors, meshes and process groups. The planner of a round
+(``route``) uses two boxes per cargo: one that a rank sends from, and one that a rank receives into.
+A part travels wherever two of them overlap.
 
 [Note: owners]
-A *matrix* has one *owner* among the ranks of its crew, who has all of it where the others have a
-*part* each (a block, see [Note: chunks] in ``chunk_plan``). Replicas have equal parts: to the owner
-each part travels once, from the replica whose place on the axes of replicas is the owner's; back it
-travels to all of them. In a *round* every rank sends one buffer to every other rank, which has as
-many bytes as the parts for it: nothing is padded to the largest.
+Each *matrix* has one *owner* among its peers. The owner has all of it; the others have a *part*
+each (a block, see [Note: chunks] in ``chunk_plan``). Replicas have equal parts. To the owner, each
+part travels once, from the replica that has the owner's place on the replica axes; on the way back
+it travels to all replicas. In a *round*, every rank sends one buffer to every other rank, sized to
+the parts in it: nothing is padded to the largest.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from fsdp2._core.params.layout import align
-from fsdp2._core.transfer.chunk_plan import Blocks, Region
+from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How one matrix lies on the ranks of its crew.
-
-    ``blocks`` are those of its tensor, and ``places`` the places of the crew's ranks on the axes
-    of these. ``lead``: it is one of the batch that the tensor's first dim counts.
-    """
+    """One matrix over the peers at ``places`` of ``blocks``; ``lead`` is its index in a batch."""
 
     blocks: Blocks
     places: tuple[tuple[int, ...], ...]
@@ -44,7 +43,7 @@ class Cut:
         return math.prod(self.shape)
 
     def part(self, rank: int) -> Region | None:
-        """Return what a rank has, counted from the matrix' start; None if it has no element."""
+        """Return a rank's part, relative to the matrix; None if it has no element."""
         block = self.blocks.block(self.places[rank])
         if not block.numel:
             return None
@@ -55,35 +54,28 @@ class Cut:
         return Region(block.starts[1:], block.sizes[1:])
 
     def row_of(self, rank: int) -> int:
-        """Return which row of a rank's tensor is the matrix, if that has it."""
+        """Return the row of a rank's local tensor that is this matrix; may be out of range."""
         assert self.lead is not None
         return self.lead - self.blocks.block(self.places[rank]).starts[0]
 
     def sends(self, rank: int, owner: int) -> bool:
-        """True if a rank's part travels to the owner, and not an equal one of another replica."""
+        """True if the owner gets this rank's part, not that of an equal replica."""
         own, there = self.places[rank], self.places[owner]
         cut = self.blocks.axes
         return all(axis in cut or own[axis] == there[axis] for axis in range(len(own)))
 
-    @property
-    def is_owned(self) -> bool:
-        """True if the tensor lies whole on one rank of an axis."""
-        return any(cut.owner is not None for cut in self.blocks.cuts)
-
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """The ranks that have all of it; (): it is divided."""
+        """The ranks that have the full matrix; () if it is divided."""
         parts = enumerate(map(self.part, range(len(self.places))))
         return tuple(rank for rank, part in parts if part and part.numel == self.numel)
 
 
 def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -> list[int]:
-    """Return the owner of each matrix: the same on every rank, the costliest matrices first.
-
-    The rank with the least to do gets the next one, and of several such ranks the one with the
-    fewest bytes. Who has all of a matrix that is divided over nobody keeps it, as long as that rank
-    has no more than its share: then nothing travels. Who owns its shard (``fsdp2.Whole``) keeps it,
-    or the same rank of another replica.
+    """Return the owner of each matrix, the same on every rank. Costliest matrices come first, and
+    go to the rank with the least load, then the fewest bytes. A rank that has a full, undivided
+    matrix keeps it while its load stays within an equal share: then nothing travels. A rank that
+    owns the matrix' shard (``fsdp2.Whole``) keeps it, or the same rank of another replica does.
     """
     if not cuts:
         return []
@@ -93,7 +85,7 @@ def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -
     owners = [0] * len(cuts)
     for index in sorted(range(len(cuts)), key=lambda i: (-costs[i], -nbytes[i], i)):
         cut, among = cuts[index], list(range(ranks))
-        if cut.holders and cut.is_owned:
+        if cut.holders and any(part.owner is not None for part in cut.blocks.cuts):
             among = list(cut.holders)
         elif cut.holders and cut.blocks.axes:
             first = cut.holders[0]
@@ -107,33 +99,54 @@ def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -
 
 @dataclass(frozen=True, eq=False)
 class Cargo:
-    """One matrix that travels: ``itemsize`` bytes an element, from or to its owner."""
+    """One matrix that travels, as elements of ``dtype``, to its owner or ``from_owner``."""
 
     cut: Cut
     owner: int
-    itemsize: int
+    dtype: torch.dtype
+    from_owner: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
         return self.cut.numel * self.itemsize
 
+    @cached_property
+    def back(self) -> Cargo:
+        return replace(self, from_owner=True)
+
+    def source(self, rank: int) -> Region | None:
+        if self.from_owner:
+            return self._of_owner(rank)
+        return self.cut.part(rank) if self.cut.sends(rank, self.owner) else None
+
+    def target(self, rank: int) -> Region | None:
+        return self.cut.part(rank) if self.from_owner else self._of_owner(rank)
+
+    def _of_owner(self, rank: int) -> Region | None:
+        return Region((0,) * len(self.cut.shape), self.cut.shape) if rank == self.owner else None
+
+    def travels(self, ranks: int) -> bool:
+        box = self.target if self.from_owner else self.source
+        return any(box(rank) is not None for rank in range(ranks) if rank != self.owner)
+
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the cargo ``index``, at ``start`` bytes of a buffer: that which ``holder`` has."""
+    """A part of a cargo at byte ``start`` of a buffer; ``at`` are its slices in this rank's box."""
 
     index: int
-    holder: int
     start: int
     region: Region
+    at: tuple[slice, ...]
 
 
 @dataclass
 class Route:
-    """What one rank sends and receives in a round: bytes for each rank, and what lies where.
-
-    ``is_local``: no rank has anything for another one.
-    """
+    """One rank's traffic in a round; ``is_local``: no rank has anything for another one."""
 
     sent_nbytes: list[int] = field(default_factory=list)
     received_nbytes: list[int] = field(default_factory=list)
@@ -142,53 +155,36 @@ class Route:
     is_local: bool = False
 
 
-@functools.lru_cache(maxsize=256)  # of the rounds of a step, which is like the one before
-def route(me: int, ranks: int, cargos: tuple[Cargo, ...], to_owners: bool) -> Route:
-    """Say what a rank sends and receives so that owners get their matrices, or give them back."""
-    found = Route()
-    # wide elements first, so that each part begins at a multiple of its own element
+@functools.lru_cache(maxsize=256)  # every step repeats the same rounds
+def route(me: int, ranks: int, cargos: tuple[Cargo, ...]) -> Route:
+    """Plan a rank's traffic in a round, so that each target is filled from all sources."""
+    found = Route(is_local=not any(cargo.travels(ranks) for cargo in cargos))
+    # widest elements first, so that each part starts at a multiple of its element size
     order = sorted(range(len(cargos)), key=lambda index: (-cargos[index].itemsize, index))
-    owned: list[list[int]] = [[] for _ in range(ranks)]
-    for index in order:
-        owned[cargos[index].owner].append(index)
     for kept, sizes, is_sent in (
         (found.sent, found.sent_nbytes, True),
         (found.received, found.received_nbytes, False),
     ):
+        boxes = ((i, cargos[i].source(me) if is_sent else cargos[i].target(me)) for i in order)
+        own = [(index, box) for index, box in boxes if box is not None]
         end = 0
         for other in range(ranks):
             start = end
-            # a part lies at its holder, who is the sender on the way to owners
-            holder = me if is_sent is to_owners else other
-            owner = other if is_sent is to_owners else me
-            for index in owned[owner]:
+            for index, box in own:
                 cargo = cargos[index]
-                if to_owners and not cargo.cut.sends(holder, owner):
-                    continue
-                region = cargo.cut.part(holder)
+                region = overlap(box, cargo.target(other) if is_sent else cargo.source(other))
                 if region is not None:
-                    kept.append(Part(index, holder, end, region))
+                    kept.append(Part(index, end, region, region.inside(box)))
                     end += region.numel * cargo.itemsize
             end = start + align(end - start)
             sizes.append(end - start)
-    found.is_local = not any(_travels(cargo, ranks, to_owners) for cargo in cargos)
     return found
 
 
-def _travels(cargo: Cargo, ranks: int, to_owner: bool) -> bool:
-    """True if some other rank than the owner sends, or gets, a part."""
-    return any(
-        cargo.cut.part(rank) is not None
-        for rank in range(ranks)
-        if rank != cargo.owner and (not to_owner or cargo.cut.sends(rank, cargo.owner))
-    )
-
-
 def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[list[int]]:
-    """Yield which cargos travel together, so that no rank has more than ``max_nbytes`` of a round.
-
-    That is what it sends, what it receives, and what that becomes; one cargo goes in any case.
-    Every round has something for each rank, as long as there is: the large ones of all come first.
+    """Yield the indices of cargos that travel together, at most ``max_nbytes`` on any rank: sent,
+    received, and the result; a single cargo may exceed it. Each owner's largest come first, so that
+    every round has work for all owners while any is left.
     """
     queues: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):

@@ -1,12 +1,9 @@
-"""Whole tensors from shards and shards from whole tensors, in bounded memory.
+"""Gather full tensors from shards and scatter them back, in bounded memory.
 
-Owns the moves: every rank packs its chunks of a bucket into one buffer of bytes, a gather for each
-axis carries it, and the receivers put the parts where they belong; the other way round with
-scatters. It must not know modules, optimizers or files. See [Note: chunks] in ``chunk_plan``.
-
-Any placement will do whose ranks hold blocks: ``Shard`` of any dim, on any number of axes, even or
-not, ``Replicate``, and what tensor parallelism and FSDP together make of one dim. All dtypes
-travel as bytes.
+To gather, every rank packs its chunks of a bucket into one byte buffer, one gather per axis moves
+it, and the receivers unpack the parts; scattering is the reverse. See [Note: chunks] in
+``chunk_plan``. Any placement whose shards are blocks is supported: ``Shard`` of any dim, on any
+number of axes, even or uneven, ``Replicate``, and tensor parallelism and FSDP on one dim.
 """
 
 from __future__ import annotations
@@ -26,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.base import torch_comm, torch_dealt, torch_dtensor
-from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError, carrying, named
 from fsdp2._core.base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._core.comm.mesh import MeshAxis
-from fsdp2._core.comm.process_mesh import Grid, carrying, named, wire_device
+from fsdp2._core.comm.process_mesh import Grid, wire_device
 from fsdp2._core.engine.between_steps import refuse_other_thread, units_below
+from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.layout import dense_stride
 from fsdp2._core.transfer.chunk_plan import (
     Blocks,
@@ -46,7 +44,7 @@ from fsdp2._core.transfer.chunk_plan import (
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """A tensor as ranks hold it: this rank's block, and how the whole is cut."""
+    """A tensor as ranks have it: this rank's block, and how the full tensor is cut."""
 
     name: str
     local: Tensor
@@ -67,15 +65,13 @@ class LocalShard:
         return self.local.dtype
 
 
-STAGED_NBYTES = 64 << 20
-"""The size of chunks, where no caller says another."""
+STAGED_NBYTES = 64 << 20  # default size of chunks
 
 
 class Grids:
-    """The grids of a model's meshes; each mesh is read once.
-
-    The *main* one, of the largest mesh, is where ranks agree, and where plain tensors lie whole. A
-    tensor on a slice of it is taken to be the same along the axes that the slice lacks.
+    """The grids of a model's meshes; each mesh is read once. On the *main* grid, that of the
+    largest mesh, ranks agree, and plain tensors are replicated. A tensor on a slice of it is
+    assumed to be equal along the axes that the slice lacks.
     """
 
     def __init__(self, tensors: Sequence[object]) -> None:
@@ -85,43 +81,39 @@ class Grids:
             if mesh.get_coordinate() is None:
                 raise ConfigError(
                     "FS625",
-                    f"rank {dist.get_rank()} holds a DTensor on {mesh}, which it is not on. "
-                    "Call this on the ranks of the mesh only.",
+                    f"rank {dist.get_rank()} has a DTensor on {mesh}, which does not contain this "
+                    "rank. Call this on the ranks of the mesh only.",
                 )
             self._known[mesh] = Grid.of(mesh)
         largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
         self.main = Grid.world() if largest is None else self._known[largest]
 
     def hold(self, name: str, tensor: Tensor) -> LocalShard:
-        """Describe a tensor; a plain one lies whole on every rank.
-
-        Raises:
-            UnsupportedError: a partial sum, a shard that is no block, or a tensor subclass.
-        """
+        """Describe a tensor (plain: replicated). UnsupportedError if its shards are not blocks."""
         if not isinstance(tensor, DTensor):
             tensor = tensor.detach()
             _refuse_odd(name, tensor)
             blocks = Blocks(tuple(tensor.shape), self.main.counts, ())
             return LocalShard(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
-        # as a method of the DTensor, detach would be planned first
+        # DTensor.detach would go through DTensor's dispatch
         local = torch_dtensor.local_tensor(tensor).detach()
         _refuse_odd(name, local)
         form = (tensor.device_mesh, torch_dealt.key_of(tensor.placements), tuple(tensor.shape))
-        if form not in self._forms:  # a parameter's states have its own
+        if form not in self._forms:  # shared by a parameter and its optimizer state
             self._forms[form] = self._form_of(name, tensor)
         grid, blocks = self._forms[form]
         held = LocalShard(name, _plain(local), blocks, grid, tuple(tensor.stride()))
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
                 "FS624",
-                f"{name}: found a local tensor of shape {tuple(local.shape)} where "
-                f"{held.own.sizes} was expected from placements {tensor.placements} of "
-                f"{held.shape}. Make it with distribute_tensor, which cuts it as Shard says.",
+                f"{name}: found a local tensor of shape {tuple(local.shape)}, expected "
+                f"{held.own.sizes} for placements {tensor.placements} of {held.shape}. Create it "
+                "with distribute_tensor, which splits it as Shard does.",
             )
         return held
 
     def _form_of(self, name: str, tensor: DTensor) -> tuple[Grid, Blocks]:
-        """Return how a tensor is cut: on the main grid, if its mesh is a slice of that."""
+        """Return a tensor's grid and blocks: on the main grid, if its mesh is a slice of it."""
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
         blocks = blocks_of(name, tensor)
@@ -132,17 +124,15 @@ class Grids:
         return self.main, Blocks(blocks.shape, self.main.counts, cuts)
 
     def _axes_of_main(self, grid: Grid) -> list[int] | None:
-        """Return which axes of the main grid a slice of it has; None if it is none.
-
-        A parameter that tensor parallelism leaves whole lies on the data axes only: the ranks of
-        the other axes hold the same values.
+        """Return the main grid's axes that a slice of it has; None if it is not a slice. A
+        parameter that tensor parallelism does not shard is only on the data axes.
         """
         if math.prod(grid.counts) == math.prod(self.main.counts):
             return None
         lines = [axis.global_ranks if axis.size > 1 else None for axis in self.main.axes]
         found: list[int] = []
         for axis in grid.axes:
-            if axis.size == 1:  # any axis will do for one rank; it cuts nothing
+            if axis.size == 1:  # one rank cuts nothing, so any axis will do
                 found.append(0)
             elif axis.global_ranks in lines:
                 found.append(lines.index(axis.global_ranks))
@@ -151,26 +141,30 @@ class Grids:
         return found
 
     def ranks_of(self, grid: Grid) -> list[int] | None:
-        """Return the ranks of a grid in the order of their places; None for one without a mesh."""
         meshes = {known: mesh for mesh, known in self._known.items()}
         return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
 
     def difference(self, names: list[str]) -> str | None:
-        """Say in what the lists of all ranks differ, alike on each of them; None if they do not."""
+        """Return a difference between the ranks' lists, the same on all ranks; None if equal."""
         found = self.main.collect(names)
         for rank, other in enumerate(found):
             differ = sorted(set(other) ^ set(found[0]))
             if differ:
                 has, lacks = (0, rank) if differ[0] in found[0] else (rank, 0)
-                return f"{differ[0]} on rank {has}, and not on rank {lacks}"
-        return None if all(other == found[0] for other in found) else "another order of names"
+                return f"{differ[0]} on rank {has}, but not on rank {lacks}"
+        return None if all(other == found[0] for other in found) else "names in a different order"
+
+    def require_alike(self, what: str, names: list[str]) -> None:
+        """Raise ConfigError on every rank if their lists differ; ``what`` states what differs."""
+        difference = self.difference(names)
+        if difference is not None:
+            raise ConfigError(
+                "FS404",
+                f"{what}. Found {difference}. Build the same model on every rank.",
+            )
 
     def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
-        """Check that every tensor lies on the ranks of the main grid, with the same first rank.
-
-        Raises:
-            UnsupportedError: one lies on fewer ranks, so that there are several tensors of a name.
-        """
+        """Raise UnsupportedError for tensors on fewer ranks: their names may be ambiguous."""
         ranks = {grid: self.ranks_of(grid) for grid in self._known.values()}
         main = ranks.get(self.main)
         for held in helds:
@@ -180,10 +174,10 @@ class Grids:
             if len(found) != len(main) or found[0] != main[0]:
                 raise UnsupportedError(
                     "FS625",
-                    f"{what}: {held.name} lies on {len(found)} of {len(main)} ranks, and not along "
-                    "axes of their mesh, so that other ranks may hold another tensor of this name. "
-                    "Slice all meshes from one init_device_mesh(...) call, or use the sharded "
-                    "state.",
+                    f"{what}: {held.name} is on {len(found)} of {len(main)} ranks, which are not "
+                    "axes of their mesh, so other ranks may have a different tensor with this "
+                    "name. Slice all meshes from one init_device_mesh(...) call, or use the "
+                    "sharded state.",
                 )
 
 
@@ -206,7 +200,7 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
 
 
 def blocks_of(name: str, tensor: DTensor) -> Blocks:
-    """Read placements: cuts from left to right, strided ones last and from right to left."""
+    """Read placements: cuts from left to right, then strided ones from right to left."""
     plain: list[CutOf] = []
     strided: list[CutOf] = []
     for axis, placement in enumerate(tensor.placements):
@@ -224,18 +218,14 @@ def blocks_of(name: str, tensor: DTensor) -> Blocks:
     return Blocks(tuple(tensor.shape), counts, (*plain, *reversed(strided)))
 
 
-# From shards to whole tensors.
+# From shards to full tensors.
 
 
 @dataclass(frozen=True)
 class Target:
-    """What becomes of gathered tensors.
-
-    Args:
-        on_all: every rank gets them; else the first rank of their mesh.
-        dtype: floating-point tensors are cast to it; None keeps theirs.
-        device: where they are made; None: where the shards are.
-        counted: whole tensors count for the limit, until the caller has taken them.
+    """The destination of gathered tensors: the first rank of their mesh, or ``on_all``.
+    Floating-point ones are cast to ``dtype``. ``device`` None means that of the shards. If
+    ``counted``, full tensors count against the limit until the caller has consumed them.
     """
 
     on_all: bool = True
@@ -248,7 +238,7 @@ class Target:
         return self.dtype if casts and self.dtype is not None else held.dtype
 
     def wire_dtype_of(self, held: LocalShard) -> torch.dtype:
-        """Return the narrower of the dtypes: it is cast before it is sent, or after."""
+        """Return the narrower of the two dtypes, in which the tensor is sent."""
         dtype = self.dtype_of(held)
         return dtype if dtype.itemsize < held.dtype.itemsize else held.dtype
 
@@ -256,50 +246,46 @@ class Target:
         return self.on_all or grid.is_first
 
 
+def groups_below(model: nn.Module) -> list[ParamGroup]:
+    return [group for unit in units_below(model) for group in unit.own_groups]
+
+
 @contextlib.contextmanager
 def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
-    """Around the checks of a call's arguments: what one rank refuses, all ranks of the model do.
-
-    Else the others would wait for it. What decides which collectives follow is put into the dict
-    that this gives, and has to be the same on all ranks. Without a model, all ranks of the job are
-    taken to be there.
+    """Check a call's arguments: if one rank refuses, all do, instead of waiting for it. Put values
+    that determine later collectives into the yielded dict: they must be equal. Without a model, all
+    ranks of the job take part.
     """
     refuse_other_thread(model, what)
     tensors: list[Tensor] = []
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
-        # what is registered may be whole, on some ranks only; shards tell all ranks the same mesh
-        groups = (group for unit in units_below(model) for group in unit.own_groups)
-        tensors += [param.sharded for group in groups for param in group.params]
+        # registered parameters may be full on some ranks only; shards give all ranks the same mesh
+        tensors += [param.sharded for group in groups_below(model) for param in group.params]
     placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     shared = [tensor for tensor in placed if tensor.device_mesh.get_coordinate() is not None]
     with Grids(shared or placed).main.together(what) as same:
-        Grids(placed)  # this rank lacks the mesh of a tensor: those of the others wait for it
+        Grids(placed)  # raises if this rank lacks a mesh; the other ranks wait for it
         yield same
 
 
 def gather(
     helds: Sequence[LocalShard], max_nbytes: int, target: Target, main: Grid, what: str
 ) -> Generator[tuple[int, Tensor | None], None, None]:
-    """Yield the index and the whole of each tensor, in order; None where it is not received.
-
-    Collective: every rank takes all of them. The caller must not keep more tensors than it has
-    memory for; this keeps none that it has yielded.
-
-    The ranks of ``main`` agree before each batch, and at the end, that all of them are there and
-    have memory. So if one leaves (it closes the generator, or throws into it), or cannot make room,
-    all of them raise. ``what`` is the name for it in messages.
+    """Yield the index and the full tensor of each one, in order; None where not received.
+    Collective: every rank must iterate over all of them. This keeps no tensor that it has yielded.
+    Before each batch and at the end, the ranks of ``main`` agree that all are present and have
+    memory: if one leaves (closes the generator or throws into it) or cannot allocate, all raise.
     """
-    grids = list(dict.fromkeys(held.grid for held in helds))
     moves = _Gathering(helds, target)
     items = []
     for held, wire in zip(helds, moves.wires, strict=True):
         kept = held.blocks.count * math.prod(held.blocks.largest) * target.dtype_of(held).itemsize
         copies = held.blocks.count if held.blocks.axes else 0
         kept = kept if target.counted else 0
-        items.append(Item(held.blocks, grids.index(held.grid), wire.itemsize, copies, kept))
+        items.append(Item(held.blocks, held.grid, wire.itemsize, copies, kept))
     for batch in plan(items, max_nbytes):
-        # as decorators they would keep what was yielded last
+        # context managers, because decorators would keep the last yielded tensor alive
         with torch.no_grad(), kept_interrupts(leave_pending=True):
             with main.together(what):
                 for bucket in batch.buckets.values():
@@ -327,17 +313,14 @@ def _left(what: str, name: str) -> StateError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return StateError(
         "FS407",
-        f"{what}: rank {rank} stopped at {name}, so the others cannot go on: it left the loop, or "
-        "what it did with the tensor failed there. Iterate to the end on every rank, or leave the "
-        "loop at the same tensor on all.",
+        f"{what}: rank {rank} stopped at {name}, so the others cannot continue: it left the loop, "
+        "or failed while using the tensor. Iterate to the end on every rank, or leave the loop at "
+        "the same tensor on all ranks.",
     )
 
 
 class _Moves:
-    """A stream of buckets on this rank: tensors, the dtypes in which they are sent, and the buffer.
-
-    The buffer is kept for the next bucket, which may be larger.
-    """
+    """A stream of buckets on this rank: tensors, their dtypes on the wire, a reused buffer."""
 
     def __init__(self, helds: Sequence[LocalShard], wires: Sequence[torch.dtype]) -> None:
         self.helds, self.wires = helds, wires
@@ -347,7 +330,7 @@ class _Moves:
         return self.helds[bucket.chunks[0].index]
 
     def buffer(self, bucket: Bucket, rows: int, axes: Sequence[int]) -> Tensor:
-        """Return room for a bucket of so many ranks, where the group of an axis takes tensors."""
+        """Return a buffer for ``rows`` ranks' parts, on a device that the group accepts."""
         first, nbytes = self.first(bucket), rows * bucket.nbytes
         group = first.grid.axes[axes[0]].pg
         assert group is not None
@@ -360,11 +343,7 @@ class _Moves:
     def parts(
         self, bucket: Bucket, place: Sequence[int], row: Tensor
     ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
-        """Yield each tensor of which the rank at ``place`` has a part of its chunk.
-
-        Its index, where the part is in that rank's block, where in the whole, and its memory in the
-        rank's row of a buffer.
-        """
+        """Yield each part at ``place``: its tensor, slices in block and whole, and memory."""
         for chunk in bucket.chunks:
             block = self.helds[chunk.index].blocks.block(place)
             part, dtype = part_of(block, chunk.region), self.wires[chunk.index]
@@ -375,15 +354,12 @@ class _Moves:
 
 
 class _Gathering(_Moves):
-    """Buckets that become ``whole`` tensors."""
-
     def __init__(self, helds: Sequence[LocalShard], target: Target) -> None:
         super().__init__(helds, [target.wire_dtype_of(held) for held in helds])
         self.target = target
         self.whole: dict[int, Tensor] = {}
 
     def make_room(self, bucket: Bucket) -> None:
-        """Allocate what a bucket needs here, and all that it needs."""
         for chunk in bucket.chunks if self.target.takes(self.first(bucket).grid) else ():
             if chunk.index not in self.whole:
                 held = self.helds[chunk.index]
@@ -394,7 +370,7 @@ class _Gathering(_Moves):
         self._room(bucket)
 
     def _room(self, bucket: Bucket) -> Tensor | None:
-        """Return the buffer of a bucket; None where nothing is sent, or another replica does it."""
+        """Return a bucket's buffer; None where nothing is sent, or another replica sends it."""
         first = self.first(bucket)
         others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in bucket.axes)
         is_there = self.target.on_all or first.grid.is_first_on(others)
@@ -425,62 +401,50 @@ class _Gathering(_Moves):
 
 
 def _row_of(bucket: Bucket, grid: Grid) -> int:
-    """Return which row of the gathered buffer is this rank's."""
-    row, owners = 0, dict(bucket.owners)
+    row = 0
     for axis in bucket.axes:
-        if axis not in owners:
+        if axis not in bucket.owners:
             row = row * grid.counts[axis] + grid.place[axis]
     return row
 
 
 def _rows_held(bucket: Bucket, grid: Grid) -> int:
-    """Return how many ranks' chunks pass through this rank, to or from the first one.
-
-    The first on the innermost axes collects, or hands out, what their lines hold.
-    """
-    rows, owners = 1, dict(bucket.owners)
+    """Return how many ranks' chunks pass through this rank, to or from the first rank."""
+    rows = 1
     for axis in reversed(bucket.axes):
         if grid.place[axis]:
             break
-        rows *= 1 if axis in owners else grid.counts[axis]
+        rows *= 1 if axis in bucket.owners else grid.counts[axis]
     return rows
 
 
 def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
-    """Fill the rows of a buffer axis by axis, the last first, in place.
-
-    Returns True where the result arrives. What is sent and received lies in the buffer, so that
-    nothing else is allocated, by gloo neither: its all-gather and gather copy, broadcasts do not.
+    """Fill the rows of a buffer in place, last axis first; return True where the result arrives.
+    Nothing is allocated, even by gloo: its all-gather and gather copy, its broadcasts do not.
     """
     own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
-    owners = dict(bucket.owners)
     for index in reversed(bucket.axes):
-        axis = grid.axes[index]
-        if index in owners:
-            start = own // nbytes * nbytes if on_all else 0
-            part = buffer[start : start + nbytes]
-            if on_all:
-                with carrying():
-                    dist.broadcast(part, group=axis.pg, group_src=owners[index])
-            else:
-                _pass_on(part, axis, owners[index], 0)
-                if axis.rank != 0:
-                    return False
-            continue
-        if on_all:
-            line = axis.size * nbytes
-            start = own // line * line
-            _gather_line(buffer[start : start + line], axis)
-        else:
+        axis, owner = grid.axes[index], bucket.owners.get(index)
+        ranks = axis.size if owner is None else 1
+        start = own // (ranks * nbytes) * ranks * nbytes if on_all else 0
+        line = buffer[start : start + ranks * nbytes]
+        if owner is None and on_all:
+            _gather_line(line, axis)
+        elif owner is None:
             _exchange(buffer, nbytes, axis, to_first=True)
-            if axis.rank != 0:
-                return False
-        nbytes *= axis.size
+        elif on_all:
+            with carrying():
+                dist.broadcast(line, group=axis.pg, group_src=owner)
+        else:
+            _pass_on(line, axis, owner, 0)
+        if axis.rank != 0 and not on_all:
+            return False
+        nbytes *= ranks
     return True
 
 
 def _gather_line(line: Tensor, axis: MeshAxis) -> None:
-    """Fill the parts of the others; each rank of an axis has its own part of ``line``."""
+    """Fill the other ranks' parts of ``line``; each rank of the axis contributes its own."""
     parts = list(line.view(axis.size, -1))
     with carrying():
         if line.device.type == "cpu":
@@ -499,68 +463,67 @@ _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
-    """Send a part from one rank of an axis to another one. Collective over the axis."""
+    """Send a part from one rank of an axis to another. Collective over the axis."""
     if sender == receiver:
         return
     assert axis.pg is not None
-    through_host = not part.is_cpu and torch_comm.is_gloo(axis.pg, part.device.type)
-    if not (part.is_cpu or through_host or axis.pg in _connected):
-        # NCCL makes a communicator at the first operation, which has to be one of all ranks
+    if not (_goes_through_host(part, axis.pg) or part.is_cpu or axis.pg in _connected):
+        # NCCL creates a communicator at the first operation, in which all ranks must take part
         with carrying():
             dist.all_reduce(part.new_zeros(1), group=axis.pg)
         _connected.add(axis.pg)
-    if axis.rank not in (sender, receiver):
-        return
-    carried = part.cpu() if through_host else part
-    act, peer = (dist.isend, receiver) if axis.rank == sender else (dist.irecv, sender)
-    with carrying():
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(act, carried, axis.global_ranks[peer], axis.pg)]
-        ):
-            work.wait()
-    if through_host and axis.rank == receiver:
-        part.copy_(carried)
+    if axis.rank in (sender, receiver):
+        receives = axis.rank == receiver
+        peer = axis.global_ranks[sender if receives else receiver]
+        _send_or_receive(part.unsqueeze(0), [peer], axis.pg, receives)
 
 
-def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) -> None:
-    """Send every other rank's part to the first rank of an axis, or from there.
-
-    On the first rank the buffer begins with a part for each rank, on the others with their own.
-    """
+def _exchange(
+    buffer: Tensor,
+    nbytes: int,
+    axis: MeshAxis,
+    *,
+    to_first: bool,
+) -> None:
+    """Exchange parts with an axis' first rank; its buffer has all parts, the others' their own."""
     is_first, ranks = axis.rank == 0, axis.global_ranks
     peers = ranks[1:] if is_first else ranks[:1]
     start = nbytes if is_first else 0
     parts = buffer[start : start + len(peers) * nbytes].view(len(peers), nbytes)
-    receives = is_first is to_first
     assert axis.pg is not None
-    through_host = not parts.is_cpu and torch_comm.is_gloo(axis.pg, parts.device.type)
+    _send_or_receive(parts, peers, axis.pg, is_first is to_first)
+
+
+def _goes_through_host(tensor: Tensor, pg: dist.ProcessGroup) -> bool:
+    return not tensor.is_cpu and torch_comm.is_gloo(pg, tensor.device.type)
+
+
+def _send_or_receive(
+    parts: Tensor, peers: Sequence[int], pg: dist.ProcessGroup, receives: bool
+) -> None:
+    through_host = _goes_through_host(parts, pg)
     carried = parts.cpu() if through_host else parts
     act = dist.irecv if receives else dist.isend
     with carrying():
-        sent = [dist.P2POp(act, p, peer, axis.pg) for p, peer in zip(carried, peers, strict=True)]
+        sent = [dist.P2POp(act, part, peer, pg) for part, peer in zip(carried, peers, strict=True)]
         for work in dist.batch_isend_irecv(sent):
             work.wait()
     if through_host and receives:
         parts.copy_(carried)
 
 
-# From whole tensors to shards.
+# From full tensors to shards.
 
 
 @torch.no_grad()
 def scatter(
     helds: Sequence[LocalShard], max_nbytes: int, source: Callable[[LocalShard], Tensor]
 ) -> None:
-    """Fill every rank's blocks with the parts of whole tensors that the first rank has.
-
-    Collective. ``source`` is called on the first rank only, once for each tensor and batch; what it
-    returns has the shape of the tensor and any dtype and device.
-    """
-    grids = list(dict.fromkeys(held.grid for held in helds))
+    """Fill all blocks from ``source`` on the first rank, of any dtype. Collective."""
     items = []
     for held in helds:
         copies = held.blocks.count if any(count > 1 for count in held.grid.counts) else 0
-        items.append(Item(held.blocks, grids.index(held.grid), held.dtype.itemsize, copies))
+        items.append(Item(held.blocks, held.grid, held.dtype.itemsize, copies))
     moves = _Moves(helds, [held.dtype for held in helds])
     for batch in plan(items, max_nbytes):
         wholes: dict[int, Tensor] = {}
@@ -583,7 +546,7 @@ def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) ->
         for chunk in bucket.chunks:
             moves.helds[chunk.index].local.copy_(wholes[chunk.index])
         return
-    others, owners = tuple(a for a in real if a not in bucket.axes), dict(bucket.owners)
+    others = tuple(axis for axis in real if axis not in bucket.axes)
     is_on_line = grid.is_first_on(others)
     buffer = moves.buffer(bucket, _rows_held(bucket, grid) if is_on_line else 1, real)
     if grid.is_first:
@@ -593,10 +556,10 @@ def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) ->
     for position, index in enumerate(bucket.axes) if is_on_line else ():
         inner = bucket.axes[position + 1 :]
         if grid.is_first_on(inner):
-            counted = [axis for axis in inner if axis not in owners]
+            counted = [axis for axis in inner if axis not in bucket.owners]
             nbytes = bucket.nbytes * math.prod(grid.counts[axis] for axis in counted)
-            if index in owners:
-                _pass_on(buffer[:nbytes], grid.axes[index], 0, owners[index])
+            if index in bucket.owners:
+                _pass_on(buffer[:nbytes], grid.axes[index], 0, bucket.owners[index])
             else:
                 _exchange(buffer, nbytes, grid.axes[index], to_first=False)
     own = buffer[: bucket.nbytes]

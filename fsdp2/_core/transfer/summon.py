@@ -1,13 +1,9 @@
-"""``summon_full_params``: whole parameters registered on the modules, inside a context.
-
-Owns what is registered meanwhile, and what of it goes back into the shards; and ``full_params``,
-whole parameters one after another. It must not know how
-tensors travel.
+"""``summon_full_params`` and ``full_params``: full parameters in a context, or iterated over.
 
 [Note: summoned]
-Whole parameters are tensors of their own in the dtype that shards are kept in, not the buffers of a
-group: nothing here moves a group's state. While they are registered, the units must not run or look
-at them, so their modules refuse a forward, and ``Unit.summoned_on`` keeps units from adopting them.
+Full parameters are separate tensors in the dtype of the shards, not a group's buffers: nothing here
+changes a group's state. While they are registered, the units must neither run nor inspect them. So
+their modules refuse a forward, and ``Unit.summoned_on`` keeps units from adopting them.
 """
 
 from __future__ import annotations
@@ -23,15 +19,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.base import torch_dtensor
-from fsdp2._core.base.arguments import check_count, check_dtype, check_flag, check_function
-from fsdp2._core.base.errors import ConfigError, StateError
+from fsdp2._core.base.errors import (
+    ConfigError,
+    StateError,
+    check_count,
+    check_dtype,
+    check_flag,
+    check_function,
+)
 from fsdp2._core.base.interrupts import kept_interrupts
 from fsdp2._core.base.names import class_name, cleaned, named_parameters
 from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.engine.between_steps import require_idle
 from fsdp2._core.engine.tree import Unit, unit_of
-from fsdp2._core.params.param import SUMMONED, OwnerMark, own_attributes
+from fsdp2._core.params.param import SUMMONED, OwnerMark
 from fsdp2._core.params.registration import Site
 from fsdp2._core.transfer.redistribute import (
     STAGED_NBYTES,
@@ -47,8 +49,6 @@ WHO = "summon_full_params"
 
 @dataclass(eq=False)
 class _Summoned:
-    """A parameter in both forms, and the places where it is registered."""
-
     name: str
     sharded: nn.Parameter
     sites: list[Site]
@@ -56,7 +56,7 @@ class _Summoned:
     whole: nn.Parameter | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the whole parameter, or a file with it, is no longer summoned."""
+        """Copy and pickle as None: a copy of the full parameter is no longer summoned."""
         return type(None), ()
 
     def register(self, param: nn.Parameter) -> None:
@@ -64,7 +64,6 @@ class _Summoned:
             site.put(param)
 
     def write_back(self, with_grads: bool) -> None:
-        """Copy this rank's block of what is registered now into the shard."""
         found = self.sites[0].registered
         assert found is not None
         block = found.detach()[self.held.own.slices]
@@ -87,22 +86,21 @@ class _Summoned:
 
 
 def _check(module: nn.Module, flags: dict[str, bool]) -> list[Unit]:
-    """Return the units of a module; raise what ``summon_full_params`` says of its arguments."""
     for name, flag in flags.items():
         check_flag("summon_full_params", name, flag)
     rank0_only = flags["rank0_only"]
     if rank0_only and flags["writeback"]:
         raise ConfigError(
             "FS307",
-            "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "
-            "do not have what would be written. Pass writeback=False, or rank0_only=False.",
+            "summon_full_params: found rank0_only=True with writeback=True, but the other ranks "
+            "have no values to write back. Pass writeback=False, or rank0_only=False.",
         )
     units = require_idle(module, "summon_full_params")
     if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
         raise StateError(
             "FS307",
             "summon_full_params: is nested in a context of the same parameters, and one of the two "
-            "has rank0_only. Leave the outer one first.",
+            "uses rank0_only. Exit the outer context first.",
         )
     return units
 
@@ -116,28 +114,29 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Register whole parameters on a module's units inside the context.
+    """Register full parameters on a module's units inside the context.
 
     Each is a plain ``nn.Parameter`` under the same name, in the dtype of the shards (not the
-    compute dtype), whole over replicate and tensor-parallel axes too, so ``module.apply(fn)``,
-    ``state_dict()`` and initialisers see what one process would. Gathers are collective, on entry;
-    nothing is sent on exit. Works on a module inside a sharded one, and nested: what an outer
-    context has summoned stays as it is, and an inner one with ``writeback`` writes it back at once.
+    compute dtype). It is unsharded over replicate and tensor-parallel axes too, so
+    ``module.apply(fn)``, ``state_dict()`` and initialisers see what a single process would. Entry
+    gathers collectively; exit sends nothing. Works on a module inside a sharded one, and nested:
+    parameters that an outer context has summoned stay registered, and an inner one with
+    ``writeback`` writes them back immediately.
 
     Args:
-        recurse: units below ``module`` too; False takes the module's own unit (or, for a module
-            that is none, the parameters that it registers itself).
-        writeback: on exit each rank copies its own part of what is registered into its shard; parts
-            that differ between ranks stay so. False drops every change.
-        rank0_only: only the first rank of the mesh gets whole parameters; the others keep their
+        recurse: include units below ``module``. False uses only the module's own unit or, if it is
+            not a unit, the parameters registered on it directly.
+        writeback: on exit, each rank copies its own part of the registered tensors into its shards;
+            parts that differ between ranks stay different. False discards all changes.
+        rank0_only: only the first rank of the mesh gets full parameters; the others keep their
             shards. Not with ``writeback``.
-        offload_to_cpu: whole parameters are in host memory.
-        with_grads: whole gradients as ``grad``, and back with ``writeback``: a gradient set to None
-            is dropped, a new one is placed as its parameter is.
+        offload_to_cpu: put the full parameters in host memory.
+        with_grads: register full gradients as ``grad``, and write them back with ``writeback``. A
+            gradient set to None is dropped; a new one gets its parameter's placement.
 
     Raises:
-        ConfigError: not a module; a flag that is no bool; ``rank0_only`` with ``writeback``; some
-            ranks have a gradient that others lack.
+        ConfigError: not a module; a flag that is not a bool; ``rank0_only`` with ``writeback``; a
+            gradient that only some ranks have.
         StateError: inside a forward or a backward; a forward, ``unshard`` or ``fully_shard`` of a
             summoned unit inside the context; on exit, a parameter that was removed or reshaped
             (shards keep their values).
@@ -164,8 +163,8 @@ def summon_full_params(
     if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
         warn(
             "FS309",
-            "summon_full_params: offload_to_cpu without rank0_only puts a copy of every "
-            "parameter into host memory for each rank of the machine.",
+            "summon_full_params: offload_to_cpu without rank0_only stores a copy of every "
+            "parameter in host memory for each rank of the machine.",
         )
     top = unit_of(module)
     own = [unit for unit in units if not unit.summoned_on and (recurse or unit is top)]
@@ -206,13 +205,12 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     name = unit.fqn if unit is not None else ""
     raise StateError(
         "FS306",
-        f"{name or class_name(module)}: its forward was called inside summon_full_params, where "
-        "no parameters are gathered or reduced. Leave the context first.",
+        f"{name or class_name(module)}: its forward was called inside summon_full_params, where no "
+        "parameters are gathered or reduced. Exit the context first.",
     )
 
 
 def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
-    """Return the sharded parameters of a module's tree, or of its own unit if ``units`` is None."""
     sites: dict[int, list[Site]] = {}
     params: dict[int, tuple[str, nn.Parameter]] = {}
     wanted: set[int] | None = None
@@ -231,7 +229,7 @@ def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
             sites.setdefault(id(param), []).append(Site(part, name))
     for key, (_, param) in params.items():
         owner = OwnerMark.owner_of(param)
-        if owner is not None and owner.sharded is param:  # sites outside of the module too
+        if owner is not None and owner.sharded is param:  # includes sites outside of the module
             sites[key] = list(owner.sites)
     grids = Grids([param for _, param in params.values()])
     return [
@@ -243,7 +241,6 @@ def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
 def _gather(
     found: list[_Summoned], grids: Grids, rank0_only: bool, offload: bool, with_grads: bool
 ) -> None:
-    """Make whole parameters, and gradients, where they are wanted."""
     helds = [item.held for item in found]
     if rank0_only:
         grids.require_common(helds, WHO)
@@ -252,8 +249,8 @@ def _gather(
     for index, tensor in _received(helds, target, grids):
         item = found[index]
         whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
-        vars(whole).update(own_attributes(item.sharded))
-        if whole.grad_dtype is not item.sharded.grad_dtype:  # whatever the user puts there
+        vars(whole).update(torch_dtensor.own_attributes(item.sharded))
+        if whole.grad_dtype is not item.sharded.grad_dtype:  # the user may assign any grad here
             whole.grad_dtype = item.sharded.grad_dtype
         whole.__dict__[SUMMONED] = item
         item.whole = whole
@@ -264,8 +261,8 @@ def _gather(
     if difference is not None:
         raise ConfigError(
             "FS406",
-            f"summon_full_params: some ranks lack a gradient. Found that of {difference}. Clear it "
-            "everywhere, or leave with_grads out.",
+            f"summon_full_params: some ranks lack a gradient. Found the gradient of {difference}. "
+            "Clear it on all ranks, or omit with_grads.",
         )
     grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
     for index, tensor in _received(grads, target, grids):
@@ -280,26 +277,26 @@ def _received(helds: list[LocalShard], target: Target, grids: Grids) -> list[tup
 
 
 def _problem(item: _Summoned) -> str | None:
-    """Say why what is registered cannot go back into the shard."""
+    """Return why a registered tensor cannot be written back to its shard; None if it can."""
     if item.whole is None:
         return None
     seen = [site.registered for site in item.sites]
     now = seen[0]
     if now is None:
-        return f"{item.name} was removed inside the context. Leave it registered."
+        return f"{item.name} was removed inside the context. Keep it registered."
     if isinstance(now, DTensor):
-        return f"{item.name} is a DTensor now. Replace it by a whole parameter."
+        return f"{item.name} is a DTensor now. Replace it with a full parameter."
     if tuple(now.shape) != item.held.shape:
         return (
-            f"{item.name} has shape {tuple(now.shape)} now, and was {item.held.shape}. Write to it "
-            "in place."
+            f"{item.name} has shape {tuple(now.shape)} now, expected {item.held.shape}. Write to "
+            "it in place."
         )
     if any(other is not now for other in seen):
-        return f"{item.name} is tied, and was replaced in one of its places. Replace it in all."
+        return f"{item.name} is tied, but was replaced in only one place. Replace it everywhere."
     return None
 
 
-# ``full_params``: the whole parameters of a model, one after another in bounded memory.
+# ``full_params``: iterate over a model's full parameters in bounded memory.
 
 Transform = Callable[[str, Tensor], "Tensor | None"]
 
@@ -313,16 +310,16 @@ def full_params(
     names: Callable[[str], bool] | None = None,
     buffers: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over ``(name, whole tensor)`` of a module's parameters, in bounded memory.
+    """Iterate over ``(name, full tensor)`` of a module's parameters, in bounded memory.
 
     Parameters are gathered in buckets, in the order of ``named_parameters()``, under their names
-    without wrappers (of activation checkpointing, say); a tied one comes once, under its first.
-    Tensors are new, detached and plain, on the device of the shards, and belong to the caller;
-    tensor-parallel ones are whole too. Collective: every rank iterates to the end, or leaves the
-    loop at the same tensor. If one rank alone leaves, or its callback or its loop raises, the
-    others raise too, when they ask for the next bucket.
+    without wrappers (of activation checkpointing, for example); a tied one is yielded once, under
+    its first name. Tensors are new, detached and plain, on the device of the shards, and belong to
+    the caller. Tensor-parallel ones are unsharded too. Collective: every rank iterates to the end,
+    or leaves the loop at the same tensor. If a single rank leaves, or its callback or loop body
+    raises, the other ranks raise at the next bucket.
 
-    Adapters can be merged on the way: gather them first, then let ``callback`` add them::
+    Adapters can be merged on the way: gather them first, then add them in ``callback``::
 
         adapters = dict(full_params(model, max_bytes=n, names=lambda name: "lora_" in name))
 
@@ -334,24 +331,24 @@ def full_params(
         for name, weight in full_params(model, max_bytes=n, callback=merge): ...
 
     Args:
-        module: a sharded module, or any other, whose parameters may be DTensors.
-        max_bytes: bytes of the bucket and of the buffers that it travels in, beside what the caller
-            keeps (the tensor of a loop's variable lives while the next bucket is gathered). A
-            parameter that is larger comes alone, in pieces: then it is that parameter and this.
-        dtype: floating-point tensors are cast to it, before they are sent if it is narrower.
-        callback: called with each name and whole tensor on every rank; what it returns is yielded,
-            and None leaves the tensor out.
-        names: which parameters to take; None takes all. It must say the same on every rank.
-        buffers: yield buffers too (this rank's), after the parameters.
+        module: a sharded module, or any module whose parameters may be DTensors.
+        max_bytes: upper bound on the bucket plus its communication buffers, in addition to what the
+            caller keeps (a loop variable keeps its tensor alive while the next bucket is gathered).
+            A larger parameter travels alone, in pieces, and needs its own size on top.
+        dtype: cast floating-point tensors to it, before sending if it is narrower.
+        callback: called with each name and full tensor on every rank. Its result is yielded; None
+            skips the tensor.
+        names: predicate that selects parameters; None selects all. Must agree on every rank.
+        buffers: yield this rank's buffers too, after the parameters.
 
     Raises:
-        ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not one of
-            floating-point numbers.
+        ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not a
+            floating-point dtype.
         StateError: inside a forward or a backward; a parameter is on the meta device; another rank
-            left the loop, its callback raised, or it had no memory.
+            left the loop, its callback raised, or it ran out of memory.
         UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
     """
-    # Ctrl-C here is told in the exchange of the first bucket, where the others go on to
+    # an interrupt here is reported in the exchange of the first bucket, which the other ranks reach
     with kept_interrupts(leave_pending=True), checked_together("full_params", module) as same:
         check_count("full_params", "max_bytes", max_bytes)
         check_dtype("full_params", "dtype", dtype)
@@ -383,7 +380,7 @@ def _iterate(
                 try:
                     result = callback(names[index], tensor)
                 except Exception as error:
-                    tensors.throw(error)  # so that the other ranks hear of it
+                    tensors.throw(error)  # report it to the other ranks
                     raise
             del tensor
             if result is not None:

@@ -1,1 +1,1 @@
-"""``python -m fsdp2 doctor``: is it right here, is it fast, is the machine well, what to set."""
+"""``python -m fsdp2 doctor``: checks of correctness, speed and the machine; settings to change."""

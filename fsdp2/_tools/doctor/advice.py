@@ -1,7 +1,4 @@
-"""What to set, each with the figure that says why; and how far the plan was from the step.
-
-Owns the rules. They read what was measured, so nothing is said where nothing was.
-"""
+"""Recommended settings, from measurements only, and the accuracy of the plan."""
 
 from __future__ import annotations
 
@@ -25,15 +22,16 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 GAIN = 0.97
-"""A setting is worth a change if a step takes less than this part, in three quarters of rounds."""
+"""A setting is recommended if a step takes less than this fraction of its time, and is faster in
+three quarters of the rounds."""
 FAR = 2.0
-"""How many times as long as planned, or as short, a step may take without a word about it."""
+"""Factor by which a step may be slower or faster than planned without a warning."""
 
 
 def prediction(findings: Findings) -> Iterator[Verdict]:
-    """Compare the plan's step with the one that was timed."""
+    """Compare the planned step with the measured one."""
     steps, plan = findings.values.get("steps"), findings.of_first("plan")
-    if not _is_whole(steps) or plan.get("seconds") is None:
+    if not _is_complete(steps) or plan.get("seconds") is None:
         return
     took = statistics.median(fast.rounds_of(steps, fast.OURS))
     factor = took / plan["seconds"]
@@ -43,14 +41,14 @@ def prediction(findings: Findings) -> Iterator[Verdict]:
         said += f", its memory {peak / plan['peak']:.3g} times"
     is_far = not 1 / FAR <= factor <= FAR
     if is_far:
-        said += ": other work on the machine, or ranks that share cores, which no plan knows of"
+        said += ": other work on the machine, or ranks that share cores, which a plan excludes"
     yield Verdict(FAST, "prediction", WARNING if is_far else OK, said)
 
 
 def settings(findings: Findings) -> Iterator[Setting]:
-    """Say what to set, and what to leave as it is."""
+    """Yield settings to change, and settings to keep."""
     steps = findings.values.get("steps")
-    if _is_whole(steps):
+    if _is_complete(steps):
         yield from _of_steps(steps, _copied_in_a_hop(findings))
     yield from _environment(findings)
 
@@ -59,11 +57,8 @@ def _of_steps(steps: Sequence[Values], hop: str) -> Iterator[Setting]:
     if steps[0]["ranks"] == 1:
         return
     ours = fast.rounds_of(steps, fast.OURS)
-    found = {
-        name: fast.ratio(fast.rounds_of(steps, name), ours)
-        for name in (fast.LOW, fast.FASTEST, fast.PACKED)
-    }
-    memory = {name: found[name] for name in (fast.LOW, fast.FASTEST)}
+    names = (fast.LOW, fast.FASTEST)
+    memory = {name: fast.ratio(fast.rounds_of(steps, name), ours) for name in names}
     best = min(memory, key=lambda name: memory[name][1])
     said = "; ".join(f"{name} takes {_share(*times)}" for name, times in memory.items())
     is_better = memory[best][1] < GAIN and memory[best][2] < 1
@@ -72,12 +67,12 @@ def _of_steps(steps: Sequence[Values], hop: str) -> Iterator[Setting]:
         f"model.{best}" if is_better else "",
         f"{said} of the time of 'balanced', which gathers one unit ahead",
     )
-    _, middle, high = found[fast.PACKED]
+    low, middle, high = fast.ratio(fast.rounds_of(steps, fast.PACKED), ours)
     is_better = middle < GAIN and high < 1
     yield Setting(
         "zero-copy size",
         f"model.{fast.PACKED}" if is_better else "",
-        f"with all parameters in one collective a step takes {_share(*found[fast.PACKED])} "
+        f"with all parameters in one collective a step takes {_share(low, middle, high)} "
         f"of its time{hop}",
     )
 
@@ -86,8 +81,7 @@ def _share(low: float, middle: float, high: float) -> str:
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _is_whole(found: Sequence[Values] | None) -> TypeGuard[Sequence[Values]]:
-    """True if a check ran, and raised on no rank."""
+def _is_complete(found: Sequence[Values] | None) -> TypeGuard[Sequence[Values]]:
     return bool(found) and not any("error" in one for one in found or ())
 
 
@@ -97,12 +91,12 @@ def _copied_in_a_hop(findings: Findings) -> str:
         return ""
     nbytes = int(machine["latency"] * machine["memory_bandwidth"] / 2)
     hop = f"{machine['latency'] * 1e6:.3g} us"
-    return f"; a collective more costs a hop of {hop}, in which {nbytes_text(nbytes)} are copied"
+    return f"; one more collective costs a hop of {hop}, in which {nbytes_text(nbytes)} are copied"
 
 
 def _environment(findings: Findings) -> Iterator[Setting]:
     limits = findings.values.get("limits")
-    if not _is_whole(limits):
+    if not _is_complete(limits):
         return
     for host in sorted({one["host"] for one in limits}):
         there = [one for one in limits if one["host"] == host]
@@ -118,7 +112,7 @@ def _environment(findings: Findings) -> Iterator[Setting]:
 
 
 def last_word(verdicts: Sequence[Verdict]) -> str:
-    """Return one line about all: how many are wrong, and which."""
+    """Summarize: the number of verdicts by status, and the names of failed checks."""
     wrong = [one.name for one in verdicts if one.status == WRONG]
     warned = [one.name for one in verdicts if one.status == WARNING]
     unknown = sum(one.status == NOT_MEASURED for one in verdicts)

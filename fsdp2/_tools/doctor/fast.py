@@ -1,8 +1,5 @@
-"""Is it fast here: a step of ours, of torch's own, of the unsharded model, and the plan's.
-
-Owns the timed rounds. Variants run one after the other in each round, in an order that rotates, so
-that whatever else the machine does meets all of them; ratios are taken within a round.
-"""
+"""Checks of speed: a step with fsdp2, with torch's FSDP2, of the unsharded model, and the plan's. A
+round runs all variants, in a rotating order, so that other load on the machine affects all."""
 
 from __future__ import annotations
 
@@ -24,16 +21,25 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2._core.base import torch_comm, torch_modules
 from fsdp2._core.base.names import nbytes_text
-from fsdp2._tools.doctor.machine import least_seconds
+from fsdp2._tools.doctor.machine import seconds_of
 from fsdp2._tools.doctor.ranks import Ranks, Values
 from fsdp2._tools.doctor.verdicts import FAST, NOT_MEASURED, OK, WARNING, Check, Verdict
 
-# The model that a doctor trains, its batches, and how each library shards it.
+OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's own", "unsharded", "without communication"
+LOW, FASTEST, PACKED = "set_memory('low')", "set_memory('fast')", "set_copy_free_min_bytes(None)"
+WARMUP, FEWEST, MOST = 3, 5, 60
+NEAR_NBYTES = 1 << 24
+MARK = "fsdp2 doctor: a step"
+SHARE = 0.5
+"""Fraction of the requested time budget for these rounds."""
+SLOWER, BUSIER = 1.1, 1.25
+"""Factors over torch's own from which a longer step, or a busier host, is a warning, if three
+quarters of the rounds agree."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model: numbers of elements, and rows of a batch on one rank."""
+    """Sizes of a model in elements, and rows of a batch per rank."""
 
     depth: int
     width: int
@@ -44,12 +50,13 @@ class Size:
 
 
 ODD = Size(depth=2, width=13, hidden=29, vocabulary=31, rows=3, tokens=5)
-"""To be right: no dim divides by a number of ranks, and one parameter has a single row."""
+"""For correctness: no dim divides evenly over ranks, and one parameter has a single row."""
+SMALL = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
+LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
+"""4 million parameters for a CPU, 470 million for a GPU, which computes in bf16."""
 
 
 class Block(nn.Module):
-    """Attention with one head, and a feed-forward."""
-
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(size.width)
@@ -66,8 +73,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Words in, the loss of guessing the next ones out."""
-
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.vocabulary, size.width)
@@ -83,7 +88,7 @@ class Model(nn.Module):
 
 
 def build(size: Size, device: torch.device) -> Model:
-    """Return the model, with the same values on every rank: they are made on the host."""
+    """Return the model, with the same values on every rank: they are created on the host."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         with torch.device("cpu"):
@@ -92,18 +97,21 @@ def build(size: Size, device: torch.device) -> Model:
 
 
 def batch(size: Size, ranks: int, device: torch.device, step: int = 0) -> Tensor:
-    """Return the words of all ranks: ``[ranks * rows, tokens + 1]``, the same on every rank."""
+    """Return the tokens of all ranks: ``[ranks * rows, tokens + 1]``, the same on every rank."""
     generator = torch.Generator("cpu").manual_seed(1000 + step)
     shape = (ranks * size.rows, size.tokens + 1)
     words = torch.randint(size.vocabulary, shape, generator=generator, device="cpu")
     return words.to(device)
 
 
-Shard = Callable[..., Any]
-
-
-def shard(model: Model, mesh: DeviceMesh, *, by_torch: bool = False, bf16: bool = False) -> None:
-    """Shard each block, and the root: with torch's own ``fully_shard``, or with ours."""
+def shard(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    by_torch: bool = False,
+    bf16: bool = False,
+) -> None:
+    """Shard each block and the root, with torch's ``fully_shard`` or ours."""
     library: Any = torch_modules if by_torch else fsdp2
     policy = library.MixedPrecisionPolicy
     precision = {"mp_policy": policy(torch.bfloat16, torch.float32)} if bf16 else {}
@@ -113,24 +121,8 @@ def shard(model: Model, mesh: DeviceMesh, *, by_torch: bool = False, bf16: bool 
     apply(model)
 
 
-SMALL = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
-LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
-"""4 million parameters for a CPU, 470 million for a GPU, which computes in bf16."""
-
-OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's own", "unsharded", "without communication"
-LOW, FASTEST, PACKED = "set_memory('low')", "set_memory('fast')", "set_copy_free_min_bytes(None)"
-WARMUP, FEWEST, MOST = 3, 5, 60
-NEAR_NBYTES = 1 << 24
-MARK = "fsdp2 doctor: a step"
-SHARE = 0.5
-"""Of the seconds that the user gives, for these rounds."""
-SLOWER, BUSIER = 1.1, 1.25
-"""From here on a longer step, or a busier host, than torch's own is a warning, if three quarters of
-the rounds agree."""
-
-
 def _variants(ranks: Ranks, size: Size, stack: ExitStack) -> dict[str, Model | str]:
-    """Return the models to time; in place of one that cannot be had, the reason."""
+    """Return the models to time, or the reason why a model is unavailable."""
     mesh, bf16 = ranks.mesh(), ranks.device.type != "cpu"
     found: dict[str, Model | str] = {}
     for name in (OURS, SILENT, LOW, FASTEST, PACKED, TORCHS, ALONE):
@@ -153,21 +145,21 @@ def _variants(ranks: Ranks, size: Size, stack: ExitStack) -> dict[str, Model | s
             root.set_copy_free_min_bytes(None)
         elif name == SILENT:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that results are wrong, which nobody reads
+                # the warning is about wrong results, which are not used here
+                warnings.simplefilter("ignore")
                 stack.enter_context(fsdp2.debug.without_communication(model))
     return found
 
 
 def measure_steps(ranks: Ranks) -> Values:
-    """Time rounds of all variants; then look into one step of three of them."""
+    """Time rounds of all variants; then inspect one step of three of them."""
     size = LARGE if ranks.is_large else SMALL
     words = batch(size, ranks.size, ranks.device).chunk(ranks.size)[ranks.rank]
     with ExitStack() as stack:
         models = _variants(ranks, size, stack)
+        refused = {name: why for name, why in models.items() if isinstance(why, str)}
         steps = {
-            name: _step_of(model, words)
-            for name, model in models.items()
-            if not isinstance(model, str)
+            name: _step_of(model, words) for name, model in models.items() if name not in refused
         }
         walls: dict[str, list[float]] = {name: [] for name in steps}
         hosts: dict[str, list[float]] = {name: [] for name in steps}
@@ -186,14 +178,13 @@ def measure_steps(ranks: Ranks) -> Values:
                 walls[name].append(wall)
                 hosts[name].append(host)
         looks = {name: _look(ranks, steps[name]) for name in (OURS, TORCHS, ALONE) if name in steps}
-        refused = {name: why for name, why in models.items() if isinstance(why, str)}
     return {
         "device": ranks.device.type, "ranks": ranks.size, "seconds": walls, "host": hosts,
         "looks": looks, "refused": refused,
     }  # fmt: skip
 
 
-def _step_of(model: Model, words: torch.Tensor) -> Callable[[], None]:
+def _step_of(model: Any, words: Tensor) -> Callable[[], None]:
     def step() -> None:
         model(words).backward()
         for param in model.parameters():
@@ -203,7 +194,7 @@ def _step_of(model: Model, words: torch.Tensor) -> Callable[[], None]:
 
 
 def _time(ranks: Ranks, step: Callable[[], None]) -> tuple[float, float]:
-    """Return seconds of a step, and of the host: on a CPU those of all its threads."""
+    """Return the duration of a step and the host's time in it: on a CPU the time of all threads."""
     ranks.barrier()
     used, begun = time.process_time(), time.perf_counter()
     step()
@@ -215,7 +206,7 @@ def _time(ranks: Ranks, step: Callable[[], None]) -> tuple[float, float]:
 
 
 def _look(ranks: Ranks, step: Callable[[], None]) -> Values:
-    """Return what one step does: operations, launches, collectives, and the most memory it adds."""
+    """Count the operations, launches and collectives of one step, and measure its peak memory."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     is_cuda = ranks.device.type == "cuda"
     peak: int | None = None
@@ -228,12 +219,12 @@ def _look(ranks: Ranks, step: Callable[[], None]) -> Values:
         peak = torch.cuda.max_memory_allocated() - before
     try:
         with torch.profiler.profile(activities=kinds, profile_memory=not is_cuda) as profile:
-            for _ in range(2):  # a release is told of only if its allocation was seen
+            for _ in range(2):  # a release is reported only if its allocation was seen
                 with torch.profiler.record_function(MARK):
                     pass
                 step()
                 ranks.synchronize()
-    except RuntimeError as error:  # it is all that a kind of device may lack
+    except RuntimeError as error:  # some device types have no profiler
         return {"refused": f"{type(error).__name__}: {error}".partition("\n")[0]}
     seen: Any = profile.events()
     begun = max(event.time_range.start for event in seen if event.name == MARK)
@@ -250,7 +241,7 @@ def _look(ranks: Ranks, step: Callable[[], None]) -> Values:
 
 
 def _peak(profile: Any) -> int:
-    """Return the most bytes above those at the begin of the last step: all allocations count."""
+    """Return the peak memory allocated since the beginning of the last step, in bytes."""
     live = highest = 0
     events = profile.profiler.kineto_results.events()
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -262,11 +253,8 @@ def _peak(profile: Any) -> int:
     return highest
 
 
-# What is said of it.
-
-
 def rounds_of(found: Sequence[Values], name: str, what: str = "seconds") -> list[float]:
-    """Return each round's time of the slowest rank; empty if the variant did not run."""
+    """Return each round's time on the slowest rank; empty if the variant did not run."""
     times = [one[what].get(name, []) for one in found]
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
 
@@ -320,48 +308,40 @@ def _exposed(found: Sequence[Values], ours: Sequence[float], silent: Sequence[fl
     if found[0]["device"] == "cpu":
         return Verdict(FAST, name, OK, f"{said}, where the ranks share the cores with gloo")
     if share > 0.25:
-        said += ": the model of this check is small; a larger batch a rank hides more of it"
+        said += ": the model of this check is small; a larger batch per rank hides more of it"
         return Verdict(FAST, name, WARNING, said)
     return Verdict(FAST, name, OK, said)
 
 
 def _counts(looks: dict[str, Values]) -> Iterator[Verdict]:
     mine, peer = looks[OURS], looks.get(TORCHS, {})
-    for name, key in (("launches", "launches"), ("operations", "operations"), ("peak", "peak")):
-        if "refused" in mine:
-            yield Verdict(FAST, name, NOT_MEASURED, mine["refused"])
-            continue
+    for key in ("launches", "operations", "peak"):
         if mine.get(key) is None:
-            why = "nothing counts them here" if key == "launches" else "no figures of an allocator"
-            yield Verdict(FAST, name, NOT_MEASURED, why)
+            why = "not counted on this device" if key == "launches" else "no allocator statistics"
+            yield Verdict(FAST, key, NOT_MEASURED, mine.get("refused", why))
             continue
         shown = nbytes_text if key == "peak" else str
-        said = f"{shown(mine[key])} in a step"
-        if key == "peak":
-            said = f"{nbytes_text(mine[key])} above what is there before the step"
-        if key == "operations":
-            said += f", {mine['collectives']} calls of gloo or NCCL" if mine["collectives"] else ""
+        where = "above the memory before the step" if key == "peak" else "in a step"
+        said = f"{shown(mine[key])} {where}"
+        if key == "operations" and mine["collectives"]:
+            said += f", {mine['collectives']} calls of gloo or NCCL"
         more = peer.get(key)
         if more is not None:
             said += f"; torch's own {shown(more)}"
         is_more = more is not None and key != "operations" and mine[key] > SLOWER * more
-        yield Verdict(FAST, name, WARNING if is_more else OK, said)
-
-
-# The plan's prediction.
+        yield Verdict(FAST, key, WARNING if is_more else OK, said)
 
 
 def measure_plan(ranks: Ranks) -> Values:
     """Measure the machine, and plan the step that ``measure_steps`` timed."""
     size = LARGE if ranks.is_large else SMALL
     machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # a function of a function
-    hosts = len(set(ranks.hosts))
-    if hosts > 1 and ranks.size % hosts == 0 and ranks.size > hosts:
+    hosts = ranks.hosts_alike
+    if 1 < hosts < ranks.size:
         each = ranks.size // hosts
         machine = replace(machine, ranks_per_node=each, near=_near(ranks, hosts, each))
-    values: Values = {"hardware": machine.to_values() if ranks.size > 1 else None}
     if ranks.size == 1:
-        return values
+        return {"hardware": None}
     words = batch(size, 1, torch.device("cpu"))
     keywords: dict[str, Any] = {"mesh": ranks.size, "policy": {Block}, "hardware": machine}
     if ranks.device.type != "cpu":
@@ -369,23 +349,23 @@ def measure_plan(ranks: Ranks) -> Values:
     with torch.device("meta"):
         model = Model(size)
     step = fsdp2.plan(model, batch=words, **keywords).step
-    assert step is not None  # there is a batch
-    values |= {
+    assert step is not None  # a batch was given
+    return {
+        "hardware": machine.to_values(),
         "seconds": step.seconds,
         "waits": step.waiting_seconds,
         "peak": step.peak_nbytes - step.start_nbytes,
         "collectives": len(step.collectives),
     }
-    return values
 
 
 def _near(ranks: Ranks, hosts: int, each: int) -> float:
-    """Return bytes a second that a rank sends inside its host; the slowest host counts."""
+    """Return a rank's bandwidth within its host, in bytes per second, on the slowest host."""
     group = ranks.mesh(hosts, each).get_group("shard")
     sent = torch.ones(NEAR_NBYTES, dtype=torch.uint8, device=ranks.device)
     gathered = sent.repeat(each)
-    seconds = least_seconds(ranks, lambda: torch_comm.all_gather_single(gathered, sent, group))
-    (slowest,) = ranks.most(seconds)
+    gather = partial(torch_comm.all_gather_single, gathered, sent, group)
+    (slowest,) = ranks.most(min(seconds_of(ranks, gather)))
     return (each - 1) * NEAR_NBYTES / slowest
 
 
@@ -394,13 +374,9 @@ def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:
     if one["hardware"] is None:
         yield Verdict(FAST, "plan", NOT_MEASURED, "one rank has no links to plan with")
         return
-    yield Verdict(
-        FAST,
-        "plan",
-        OK,
-        f"predicts {_ms(one['seconds'])} a step, of which {_ms(one['waits'])} wait, "
-        f"{nbytes_text(one['peak'])} of memory, {one['collectives']} collectives",
-    )
+    said = f"predicts {_ms(one['seconds'])} a step, of which {_ms(one['waits'])} wait, "
+    said += f"{nbytes_text(one['peak'])} of memory, {one['collectives']} collectives"
+    yield Verdict(FAST, "plan", OK, said)
 
 
 CHECKS = (

@@ -1,7 +1,4 @@
-"""What is installed and set: packages, precision, environment, limits. On all ranks the same?
-
-Owns what can be looked up without a clock. It must not know steps or links.
-"""
+"""Checks of packages, precision, environment and limits, which must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,23 +37,16 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 OPEN_FILES, SHM_NBYTES, DISK_NBYTES = 1024, 1 << 28, 1 << 30
-"""The least of each: of open files, of /dev/shm for NCCL on one host, and where checkpoints go."""
-
+"""Minimum of open files, of /dev/shm for NCCL on one host, and of disk space for checkpoints."""
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_",
             "CUBLAS_", "NVIDIA_", "ATEN_", "DNNL_", "ONEDNN_")  # fmt: skip
 OF_A_RANK = ("RANK", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL")
-"""In the name of variables that differ on purpose, or that this doctor sets."""
-
-
-def _say(name: str, status: str, said: str) -> Verdict:
-    return Verdict(MACHINE, name, status, said)
-
-
-# Packages.
+"""Substrings of names of variables that differ by design, or that this doctor sets."""
+_say = partial(Verdict, MACHINE)
 
 
 def digest_of(folder: Path) -> str:
-    """Return what two copies of the package have in common if all their modules are the same."""
+    """Return a hash of all source files of a copy of the package."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -63,7 +54,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _distribution() -> Values:
-    """Return the version that pip knows, and the folder that it means by it."""
+    """Return the version that pip has installed, and its location."""
     try:
         found = metadata.distribution("fsdp2")
     except metadata.PackageNotFoundError:
@@ -76,7 +67,6 @@ def _distribution() -> Values:
 
 
 def measure_package(ranks: Ranks) -> Values:
-    """Look where the package that runs lies, and where others of its name lie."""
     folder = Path(fsdp2.__file__).resolve().parent
     elsewhere = sorted(
         name
@@ -101,50 +91,39 @@ def measure_package(ranks: Ranks) -> Values:
 
 
 def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
-    name, first = "package", found[0]
-    groups = differing([one["digest"] for one in found])
-    if len(groups) > 1:
-        for ranks in list(groups.values())[1:]:
-            yield _say(
-                name,
-                WRONG,
-                f"{ranks_text(ranks)} runs another fsdp2 than the other ranks: that of "
-                f"{found[ranks[0]]['folder']}, with other files",
-            )
-        return
-    mixed = [rank for rank, one in enumerate(found) if one["elsewhere"]]
-    if mixed:
-        modules = ", ".join(found[mixed[0]]["elsewhere"][:3])
-        said = f"modules come from other folders than fsdp2 itself ({first['folder']}): {modules}"
-        yield _say(name, WRONG, f"on {ranks_text(mixed)} {said}")
-        return
+    first = found[0]
     installed = first["installed"]
     where = f"fsdp2 {first['version']} of {first['folder']}"
-    if installed and installed["folder"] != first["folder"]:
+    groups = differing([one["digest"] for one in found])
+    mixed = [rank for rank, one in enumerate(found) if one["elsewhere"]]
+    if len(groups) > 1:
+        for ranks in list(groups.values())[1:]:
+            said = f"{ranks_text(ranks)} runs another fsdp2 than the other ranks: that of"
+            yield _say("package", WRONG, f"{said} {found[ranks[0]]['folder']}, with other files")
+    elif mixed:
+        modules = ", ".join(found[mixed[0]]["elsewhere"][:3])
+        said = f"modules come from other folders than fsdp2 itself ({first['folder']}): {modules}"
+        yield _say("package", WRONG, f"on {ranks_text(mixed)} {said}")
+    elif installed and installed["folder"] != first["folder"]:
         same = installed["digest"] == first["digest"]
-        yield _say(
-            name,
-            OK if same else WARNING,
-            f"{where} runs; installed is {installed['version']} of {installed['folder']}, with "
-            + ("the same files" if same else "other files: which one do you mean?"),
-        )
-        return
-    unlike = f"; another one lies in {first['others'][0]}" if first["others"] else ""
-    if not installed:
-        yield _say(name, NOT_MEASURED, f"{where} runs, and pip has installed none{unlike}")
-        return
-    is_old = installed["version"] != first["version"]
-    said = f"{where} runs{unlike}"
-    if is_old:
-        said += f", and pip has {installed['version']} in its records: install it again"
-    yield _say(name, WARNING if is_old else OK, said)
-
-
-# Versions.
+        files = "the same files" if same else "other files: check which one you want"
+        said = f"installed is {installed['version']} of {installed['folder']}, with {files}"
+        yield _say("package", OK if same else WARNING, f"{where} runs; {said}")
+    else:
+        unlike = f"; another copy is in {first['others'][0]}" if first["others"] else ""
+        status = OK
+        said = f"{where} runs{unlike}"
+        if not installed:
+            status = NOT_MEASURED
+            said = f"{where} runs, and pip has installed none{unlike}"
+        elif installed["version"] != first["version"]:
+            status = WARNING
+            said += f", and pip has {installed['version']} in its records: install it again"
+        yield _say("package", status, said)
 
 
 def _nvidia_smi(query: str, device: str) -> list[str]:
-    """Return what the driver's tool says of a device; empty where there is none."""
+    """Query the driver about a device; empty if its tool is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -168,7 +147,7 @@ def measure_versions(ranks: Ranks) -> Values:
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "device": torch.cuda.get_device_name(index),
         }
-        # by its name: the tool does not number devices as CUDA_VISIBLE_DEVICES does
+        # use the UUID: nvidia-smi's device indices ignore CUDA_VISIBLE_DEVICES
         name = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         said = _nvidia_smi("driver_version,clocks.sm,clocks.max.sm,temperature.gpu", name)
         if len(said) == 4:
@@ -194,13 +173,10 @@ def judge_versions(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say("versions", OK, f"the same on all ranks: {said}")
     clocks = [one["device"] for one in found]
     if not all(clocks):
-        yield _say("device clocks", NOT_MEASURED, "there is no nvidia-smi that answers")
+        yield _say("device clocks", NOT_MEASURED, "nvidia-smi is missing or does not answer")
     else:
         said = ", ".join(f"{c['MHz']} of {c['most MHz']} MHz at {c['degrees']} C" for c in clocks)
         yield _say("device clocks", OK, said)
-
-
-# Precision and environment.
 
 
 def measure_settings(ranks: Ranks) -> Values:
@@ -214,7 +190,7 @@ def measure_settings(ranks: Ranks) -> Values:
         "gradients": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled(ranks.device.type),
     }
-    if ranks.size > 1 and ranks.device.type == "cuda":  # each rank's own is another number
+    if ranks.size > 1 and ranks.device.type == "cuda":  # the index differs by rank
         flags["default device"] = torch.get_default_device().type
     environment = {
         name: value
@@ -244,11 +220,8 @@ def _judge_alike(name: str, status: str, found: Sequence[Mapping[str, Any]]) -> 
         yield _say(name, OK, f"the same on all ranks: {shown}")
 
 
-# Limits of the host.
-
-
 def _cores() -> float:
-    """Return how many cores this process may use: its affinity, and the quota of its container."""
+    """Return the number of cores that affinity and the container's quota allow this process."""
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     cores = cores or os.cpu_count() or 1
     try:

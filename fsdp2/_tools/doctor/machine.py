@@ -1,13 +1,11 @@
-"""Is the machine well: links between ranks, a slow rank, clocks, memory and its copies.
-
-Owns what has to be timed. What can be looked up is in ``installed``.
-"""
+"""Checks of the machine that need timing: links, slow ranks, clocks, memory and its copies."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,34 +28,28 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of one rank's part."""
 SIZES_OF_DEVICE = (*SIZES, 1 << 26)
 PAIRED, SHIFTS = 1 << 22, 8
-"""Bytes that go from one rank to another, and to how many others at most."""
+"""Bytes sent from one rank to another, and the largest number of peers."""
 REPEATS = 5
 SLOW, VERY_SLOW = 1.5, 2.5
-"""How many times as slow as the median makes a rank a warning, and makes it wrong."""
+"""Multiples of the median time from which a rank is a warning, and an error."""
 SLOW_LINK, VERY_SLOW_LINK = 2.0, 4.0
 CLOCK_S = 0.05
-"""Clocks that are further apart than this mix up the lines of logs, and the times of files."""
+"""Clocks with a larger difference interleave log lines and file times incorrectly."""
 ALIGNED = 16
-"""Bytes; NCCL moves as many at a time, and only where every pointer allows it."""
+"""Bytes that NCCL moves at a time, if every pointer is aligned to them."""
+_say = partial(Verdict, MACHINE)
 
 
-def _say(name: str, status: str, said: str) -> Verdict:
-    return Verdict(MACHINE, name, status, said)
-
-
-def least_seconds(ranks: Ranks, run: Callable[[], object]) -> float:
-    """Return the least seconds of a few runs that all ranks begin together."""
+def seconds_of(ranks: Ranks, run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Time runs that all ranks start together, in seconds; the first run is not counted."""
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         ranks.barrier()
         begun = time.perf_counter()
         run()
         ranks.synchronize()
         times.append(time.perf_counter() - begun)
-    return min(times[1:])
-
-
-# Collectives by size.
+    return times[1:]
 
 
 def measure_links(ranks: Ranks) -> Values:
@@ -67,13 +59,12 @@ def measure_links(ranks: Ranks) -> Values:
     for nbytes in sizes if ranks.size > 1 else ():
         part = torch.ones(nbytes // 4, dtype=torch.float32, device=ranks.device)
         whole = part.repeat(ranks.size)
-        found["all_gather"].append(
-            least_seconds(ranks, lambda: torch_comm.all_gather_single(whole, part))  # noqa: B023  # at once
-        )
-        found["reduce_scatter"].append(
-            least_seconds(ranks, lambda: torch_comm.reduce_scatter_single(part, whole))  # noqa: B023  # at once
-        )
-    return {"sizes": sizes, "seconds": found, "several_hosts": ranks.is_several_hosts}
+        for kind, run in (
+            ("all_gather", partial(torch_comm.all_gather_single, whole, part)),
+            ("reduce_scatter", partial(torch_comm.reduce_scatter_single, part, whole)),
+        ):
+            found[kind].append(min(seconds_of(ranks, run)))
+    return {"sizes": sizes, "seconds": found, "several_hosts": len(set(ranks.hosts)) > 1}
 
 
 def judge_links(found: Sequence[Values]) -> Iterator[Verdict]:
@@ -86,21 +77,17 @@ def judge_links(found: Sequence[Values]) -> Iterator[Verdict]:
         for index, nbytes in enumerate(found[0]["sizes"]):
             seconds = max(one["seconds"][kind][index] for one in found)
             said.append(f"{nbytes_text(nbytes)} {others * nbytes / seconds / 1e9:.3g}")
-        yield _say(f"bandwidth, {kind}", OK, f"GB/s by bytes a rank: {', '.join(said)}")
-
-
-# Pairs of ranks.
+        yield _say(f"bandwidth, {kind}", OK, f"GB/s by bytes per rank: {', '.join(said)}")
 
 
 def measure_pairs(ranks: Ranks) -> Values:
-    """Send to the next rank, then to the one behind it, ...; return what came from each, B/s."""
+    """Send to the ranks at distance 1, 2, ...; return the bytes per second from each source."""
     size, rank = ranks.size, ranks.rank
     rates: dict[str, float] = {}
     sent = torch.ones(PAIRED, dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(sent)
     for shift in range(1, min(size, SHIFTS + 1)):
         source, target = (rank - shift) % size, (rank + shift) % size
-
         times = []
         for _ in range(REPEATS):
             ranks.barrier()
@@ -108,10 +95,10 @@ def measure_pairs(ranks: Ranks) -> Values:
             *sends, receive = dist.batch_isend_irecv(
                 [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
             )
-            receive.wait()  # alone: what this rank sends may go over another link
+            receive.wait()  # wait only for the receive: the send may use another link
             ranks.synchronize()
             times.append(time.perf_counter() - begun)
-            for work in sends:  # NCCL has one work for both
+            for work in sends:  # NCCL returns one work for both
                 work.wait()
         rates[str(source)] = PAIRED / min(times)
     return {"rates": rates, "hosts": list(ranks.hosts)}
@@ -119,11 +106,9 @@ def measure_pairs(ranks: Ranks) -> Values:
 
 def judge_pairs(found: Sequence[Values]) -> Iterator[Verdict]:
     hosts = found[0]["hosts"]
-    rates = {
-        (int(source), rank): rate
-        for rank, one in enumerate(found)
-        for source, rate in one["rates"].items()
-    }
+    rates: dict[tuple[int, int], float] = {}
+    for rank, one in enumerate(found):
+        rates |= {(int(source), rank): rate for source, rate in one["rates"].items()}
     if not rates:
         yield _say("links", NOT_MEASURED, "one rank sends nothing")
         return
@@ -142,14 +127,12 @@ def _judge_same(rates: dict[tuple[int, int], float], where: str, size: int) -> I
         yield _say("links", OK, said)
         return
     worst = min(slow.values())
-    senders, receivers = ({pair[i] for pair in slow} for i in (0, 1))
     pairs = ", ".join(f"{source} to {target}" for source, target in sorted(slow)[:6])
     common = ""
-    for word, ends, index in (("sends", senders, 0), ("receives", receivers, 1)):
-        if len(ends) == 1 and size > 2:
-            (rank,) = ends
-            if len(slow) == len([pair for pair in rates if pair[index] == rank]):
-                common = f": all that rank {rank} {word}"
+    for index, word in enumerate(("sends", "receives")):
+        (rank, *others) = {pair[index] for pair in slow}
+        if not others and size > 2 and len(slow) == sum(pair[index] == rank for pair in rates):
+            common = f": all that rank {rank} {word}"
     yield _say(
         "links",
         WRONG if worst * VERY_SLOW_LINK < usual else WARNING,
@@ -157,30 +140,23 @@ def _judge_same(rates: dict[tuple[int, int], float], where: str, size: int) -> I
     )
 
 
-# Ranks that compute slowly.
-
-
 def measure_compute(ranks: Ranks) -> Values:
-    """Multiply the same matrices on all ranks at the same time."""
     size = 4096 if ranks.is_large else 384
     left = torch.ones(size, size, dtype=torch.float32, device=ranks.device)
-    times = []
-    for _ in range(4 * REPEATS):
-        ranks.barrier()
-        begun = time.perf_counter()
+
+    def products() -> None:
         for _ in range(4):
             left @ left
-        ranks.synchronize()
-        times.append(time.perf_counter() - begun)
-    return {"seconds": times[REPEATS:]}
+
+    return {"seconds": seconds_of(ranks, products, 4 * REPEATS)[REPEATS:]}
 
 
 def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
-    """Tell a rank whose times are long even where they are short: noise makes some of them long."""
+    """Find ranks whose fastest times are long: noise lengthens only some of the times."""
     own = [statistics.quantiles(one["seconds"], n=4)[0] for one in found]
     usual = statistics.median(own)
     slow = {rank: mine / usual for rank, mine in enumerate(own) if mine > SLOW * usual}
-    if len(own) == 2 and max(own) > SLOW * min(own):  # of two the median lies between
+    if len(own) == 2 and max(own) > SLOW * min(own):  # the median of two values is their mean
         slow = {own.index(max(own)): max(own) / min(own)}
     for rank, times in slow.items():
         yield _say(
@@ -189,17 +165,14 @@ def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
             f"rank {rank} takes {times:.2g} times as long as the others for the same products",
         )
     if len(own) == 1:
-        yield _say("slow rank", NOT_MEASURED, "one rank has none to be compared with")
+        yield _say("slow rank", NOT_MEASURED, "there is no other rank to compare with")
     elif not slow:
         said = f"the same products take {min(own) * 1e3:.3g} to {max(own) * 1e3:.3g} ms"
         yield _say("slow rank", OK, said)
 
 
-# Clocks.
-
-
 def measure_clocks(ranks: Ranks) -> Values:
-    """Let rank 0 ask each rank for its time, and take the answer that came back fastest."""
+    """Exchange clock readings with rank 0; the reading with the shortest round trip counts."""
     found: dict[str, list[float]] = {}
     asked = torch.zeros(1, dtype=torch.float64, device="cpu")
     for other in range(1, ranks.size):
@@ -234,22 +207,18 @@ def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say("clocks", OK, f"within {most * 1e3:.2g} ms of rank 0's")
 
 
-# Memory.
-
-
 def measure_memory(ranks: Ranks) -> Values:
-    """Look how tensors are aligned, and how fast copies to a device are from pinned memory."""
+    """Measure the alignment of tensors, and the speed of copies to a device from pinned memory."""
     odd = [torch.empty(n, dtype=torch.uint8, device=ranks.device) for n in (1, 13, 1001, 100_003)]
     pointers = [tensor.data_ptr() for tensor in odd]
     found: Values = {"aligned": min(p & -p for p in pointers if p), "copies": {}}
     if ranks.device.type == "cuda":
         target = torch.empty(1 << 26, dtype=torch.uint8, device=ranks.device)
         for name in ("pinned", "pageable"):
-            source = torch.empty(
-                1 << 26, dtype=torch.uint8, device="cpu", pin_memory=name == "pinned"
-            )
-            seconds = least_seconds(ranks, lambda: target.copy_(source, non_blocking=True))  # noqa: B023
-            found["copies"][name] = (1 << 26) / seconds
+            is_pinned = name == "pinned"
+            source = torch.empty(1 << 26, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            copy = partial(target.copy_, source, non_blocking=True)
+            found["copies"][name] = (1 << 26) / min(seconds_of(ranks, copy))
     return found
 
 

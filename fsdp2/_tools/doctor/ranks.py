@@ -1,12 +1,10 @@
-"""The ranks of a doctor: how they meet, exchange what they measured, and never wait for ever.
-
-Owns the process group, the store beside it, and the watch on a check. It must not know checks.
+"""The ranks of a doctor: rendezvous, exchange of measurements, and waits with a time limit.
 
 [Note: answers go through the store]
-A process group whose rank is stopped, or has met an error, is of no use to anybody. So what ranks
-measured goes through the store. Each rank writes its answer and waits for those of the others, and
-then offers what it found as the conclusion. The first offer counts for all ranks, so a rank that
-answers at the last moment is missing on all of them or on none.
+A process group with a stopped or failed rank is unusable, so measurements are exchanged through a
+separate store. Each rank writes its answer, waits for those of the others, and then offers the
+answers that it found as the conclusion. The first offer counts for all ranks, so a late rank is
+missing either on all of them or on none.
 """
 
 from __future__ import annotations
@@ -32,15 +30,14 @@ from torch.distributed.rendezvous import rendezvous
 from fsdp2._core.comm.mesh import default_device_type
 
 Values = dict[str, Any]
-"""What one rank measured: what JSON can hold, so that ranks can exchange it and a file keep it."""
-
+"""One rank's measurements: JSON values, so that they can be exchanged and saved."""
 GRACE_S = 5.0
-"""How much longer than a collective the others wait for an answer: one may have timed out."""
+"""Seconds to wait for an answer in addition to the timeout of a collective."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. ``seconds``: for all measurements that are repeated."""
+    """The command's options. ``seconds``: budget for all repeated measurements."""
 
     seconds: float = 60.0
     timeout_s: float = 60.0
@@ -49,21 +46,18 @@ class Options:
 
 
 class LostRankError(RuntimeError):
-    """Ranks did not answer; ``ranks`` names them."""
-
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(f"no answer from {list(ranks)}")
         self.ranks = tuple(ranks)
 
 
 class Ranks:
-    """This rank among the others. ``hosts`` has for each rank the number of its host."""
+    """This rank and its link to the others. ``hosts`` maps each rank to the number of its host."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.device = torch.device(default_device_type())
-        self._is_alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
-        if self._is_alone:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:  # started without a launcher
             self.rank, self.size = 0, 1
             self._store: Any = HashStore()
         else:
@@ -71,34 +65,28 @@ class Ranks:
             self._store, self.rank, self.size = next(rendezvous("env://", timeout=patience))
             self._store.set_timeout(patience)
         if self.device.type == "cuda":
-            torch.accelerator.set_device_index(self.local_rank % torch.accelerator.device_count())
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
         self.hosts: tuple[int, ...] = ()
-        self._asked = 0  # checks
-        self._exchanges = 0  # in this check: a rank that raises leaves some out
+        self._asked = 0  # number of checks so far
+        self._exchanges = 0  # exchanges in this check: a rank that raises skips some
         self._generation = 0
 
     @property
-    def is_alone(self) -> bool:
-        """True without a launcher."""
-        return self._is_alone
-
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
     def is_large(self) -> bool:
-        """True if the device computes large models: others get what a CPU can do, too."""
+        """Return True if the device can compute large models."""
         return self.device.type == "cuda"
 
     @property
-    def is_several_hosts(self) -> bool:
-        return len(set(self.hosts)) > 1
+    def hosts_alike(self) -> int:
+        """The number of hosts if all have the same number of ranks, else 1."""
+        hosts = len(set(self.hosts))
+        return hosts if self.size % hosts == 0 else 1
 
     def meet(self) -> None:
-        """Make the process group, a new one after an error, and learn which ranks share a host."""
+        """Create the process group, or replace it after an error; determine the ranks' hosts."""
         if dist.is_initialized():
-            with suppress(Exception):  # a group whose ranks met an error need not end well
+            with suppress(Exception):  # a group whose ranks failed may not shut down cleanly
                 dist.destroy_process_group()
         self._generation += 1
         kind = self.device.type
@@ -117,21 +105,21 @@ class Ranks:
             self.hosts = tuple(numbers[name] for name in names)
 
     def mesh(self, *shape: int) -> DeviceMesh:
-        """Return a mesh of all ranks, or of so many replicas of so many shards."""
+        """Return a mesh of all ranks; two sizes are numbers of replicas and of shards."""
         names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
         made = init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
-        for name in names:  # a mesh does not take over the time-out of the default group
+        for name in names:  # a mesh does not inherit the timeout of the default group
             made.get_group(name).set_timeout(timedelta(seconds=self.options.timeout_s))
         return made
 
     def barrier(self) -> None:
-        """Wait for all ranks, and for the device."""
+        """Wait for all ranks and the device."""
         self.synchronize()
         if self.size > 1:
             dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
     def most(self, *found: float) -> list[float]:
-        """Return the largest of each number over the ranks."""
+        """Return the maximum of each number over the ranks."""
         values = torch.tensor(found, dtype=torch.float64, device="cpu")
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
@@ -143,18 +131,15 @@ class Ranks:
             torch.accelerator.synchronize()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what each rank gave, in their order. See [Note: answers go through the store].
-
-        Raises:
-            LostRankError: a rank did not answer in time; on every rank that is left.
-        """
+        """Return the values of all ranks, in order. See [Note: answers go through the store].
+        Raises LostRankError, on every remaining rank, if a rank did not answer in time."""
         self._exchanges += 1
         return self._conclude(f"{self._asked}-{self._exchanges}", value)
 
     def _conclude(self, topic: str, value: Any) -> list[Any]:
         try:
             answers = self._settle(topic, json.dumps(value))
-        except dist.DistError as error:  # the store is gone, which the first rank's host has
+        except dist.DistError as error:  # the first rank, which hosts the store, has ended
             raise LostRankError([0]) from error
         missing = [rank for rank in range(self.size) if str(rank) not in answers]
         if missing:
@@ -162,10 +147,10 @@ class Ranks:
         return [json.loads(answers[str(rank)]) for rank in range(self.size)]
 
     def _settle(self, topic: str, mine: str) -> dict[str, str]:
-        """Return the answers that count for all ranks, by rank."""
+        """Return the answers that all ranks agree to use, by rank."""
         keys = [f"answer-{topic}-{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], mine)
-        with suppress(dist.DistStoreError):  # some are missing, and the conclusion says so
+        with suppress(dist.DistStoreError):  # the conclusion lists missing ranks
             self._store.wait(keys, timedelta(seconds=self.options.timeout_s + GRACE_S))
         found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
         offer = json.dumps({rank: self._store.get(key).decode() for rank, key in found.items()})
@@ -179,14 +164,10 @@ class Ranks:
         limit_s: float,
         give_up: Callable[[list[Values] | LostRankError], None],
     ) -> list[Values]:
-        """Run ``measure`` here and return what all ranks measured, ``error`` where one raised.
-
-        A collective of a device may neither end nor raise. Then another thread calls ``give_up``
-        with what the ranks answered, after ``limit_s`` and the time that a collective may take.
-
-        Raises:
-            LostRankError: a rank did not answer; the others cannot go on with collectives.
-        """
+        """Run ``measure`` and return the results of all ranks, with ``error`` where a rank raised.
+        If ``measure`` hangs, as a device's collective may, another thread calls ``give_up`` with
+        the answers, after ``limit_s`` plus a collective's timeout. Raise LostRankError if a rank
+        did not answer: then collectives no longer work."""
         self._asked, self._exchanges = self._asked + 1, 0
         limit = limit_s + self.options.timeout_s + self.options.seconds
         begun = time.monotonic()
@@ -210,7 +191,7 @@ class Ranks:
             return error
 
     def wait_for_teller(self, tells: bool) -> None:
-        """Let the rank that tells end first: a launcher ends all others with the first one."""
+        """Wait for the printing rank: when any rank exits, a launcher ends all others."""
         with suppress(Exception):
             if tells:
                 self._store.set("told", "")
@@ -218,7 +199,7 @@ class Ranks:
                 self._store.wait(["told"], timedelta(seconds=GRACE_S))
 
     def leave(self) -> None:
-        """End the process group together, so that no rank is gone while another one needs it."""
+        """End the process group on all ranks together, when no rank needs it any more."""
         with suppress(Exception):
             self.exchange("leave")
         with suppress(Exception):

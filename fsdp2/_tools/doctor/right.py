@@ -1,7 +1,4 @@
-"""Is it right here: collectives, losses and gradients, replicas, checkpoints.
-
-Owns these checks. Each compares what ranks did together with what this rank computes alone.
-"""
+"""Correctness checks: the combined results of all ranks are compared with those of one rank."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +35,26 @@ from fsdp2._tools.doctor.verdicts import (
 
 STEPS = 3
 FP32, BF16 = 1e-4, 2.0**-6
-"""How much a gradient may differ, over the largest value of its tensor.
-
-In fp32 sums in another order differ by some roundings of 2**-24; three steps carry them on. In bf16
-each rank's rows are computed alike on both sides, and a product that is rounded once more to 2**-8
-may differ by that; four of them are allowed for. A wrong divisor or a lost rank makes it 0.5 or 1.
-"""
+"""How much a gradient may differ, relative to the largest value of its tensor. In fp32, sums in a
+different order differ by a few roundings of 2**-24, which three steps propagate. In bf16 each
+rank's rows are computed in the same way on both sides, and a product that is rounded once more to
+2**-8 may differ by that; four of them are allowed. A wrong divisor or a lost rank: 0.5 or 1."""
 PATTERN_NUMELS = (1, 1001, 1 << 18)
-
-
-def _say(name: str, status: str, said: str) -> Verdict:
-    return Verdict(RIGHT, name, status, said)
-
-
-# Collectives.
+_say = partial(Verdict, RIGHT)
 
 
 def _pattern(numel: int, rank: int, device: torch.device, start: int = 0) -> Tensor:
-    """Return small integers that differ by rank and place: sums of them are exact in fp32."""
+    """Return small integers that differ by rank and position; sums of them are exact in fp32."""
     places = torch.arange(start, start + numel, dtype=torch.int64, device=device)
     return ((places * 7 + rank * 131) % 251).to(torch.float32)
 
 
-def _pattern_sum(numel: int, size: int, device: torch.device, start: int = 0) -> Tensor:
+def _pattern_sum(
+    numel: int,
+    size: int,
+    device: torch.device,
+    start: int = 0,
+) -> Tensor:
     total = torch.zeros(numel, dtype=torch.float32, device=device)
     for rank in range(size):
         total += _pattern(numel, rank, device, start)
@@ -67,7 +62,7 @@ def _pattern_sum(numel: int, size: int, device: torch.device, start: int = 0) ->
 
 
 def measure_collectives(ranks: Ranks) -> Values:
-    """Send known integers, and note whose part arrives otherwise."""
+    """Send known integers, and record the ranks whose data arrives corrupted."""
     bad: dict[str, list[int]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
     size, rank, device = ranks.size, ranks.rank, ranks.device
     for numel in PATTERN_NUMELS if size > 1 else ():
@@ -95,23 +90,17 @@ def judge_collectives(found: Sequence[Values]) -> Iterator[Verdict]:
         where = {rank: sorted(set(one["bad"][kind])) for rank, one in enumerate(found)}
         where = {rank: parts for rank, parts in where.items() if parts}
         if where:
-            said = "; ".join(
-                f"on rank {rank} the part of {ranks_text(parts)}" for rank, parts in where.items()
-            )
+            each = (f"on rank {r} the part of {ranks_text(parts)}" for r, parts in where.items())
+            said = "; ".join(each)
             yield _say("collectives", WRONG, f"{kind} of known integers changes them: {said}")
     if not any(any(one["bad"].values()) for one in found):
         sizes = ", ".join(map(str, PATTERN_NUMELS))
-        yield _say("collectives", OK, f"integers arrive as they were sent ({sizes} elements)")
-
-
-# Losses and gradients.
+        yield _say("collectives", OK, f"integers arrive unchanged ({sizes} elements)")
 
 
 def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor:
-    """Return the loss of the unsharded model on the batch of all ranks, and leave its gradients.
-
-    In fp32 it is one batch; in bf16 each rank's rows are computed apart, as the ranks do.
-    """
+    """Return the loss of the unsharded model on the batch of all ranks, and set its gradients. In
+    bf16, each rank's rows are computed separately, as the ranks do."""
     if not bf16:
         loss = model(words)
         loss.backward()
@@ -121,7 +110,7 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
     for part in words.chunk(parts):
         lower = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
         loss = functional_call(model, lower, part)
-        loss.backward()  # adds up in fp32, as a reduction does
+        loss.backward()  # accumulates in fp32, as a reduction does
         losses.append(loss.detach())
     for param in model.parameters():
         _gradient(param).div_(parts)
@@ -129,7 +118,7 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
 
 
 def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference over the largest value, and the factor between the two."""
+    """Return the largest difference relative to the largest value, and the factor between them."""
     left, right = found.detach().double().cpu(), expected.detach().double().cpu()
     if not bool(left.isfinite().all()):
         return math.inf, math.nan
@@ -139,9 +128,12 @@ def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def _train(
-    ranks: Ranks, optimizer: Callable[..., torch.optim.Optimizer], mesh: Any, **how: bool
+    ranks: Ranks,
+    optimizer: Callable[..., Any],
+    mesh: Any,
+    **how: bool,
 ) -> Values:
-    """Train sharded and alone; return the worst gradient, the losses, and what explains them."""
+    """Train sharded and unsharded; return the worst gradient difference, and diagnostics."""
     alone, together = build(ODD, ranks.device), build(ODD, ranks.device)
     shard(together, mesh, **how)
     bf16 = how.get("bf16", False)
@@ -166,7 +158,7 @@ def _train(
             difference, ratio = _compare(gradient.full_tensor(), _gradient(references[name]))
             if difference > worst:
                 worst, worst_name = difference, f"{name}, step {step}"
-            if step == 0:  # gradients of later ones differ because the parameters do
+            if step == 0:  # later gradients differ because the parameters already do
                 factors.append(ratio)
         for stepper in steppers:
             stepper.step()
@@ -182,95 +174,71 @@ def _gradient(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+_sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+# epsilon is above the noise of a gradient; otherwise rounding decides the sign of a step
+_adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)
 
 
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    # epsilon above the noise of a gradient, else rounding decides the sign of a step
-    return torch.optim.AdamW(params, lr=1e-3, eps=1e-3)
-
-
-def _beside_torch(ranks: Ranks, **how: bool) -> Values:
+def measure_training(ranks: Ranks, **how: bool) -> Values:
     found: Values = {}
     mesh = ranks.mesh()
     for name, optimizer in (("SGD", _sgd), ("AdamW", _adamw)):
         found[name] = _train(ranks, optimizer, mesh, **how)
     try:
         found["torch"] = _train(ranks, _sgd, mesh, by_torch=True, **how)
-    except Exception as error:  # of torch's own: nothing is wrong with what is asked about
+    except Exception as error:  # a failure of torch's FSDP2 is not a finding about fsdp2
         found["torch"] = {"refused": f"{type(error).__name__}: {error}".partition("\n")[0]}
     return found
-
-
-def measure_fp32(ranks: Ranks) -> Values:
-    return _beside_torch(ranks)
-
-
-def measure_bf16(ranks: Ranks) -> Values:
-    return _beside_torch(ranks, bf16=True)
 
 
 def _worst(found: Sequence[Values], name: str) -> Values:
     return max((one[name] for one in found), key=lambda v: (math.isnan(v["worst"]), v["worst"]))
 
 
-def _explained(one: Values) -> str:
-    factor = one["factor"]
-    if math.isfinite(factor) and abs(factor - 1) > 0.1:
-        return f"; they are {factor:.3g} times what they should be: a divisor, or a lost rank"
-    return ""
-
-
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Tell ours from the unsharded model's, by optimizer, and beside torch's own."""
-    peer = found[0].get("torch", {})
-    peers = (
-        _worst(found, "torch") if all("worst" in one.get("torch", {}) for one in found) else None
-    )
+    """Compare our gradients, by optimizer, with the unsharded model's and with torch's own."""
+    refused = found[0].get("torch", {}).get("refused")
+    has_peer = all("worst" in one.get("torch", {}) for one in found)
+    peer = _worst(found, "torch") if has_peer else None
+    ours = {name: _worst(found, name) for name in ("SGD", "AdamW") if name in found[0]}
     is_wrong = False
-    for optimizer in ("SGD", "AdamW"):
-        if optimizer not in found[0]:
-            continue
-        one = _worst(found, optimizer)
+    for optimizer, one in ours.items():
         lost = max(values[optimizer]["loss"] for values in found)
         if one["worst"] <= tolerance and lost <= tolerance:
             continue
         is_wrong = True
-        also = ""
-        if peers is not None:
-            also = (
-                ". torch's own is right, so it is fsdp2, or a hook on it"
-                if peers["worst"] <= tolerance
-                else ". torch's own differs too, so it is below both: the collectives, the devices"
-            )
+        also = scaled = ""
+        factor = one["factor"]
+        if math.isfinite(factor) and abs(factor - 1) > 0.1:
+            scaled = f"; they are {factor:.3g} times what they should be: a divisor, or a lost rank"
+        if peer is not None:
+            also = ". torch's own is right, so the cause is fsdp2, or a hook on it"
+            if not peer["worst"] <= tolerance:
+                also = ". torch's own differs too: the cause is in the collectives or the devices"
         yield _say(
             name,
             WRONG,
             f"with {optimizer} gradients differ by {one['worst']:.2g} of the largest "
             f"({one['where']}) and losses by {lost:.2g}, allowed {tolerance:.2g}"
-            f"{_explained(one)}{also}",
+            f"{scaled}{also}",
         )
     if not is_wrong:
-        one = max((_worst(found, o) for o in ("SGD", "AdamW") if o in found[0]),
-                  key=lambda values: values["worst"])  # fmt: skip
-        close = f" within {one['worst']:.1g}" if one["worst"] else ", to the bit"
+        worst = max(one["worst"] for one in ours.values())
+        close = f" within {worst:.1g}" if worst else ", to the bit"
         said = f"gradients of {STEPS} steps are the unsharded model's{close}"
-        if peers is not None:
-            said += f"; torch's own within {peers['worst']:.1g}"
-        elif "refused" in peer:
-            said += f"; torch's own not measured: {peer['refused']}"
+        if peer is not None:
+            said += f"; torch's own within {peer['worst']:.1g}"
+        elif refused is not None:
+            said += f"; torch's own not measured: {refused}"
         yield _say(name, OK, said)
 
 
 def judge_alike(found: Sequence[Values]) -> Iterator[Verdict]:
-    """Tell ranks whose unsharded model computes otherwise: the same rows, the same weights."""
+    """Find ranks whose unsharded model gets different results from the same rows and weights."""
     alone = [one["SGD"]["alone"] for one in found]
     groups = differing(alone)
     if len(groups) == 1:
-        yield _say(
-            "same arithmetic", OK, "every rank computes the unsharded model alike, to the bit"
-        )
+        yield _say("same arithmetic", OK, "the unsharded model gives the same bits on every rank")
         return
     first = next(iter(groups.values()))[0]
     for others in list(groups.values())[1:]:
@@ -281,9 +249,12 @@ def judge_alike(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say(
             "same arithmetic",
             WRONG if apart > 1e-6 else WARNING,
-            f"{ranks_text(others)} computes the unsharded model otherwise than rank {first}, "
+            f"{ranks_text(others)} computes the unsharded model differently from rank {first}, "
             f"by {apart:.1g}: another device, library or precision",
         )
+
+
+judge_bf16 = partial(judge_training, name="bf16", tolerance=BF16)
 
 
 def judge_fp32(found: Sequence[Values]) -> Iterator[Verdict]:
@@ -291,24 +262,15 @@ def judge_fp32(found: Sequence[Values]) -> Iterator[Verdict]:
     yield from judge_alike(found)
 
 
-def judge_bf16(found: Sequence[Values]) -> Iterator[Verdict]:
-    yield from judge_training(found, "bf16", BF16)
-
-
 def measure_hsdp(ranks: Ranks) -> Values:
-    """Train over replicas of shards: hosts and the ranks of one, or halves where it is asked."""
-    hosts = len(set(ranks.hosts))
-    if hosts > 1 and ranks.size % hosts == 0 and not ranks.options.hsdp:
-        return {"shape": [hosts, ranks.size // hosts], **_hsdp(ranks, hosts)}
-    if not ranks.options.hsdp:
+    """Train with HSDP: one replica per host, or two replicas with ``--hsdp``."""
+    replicas = 2 if ranks.options.hsdp else ranks.hosts_alike
+    if replicas == 1:
         return {"skipped": "the ranks are on one host; --hsdp makes two groups of them"}
-    if ranks.size < 4 or ranks.size % 2:
+    if ranks.options.hsdp and (ranks.size < 4 or ranks.size % 2):
         return {"skipped": f"{ranks.size} ranks are not two groups of two or more"}
-    return {"shape": [2, ranks.size // 2], **_hsdp(ranks, 2)}
-
-
-def _hsdp(ranks: Ranks, replicas: int) -> Values:
-    return {"SGD": _train(ranks, _sgd, ranks.mesh(replicas, ranks.size // replicas))}
+    shape = [replicas, ranks.size // replicas]
+    return {"shape": shape, "SGD": _train(ranks, _sgd, ranks.mesh(*shape))}
 
 
 def judge_hsdp(found: Sequence[Values]) -> Iterable[Verdict]:
@@ -318,11 +280,8 @@ def judge_hsdp(found: Sequence[Values]) -> Iterable[Verdict]:
     return judge_training(found, f"HSDP {replicas} x {shards}", FP32)
 
 
-# A checkpoint.
-
-
 def measure_checkpoint(ranks: Ranks) -> Values:
-    """Save and load, bits and all, in a folder that every rank has to see."""
+    """Save and load in a shared folder, and compare every bit."""
     (name, *_) = ranks.exchange(f"fsdp2-doctor-{uuid.uuid4().hex[:8]}")
     folder = Path(ranks.options.folder).absolute() / name
     found: Values = {"folder": str(ranks.options.folder), "error_number": 0, "says": ""}
@@ -334,9 +293,8 @@ def measure_checkpoint(ranks: Ranks) -> Values:
         found |= {"error_number": error.errno or -1, "says": error.strerror or str(error)}
     could = ranks.exchange(found["error_number"] == 0)
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    found["unseen"] = [
-        one for one, wrote in enumerate(could) if wrote and f"rank-{one}" not in there
-    ]
+    wrote = [rank for rank, has_written in enumerate(could) if has_written]
+    found["unseen"] = [rank for rank in wrote if f"rank-{rank}" not in there]
     seen = ranks.exchange(not found["unseen"] and all(could))
     try:
         if all(seen):
@@ -354,7 +312,7 @@ def _round_trip(ranks: Ranks, folder: Path) -> Values:
         model = build(ODD, ranks.device)
         shard(model, mesh)
         optimizer = _adamw(model.parameters())
-        for step in range(seed):  # so that the second one has other values
+        for step in range(seed):  # different numbers of steps give the models different values
             words = batch(ODD, ranks.size, ranks.device, step)
             model(words.chunk(ranks.size)[ranks.rank]).backward()
             optimizer.step()
@@ -365,14 +323,14 @@ def _round_trip(ranks: Ranks, folder: Path) -> Values:
         fsdp2.checkpoint.load(folder, *models[1])
     except OSError as error:
         return {"error_number": error.errno or -1, "says": error.strerror or str(error)}
-    except fsdp2.FSDPError as error:  # what one rank met, told by all
+    except fsdp2.FSDPError as error:  # every rank raises this error
         return {"error_number": -1, "says": str(error).partition("\n")[0]}
     saved, loaded = (fsdp2.checkpoint.local_state(*each) for each in models)
     return {"differing": sorted(_unlike(saved, loaded))}
 
 
 def _unlike(left: Any, right: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of what differs in two states."""
+    """Yield the names of values that differ between two states."""
     if isinstance(left, Tensor):
         if not torch.equal(left, right):
             yield name
@@ -389,36 +347,29 @@ def _unlike(left: Any, right: Any, name: str = "") -> Iterator[str]:
 def judge_checkpoint(found: Sequence[Values]) -> Iterator[Verdict]:
     folder = found[0]["folder"]
     failed = {rank: one for rank, one in enumerate(found) if one["error_number"]}
+    blind = [rank for rank, one in enumerate(found) if one["unseen"]]
     if failed:
         first = next(iter(failed.values()))
         full = " The disk is full." if first["error_number"] == errno.ENOSPC else ""
         who = ranks_text(list(failed))
-        yield _say(
-            "checkpoint",
-            WRONG,
-            f"{who} cannot write to the folder {folder}: {first['says']}.{full}",
+        said = f"{who} cannot write to the folder {folder}: {first['says']}.{full}"
+    elif blind:
+        said = (
+            f"files that other ranks write to {folder} are not seen by {ranks_text(blind)}: a "
+            "checkpoint needs a folder that all ranks share (--checkpoint)"
         )
-        return
-    blind = [rank for rank, one in enumerate(found) if one["unseen"]]
-    if blind:
-        yield _say(
-            "checkpoint",
-            WRONG,
-            f"what other ranks write to {folder} is not seen by {ranks_text(blind)}: a checkpoint "
-            "needs a folder that all ranks share (--checkpoint)",
-        )
-        return
-    bad = sorted({name for one in found for name in one["differing"]})
-    if bad:
-        yield _say("checkpoint", WRONG, f"loaded with other bits: {', '.join(bad[:4])}")
+    elif bad := sorted({name for one in found for name in one["differing"]}):
+        said = f"loaded with different bits: {', '.join(bad[:4])}"
     else:
-        yield _say("checkpoint", OK, "saved, loaded into a new model, every bit the same")
+        yield _say("checkpoint", OK, "saved, and loaded into a new model bit for bit")
+        return
+    yield _say("checkpoint", WRONG, said)
 
 
 CHECKS = (
     Check(RIGHT, "collectives", measure_collectives, judge_collectives),
-    Check(RIGHT, "fp32", measure_fp32, judge_fp32),
-    Check(RIGHT, "bf16", measure_bf16, judge_bf16),
+    Check(RIGHT, "fp32", measure_training, judge_fp32),
+    Check(RIGHT, "bf16", partial(measure_training, bf16=True), judge_bf16),
     Check(RIGHT, "HSDP", measure_hsdp, judge_hsdp),
     Check(RIGHT, "checkpoint", measure_checkpoint, judge_checkpoint),
 )

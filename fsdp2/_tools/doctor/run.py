@@ -1,8 +1,4 @@
-"""The command: its words, the checks in their order, and how it ends.
-
-Every rank runs every check, and comes to the same verdicts; one of them tells. It must not know
-what a check measures.
-"""
+"""The ``doctor`` command. Every rank runs every check and reaches the same verdicts; one prints."""
 
 from __future__ import annotations
 
@@ -11,8 +7,9 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from os import _exit as end_now  # without what waits for other ranks
+from os import _exit as end_now  # runs no exit handlers, which might wait for other ranks
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +36,34 @@ from fsdp2._tools.doctor.verdicts import (
 from fsdp2._tools.pages.content import Advice, Fact, Page, Table
 from fsdp2._tools.pages.page import write_page, write_whole
 
-# What a doctor leaves: lines in a terminal, a page, and a JSON file that ``plan`` reads.
-
 FORMAT = 1
+CHECKS: tuple[Check, ...] = (*installed.CHECKS, *machine.CHECKS, *right.CHECKS, *fast.CHECKS)
+QUICK_S = 10.0
+EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 4 -m fsdp2 doctor
+  torchrun --nproc-per-node 8 -m fsdp2 doctor --html doctor.html --json doctor.json
+exit status:
+  0 if nothing is wrong (warnings and missing measurements are no failure), 1 if something is,
+  2 if the command line is
+"""
 
 
 def line_of(verdict: Verdict) -> str:
-    """Return a verdict as a terminal shows it: names of files and hosts may hold anything."""
-    said = printable(verdict.said, most=1000)
-    return f"  {verdict.status:<12} {verdict.name}: {said}"
+    """Format a verdict for a terminal; names of files and hosts may contain any characters."""
+    return f"  {verdict.status:<12} {verdict.name}: {printable(verdict.said, most=1000)}"
 
 
 def lines_of_settings(findings: Findings) -> Iterator[str]:
     yield AREAS[SET]
     if not findings.settings:
-        yield "  nothing was measured that says so"
+        yield "  no measurement calls for a change"
     for one in findings.settings:
         change = one.change or "leave it"
         yield f"  {one.what}: {change}. {printable(one.reason, most=1000)}"
 
 
 def verdict_line(findings: Findings) -> str:
-    """Return the last line of all."""
     is_wrong = exit_status(findings.verdicts)
     return f"{'NOT WELL' if is_wrong else 'WELL'}: {last_word(findings.verdicts)}"
 
@@ -68,68 +71,47 @@ def verdict_line(findings: Findings) -> str:
 def page_of(findings: Findings, ranks: int, device: str) -> Page:
     verdicts = findings.verdicts
     bad = [one for one in verdicts if one.status in (WRONG, WARNING)]
-    tables = [
-        Table(
-            title,
-            ("check", "verdict", "what was found"),
-            tuple((v.name, v.status, v.said) for v in verdicts if v.area == area),
-        )
-        for area, title in AREAS.items()
-        if area != SET
-    ]
-    tables.append(
-        Table(
-            AREAS[SET],
-            ("what", "set", "why"),
-            tuple((one.what, one.change or "leave it", one.reason) for one in findings.settings),
-        )
-    )
+    tables = []
+    for area, title in AREAS.items():
+        columns = ("check", "verdict", "what was found")
+        rows = [(one.name, one.status, one.said) for one in verdicts if one.area == area]
+        if area == SET:
+            columns = ("what", "set", "why")
+            rows = [(one.what, one.change or "leave it", one.reason) for one in findings.settings]
+        tables.append(Table(title, columns, tuple(rows)))
+    counts = Counter(one.status for one in verdicts).items()
+    facts = (Fact(status, str(number)) for status, number in counts)
     return Page(
         title="fsdp2 doctor",
         subtitle=verdict_line(findings),
-        facts=(
-            Fact("ranks", str(ranks), device),
-            *(
-                Fact(status, str(sum(one.status == status for one in verdicts)))
-                for status in dict.fromkeys(one.status for one in verdicts)
-            ),
-        ),
+        facts=(Fact("ranks", str(ranks), device), *facts),
         advice=tuple(Advice(one.status, one.name, one.said, "") for one in bad),
         tables=tuple(table for table in tables if table.rows),
     )
 
 
-def json_of(findings: Findings, ranks: int, device: str) -> dict[str, Any]:
-    """Return what the file holds: ``hardware`` is what ``fsdp2.plan`` takes of it."""
-    return {
-        "fsdp2_doctor": FORMAT,
-        "ranks": ranks,
-        "device": device,
-        "status": exit_status(findings.verdicts),
-        "verdicts": [vars(one) for one in findings.verdicts],
-        "settings": [vars(one) for one in findings.settings],
-        "hardware": findings.of_first("plan").get("hardware"),
-        "measured": dict(findings.values),
-    }
-
-
 def write(
     findings: Findings, ranks: int, device: str, page: Path | None, file: Path | None
 ) -> None:
-    """Write what was asked for.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the requested files. Raise OSError if a file cannot be written."""
     if file is not None:
-        values = _finite(json_of(findings, ranks, device))
-        write_whole(file, json.dumps(values, indent=1, allow_nan=False) + "\n")
+        values = {
+            "fsdp2_doctor": FORMAT,
+            "ranks": ranks,
+            "device": device,
+            "status": exit_status(findings.verdicts),
+            "verdicts": [vars(one) for one in findings.verdicts],
+            "settings": [vars(one) for one in findings.settings],
+            "hardware": findings.of_first("plan").get("hardware"),  # ``fsdp2.plan`` reads this
+            "measured": findings.values,
+        }
+        write_whole(file, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
     if page is not None:
         write_page(page, page_of(findings, ranks, device))
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON has no numbers for, by a word."""
+    """Replace values that JSON cannot represent with text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -139,46 +121,38 @@ def _finite(value: Any) -> Any:
     return value
 
 
-CHECKS: tuple[Check, ...] = (*installed.CHECKS, *machine.CHECKS, *right.CHECKS, *fast.CHECKS)
-QUICK_S = 10.0
-
-EXAMPLES = """\
-examples:
-  torchrun --nproc-per-node 4 -m fsdp2 doctor
-  torchrun --nproc-per-node 8 -m fsdp2 doctor --html doctor.html --json doctor.json
-exit status:
-  0 if nothing is wrong (warnings, and what was not measured, are no failure), 1 if something is,
-  2 if the command line is
-"""
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m fsdp2 doctor",
-        description="Say if sharding is right here, if it is fast, if the machine is well, and "
-        "what to set. Under torchrun it measures all ranks.",
+        description="Check that sharding is correct and fast here and that the machine is healthy; "
+        "recommend settings. Under torchrun it measures all ranks.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--html", metavar="FILE", type=Path, help="write a page with all that was found")
-    add("--json", metavar="FILE", type=Path, help="write it for a report, and for fsdp2.plan")
+    add("--html", metavar="FILE", type=Path, help="write a page with all findings")
+    add(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write the findings as JSON, for reports and for fsdp2.plan",
+    )
     effort = made.add_mutually_exclusive_group()
     effort.add_argument(
-        "--seconds", type=_seconds, default=60.0, help="how long steps are timed, about (60)"
+        "--seconds", type=_seconds, default=60.0, help="approximate time for timing steps (60)"
     )
     effort.add_argument(
-        "--quick", dest="seconds", action="store_const", const=QUICK_S, help="10 seconds in place"
+        "--quick", dest="seconds", action="store_const", const=QUICK_S, help="10 seconds instead"
     )
-    add("--timeout", type=_seconds, default=60.0, help="seconds until a rank is lost (60)")
-    add("--hsdp", action="store_true", help="try replicas of shards also on one host")
+    add("--timeout", type=_seconds, default=60.0, help="seconds until a rank counts as lost (60)")
+    add("--hsdp", action="store_true", help="also check HSDP on one host")
     add(
         "--checkpoint",
         metavar="FOLDER",
         type=Path,
         default=Path(),
-        help="where to save and load (the current folder)",
+        help="folder for the test checkpoint (the current folder)",
     )
     return made
 
@@ -194,24 +168,21 @@ def _seconds(text: str) -> float:
 
 
 class Doctor:
-    """The checks on this rank, and what they found so far."""
-
     def __init__(self, ranks: Ranks, page: Path | None, file: Path | None) -> None:
         self.ranks = ranks
         self.findings = Findings()
         self._page, self._file = page, file
         self._lost: tuple[int, ...] = ()
-        self._over = ""  # why there are no collectives any more
+        self._over = ""  # the reason why collectives no longer work
         self._told_area = ""
 
     @property
     def _tells(self) -> bool:
-        """True on the first rank that answers."""
+        """Return True on the first rank that still answers, which prints."""
         left = (rank for rank in range(self.ranks.size) if rank not in self._lost)
         return self.ranks.rank == next(left, None)
 
     def run(self, checks: Sequence[Check]) -> int:
-        """Run checks, tell what they find, and return the exit status."""
         self._meet("the first meeting")
         if self.ranks.size == 1:
             self._print("One rank is measured; all: torchrun --nproc-per-node N -m fsdp2 doctor")
@@ -225,7 +196,7 @@ class Doctor:
 
     def _run_one(self, check: Check) -> None:
         def give_up(answers: list[Values] | LostRankError) -> None:
-            """End this process: a collective that neither ends nor raises holds the main thread."""
+            """End this process, whose main thread is blocked by a collective that never returns."""
             if isinstance(answers, LostRankError):
                 self._lose(answers, check.name)
             else:
@@ -245,7 +216,7 @@ class Doctor:
             return
         try:
             self._tell(check.judge(answers))
-        except Exception as error:  # figures that no rule expects are no reason to say nothing
+        except Exception as error:  # unexpected values must not hide the other findings
             said = f"figures that cannot be judged: {type(error).__name__}: {error}"
             self._tell([Verdict(check.area, check.name, WRONG, said)])
         if check is CHECKS[-1]:
@@ -256,7 +227,7 @@ class Doctor:
             self.ranks.meet()
         except LostRankError as error:
             self._lose(error, where)
-        except Exception as error:  # of a backend, which has classes of its own
+        except Exception as error:  # a backend raises its own exception classes
             self._over = "the ranks could not meet"
             said = f"{self._over}: {type(error).__name__}: {error}".partition("\n")[0]
             self._tell([Verdict(MACHINE, "ranks", WRONG, said)])
@@ -294,21 +265,17 @@ class Doctor:
             else:
                 for path in filter(None, (self._page, self._file)):
                     self._print(f"wrote {path}")
-        if self._over:
-            self._end(status)
+        if self._over:  # destroying a process group with a lost rank may block on it
+            self.ranks.wait_for_teller(self._tells)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            end_now(status)
         self.ranks.leave()
         return status
 
-    def _end(self, status: int) -> None:
-        """End at once: a process group with a lost rank may wait for it when it is destroyed."""
-        self.ranks.wait_for_teller(self._tells)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        end_now(status)
-
 
 def _failure(check: Check, answers: Sequence[Values]) -> Verdict:
-    """Return the verdict of a check that raised: what was raised first is why the others did."""
+    """Return the verdict of a check that raised: the first exception caused the others."""
     raised = {rank: one for rank, one in enumerate(answers) if "error" in one}
     first = min(raised, key=lambda rank: raised[rank]["after_s"])
     said = f"{ranks_text([first])} raised {raised[first]['error']}"
@@ -320,13 +287,12 @@ def _failure(check: Check, answers: Sequence[Values]) -> Verdict:
 
 
 def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
-    """Run the doctor on this rank; return its exit status."""
     made = parser()
     given = made.parse_args(arguments)
     for path in filter(None, (given.html, given.json)):
         if not path.absolute().parent.is_dir():
             made.error(f"there is no folder for {path}")
-    # Else torch ends a process whose collective took too long, before anything is said of it.
+    # otherwise torch kills a process whose collective timed out before the doctor can report it
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
     try:

@@ -1,7 +1,4 @@
-"""What a check says: one line with a status, the figures behind it, and what to set.
-
-Owns the values and the exit status. They must not know how anything is measured or shown.
-"""
+"""Results of checks: lines with a status, figures, recommended settings, and the exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line. ``name`` is that of the check, ``said`` a sentence with its figure."""
+    """One line of output: the name of a check, and ``said``, a sentence with its figure."""
 
     area: str
     name: str
@@ -33,10 +30,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Setting:
-    """Something to set: ``change`` is code or a command, ``reason`` has the figure that says why.
-
-    ``change`` is empty where what is set already is best.
-    """
+    """A recommended setting. ``change`` is code or a command, empty if the current setting is best;
+    ``reason`` has the figure for it."""
 
     what: str
     change: str
@@ -45,11 +40,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Check:
-    """A question. Every rank runs ``measure``, and ``judge`` is given what all of them measured.
-
-    ``judge`` gets the values in the order of the ranks, and the same on every rank, so all ranks
-    come to the same verdicts. ``limit_s``: how long ``measure`` may take where all is well.
-    """
+    """A check. Every rank runs ``measure``, and passes the results of all ranks, in rank order, to
+    ``judge``; so all reach the same verdicts. ``limit_s``: maximum time of ``measure`` on a healthy
+    machine."""
 
     area: str
     name: str
@@ -60,25 +53,25 @@ class Check:
 
 @dataclass
 class Findings:
-    """All that was found, in order; filled check by check."""
+    """All findings, in the order of the checks."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     values: dict[str, Sequence[Values]] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
 
     def of_first(self, name: str) -> Values:
-        """Return what the first rank measured in a check; empty if it did not."""
+        """Return the first rank's measurements in a check; empty if there are none."""
         found = self.values.get(name) or [{}]
         return dict(found[0])
 
 
 def exit_status(verdicts: Iterable[Verdict]) -> int:
-    """Return 1 if something is wrong; warnings, and what was not measured, are no failure."""
+    """Return 1 if a check failed; warnings and missing measurements are not failures."""
     return int(any(verdict.status == WRONG for verdict in verdicts))
 
 
 def differing(values: Sequence[Any]) -> Mapping[str, list[int]]:
-    """Return which ranks have which value, as text; the value of most ranks comes first."""
+    """Group ranks by value, as text; the most frequent value comes first."""
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(str(value), []).append(rank)
@@ -86,11 +79,10 @@ def differing(values: Sequence[Any]) -> Mapping[str, list[int]]:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number of things."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 1, 2``; of many the first few."""
+    """Return ``rank 3``, or ``ranks 1, 2``; long lists are truncated."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"

@@ -1,1 +1,1 @@
-"""Pages to look at: what a plan or a recording shows, and one HTML file that shows it."""
+"""HTML pages of plans and recordings: their contents, and one file that shows them."""

@@ -1,30 +1,28 @@
-"""What a page shows, as plain values. Plans and recordings are told in them; ``page`` draws them.
-
-Owns the values. They must not know what they were made of, nor how they are drawn.
-"""
+"""The contents of a page as plain values. Plans and recordings create them; ``page`` draws them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMPUTE, GATHER, REDUCE = "compute", "gathers", "reductions"
+COMPUTE, GATHER, REDUCE = LANES = ("compute", "gathers", "reductions")
 """Lanes of a time line."""
-
 KINDS = (
-    "parameters",  # shards, and what is not sharded
+    "parameters",  # sharded and unsharded parameters
     "optimizer state",
-    "gradients",  # sharded ones
+    "gradients",  # sharded gradients
     "gathered parameters",
     "communication",  # buffers of collectives
-    "activations",  # and all else that the model and its backward make
-    "logits",  # of these, what has a number for each word of the vocabulary
+    "activations",  # and everything else that the model and its backward allocate
+    "logits",  # activations with one number per word of the vocabulary
 )
-"""What memory is for, from the bottom of the picture to its top."""
+"""Categories of memory, from the bottom of the picture to its top."""
+MEASURED = ("parameters", "gathered parameters", "communication")
+"""The categories that a recording measures."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure at the head of a page: its name, its value with a unit, and a word about it."""
+    """A headline value of a page: its name, its value with a unit, and a short note."""
 
     name: str
     value: str
@@ -33,12 +31,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, with the number that says why. ``print`` it to read it.
+    """A recommendation with the figure behind it. ``print`` shows it as text.
 
-    ``severity`` says what is lost: ``slow`` or ``memory``.
-    ``about`` names the unit, the parameter or the step. ``found`` says what was seen, with its
-    number. ``change`` says what to do, as code where that is possible. ``gain`` says what the
-    change is predicted to bring, with its number; it may be empty.
+    ``severity`` is what is lost: ``slow`` or ``memory``. ``about`` names the unit, the parameter or
+    the step. ``found`` is the finding, with its number. ``change`` is what to do, as code where
+    possible. ``gain`` is the predicted effect of the change, with its number; it may be empty.
     """
 
     severity: str
@@ -55,11 +52,8 @@ class Advice:
 
 @dataclass(frozen=True)
 class UnitArea:
-    """A group of parameters in the tree of units. Sizes in bytes; names are dotted paths.
-
-    ``padding_nbytes``: what padding adds over all ranks of the shard axis; ``shard_ranks``: how
-    many these are, so that the padding in a shard can be drawn.
-    """
+    """A group of parameters, under a dotted name. ``padding_nbytes`` is the total over the
+    ``shard_ranks`` ranks of the shard axis, so that the padding of one shard can be drawn."""
 
     name: str
     parameters: int
@@ -75,11 +69,8 @@ class UnitArea:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes that are alive at a time: ``nbytes`` in the order of the tab's ``kinds``.
-
-    ``time`` in seconds from the step's start, or the number of the event if no time is known.
-    ``label`` is what happened there.
-    """
+    """Bytes allocated at an event (``label``), in the order of the tab's ``kinds``. ``time``:
+    seconds from the step's start, or the number of the event if times are unknown."""
 
     time: float
     label: str
@@ -88,11 +79,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryTab:
-    """Memory over a step, for one setting or one rank.
-
-    ``limit_nbytes``: of the device, None if it is not known. ``measured``: moments of one kind that
-    are drawn over it as a line (what a rank measured, or what was planned).
-    """
+    """Memory over a step, for one setting or one rank. ``limit_nbytes``: the device's memory, None
+    if unknown. ``measured``: moments of one kind, drawn over it as a line (measured or planned)."""
 
     name: str
     kinds: tuple[str, ...]
@@ -105,11 +93,8 @@ class MemoryTab:
 
 @dataclass(frozen=True)
 class Span:
-    """Something with a begin and an end, in seconds from the time line's start.
-
-    ``cause``: of a gap in a lane, what was waited for; empty for work. ``nbytes`` and ``note`` are
-    shown where the pointer is.
-    """
+    """A span of time, in seconds from the time line's start. ``cause``: the reason for a gap in a
+    lane; empty for work. ``nbytes`` and ``note`` are shown in a tooltip."""
 
     lane: str
     name: str
@@ -122,7 +107,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """Lanes of one rank or of one setting; those of a page are drawn below each other."""
+    """Lanes of one rank or of one setting."""
 
     name: str
     lanes: tuple[str, ...]
@@ -131,11 +116,9 @@ class TimeLine:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a step was planned to be, to be laid over what was measured.
-
-    ``moments``: of one kind, in the order of events, whose names are their labels; they get the
-    times at which these events were measured. ``time_line``: None if no time was planned.
-    """
+    """The plan of a step, to be drawn over measurements. ``moments``: of one kind, in order, each
+    drawn at the measured time of the event that it is labelled with. ``time_line``: None if no time
+    was planned."""
 
     moments: tuple[Moment, ...]
     time_line: TimeLine | None = None
@@ -143,7 +126,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading: what has no picture (ranks side by side, collectives by kind)."""
+    """A table with a heading, for data without a picture (ranks, collectives by kind)."""
 
     heading: str
     columns: tuple[str, ...]
@@ -152,7 +135,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Headline:
-    """What decides, above all else of a page. ``kind``: ``good``, ``bad``, or empty."""
+    """The main result, at the top of a page. ``kind``: ``good``, ``bad``, or empty."""
 
     text: str
     kind: str = ""
@@ -160,10 +143,8 @@ class Headline:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page shows, from its top to its end. What is empty is left out.
-
-    ``order``: of the three kinds of pictures, what decides first.
-    """
+    """The contents of a page, from top to bottom; empty parts are omitted. ``order``: the three
+    kinds of pictures, the most important first."""
 
     title: str
     subtitle: str

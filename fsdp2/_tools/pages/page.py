@@ -1,13 +1,12 @@
-"""``render``: one HTML document of a ``Page``, which needs no server, no network and no package.
+"""``render``: one HTML document for a ``Page``, without server, network or packages.
 
-Owns the document: what is text is written here, as escaped HTML, so that it can be read, searched
-and printed even where no script runs. Pictures are drawn by ``js/`` with the library in
-``echarts/`` from the values in one block of JSON.
+Text is escaped HTML, so that it can be read, searched and printed even without scripts. Pictures
+are drawn by ``js/``, with the library in ``echarts/``, from the values in one block of JSON.
 
 [Note: names are not to be trusted]
-A module, and so a unit, may have any name, and a page is sent to other people. Text goes through
-``escape``, JSON has no ``<``, scripts set ``textContent`` alone, and the page's own policy loads
-nothing and runs only the scripts whose hash it names.
+A module, and so a unit, may have any name, and a page is sent to other people. Text is escaped with
+``escape``, JSON contains no ``<``, scripts set only ``textContent``, and the content security
+policy loads nothing and runs only the scripts whose hashes it lists.
 """
 
 from __future__ import annotations
@@ -25,38 +24,31 @@ from typing import Any
 
 from fsdp2._tools.pages import content
 
-# Files of text that are there whole, or not at all. It must not know what is in them.
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, in place of one that is there. Of several writers the last one's stays.
-
-    Raises:
-        OSError: it cannot be written; a file that was there is as it was.
-    """
-    # ranks on several machines may have one process id, and one folder
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:  # of the file that was asked for, not of the one beside it
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "echarts" / "echarts.min.js"
 SCRIPTS = ("words", "pictures", "units", "memory", "times", "page")
-"""In the order in which they use each other."""
-
+"""Each script uses only earlier ones."""
 EMBEDDED_HEIGHT = 720  # pixels
 HEADLINES = ("good", "bad")
 SEVERITIES = ("refused", "slow", "memory", "note")
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write or replace a file atomically; of several writers the last one wins. Raise OSError if it
+    cannot be written; an existing file is then unchanged."""
+    # ranks on several machines may share a process id and a folder
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:  # name the requested file in the error, not the temporary one
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def render(page: content.Page) -> str:
-    """Return a whole HTML document that shows a page."""
+    """Return a complete HTML document that shows a page."""
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     scripts = (_library(), _own_script())
     allowed = " ".join(_hash(script) for script in scripts)
@@ -81,10 +73,8 @@ def render(page: content.Page) -> str:
 
 
 def embed(page: content.Page) -> str:
-    """Return a frame with the whole page in it: what a notebook shows for ``_repr_html_``.
-
-    The frame has an origin of its own, so what is in it reads nothing of the notebook.
-    """
+    """Return an iframe with the complete page, for a notebook's ``_repr_html_``. The frame has a
+    separate origin, so its contents cannot read the notebook."""
     style = f"width:100%;height:{EMBEDDED_HEIGHT}px;border:0"
     return (
         f'<iframe sandbox="allow-scripts" title="{_text(page.title)}" style="{style}" '
@@ -93,11 +83,7 @@ def embed(page: content.Page) -> str:
 
 
 def write_page(path: str | os.PathLike[str], page: content.Page) -> None:
-    """Write the document of a page to a file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; a file that was there is as it was.
-    """
+    """Write the document of a page to a file, as ``write_whole`` does."""
     write_whole(Path(path), render(page))
 
 
@@ -117,11 +103,8 @@ def _hash(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape text for HTML; halves of surrogate pairs, which no file can hold, become marks."""
+    """Escape text for HTML; unpaired surrogates, which no file can contain, are replaced."""
     return escape(text.encode("utf-8", "replace").decode("utf-8"))
-
-
-# What is text.
 
 
 def _body(page: content.Page) -> Iterator[str]:
@@ -143,7 +126,8 @@ def _body(page: content.Page) -> Iterator[str]:
     for name in page.order:
         shown, heading, hint = pictures[name]
         if shown:
-            yield _picture(name, heading, hint)
+            head = f'<section id="{name}"><h2>{heading}</h2><p class="hint">{hint}</p>'
+            yield f'{head}<div class="place"></div></section>'
     for table in page.tables:
         yield from _table(table)
     if page.notes:
@@ -179,18 +163,11 @@ def _advice(advice: Sequence[content.Advice]) -> Iterator[str]:
     yield "</ol></section>"
 
 
-def _picture(name: str, heading: str, hint: str) -> str:
-    return (
-        f'<section id="{name}"><h2>{heading}</h2><p class="hint">{hint}</p>'
-        '<div class="place"></div></section>'
-    )
-
-
 def _table(table: content.Table) -> Iterator[str]:
     yield f'<section><h2>{_text(table.heading)}</h2><div class="scroll"><table><thead><tr>'
     yield from (f'<th scope="col">{_text(column)}</th>' for column in table.columns)
     yield "</tr></thead><tbody>"
-    for row in table.rows:  # where a page is narrow, each cell has its column's name before it
+    for row in table.rows:  # narrow pages show the column's name before each cell
         cells = zip(table.columns, row, strict=True)
         yield "<tr>"
         yield from (f'<td data-column="{_text(name)}">{_text(cell)}</td>' for name, cell in cells)
@@ -198,11 +175,8 @@ def _table(table: content.Table) -> Iterator[str]:
     yield "</tbody></table></div></section>"
 
 
-# What pictures are made of.
-
-
 def _values(page: content.Page) -> str:
-    """Return JSON that no HTML parser can end early: lists in the order that ``js/`` reads."""
+    """Return JSON that cannot close its HTML element: lists in the order that ``js/`` reads."""
     values = {
         "units": [_unit(unit) for unit in page.units],
         "memory": [_tab(tab) for tab in page.memory],
@@ -213,18 +187,9 @@ def _values(page: content.Page) -> str:
 
 
 def _unit(unit: content.UnitArea) -> dict[str, Any]:
-    return {
-        "name": unit.name,
-        "parameters": unit.parameters,
-        "numel": unit.numel,
-        "dtypes": list(unit.dtypes),
-        "whole": unit.whole_nbytes,
-        "shard": unit.shard_nbytes,
-        "padding": unit.padding_nbytes,
-        "gather": unit.gather_nbytes,
-        "reduce": unit.reduce_nbytes,
-        "ranks": unit.shard_ranks,
-    }
+    values = {name.removesuffix("_nbytes"): value for name, value in vars(unit).items()}
+    values["ranks"] = values.pop("shard_ranks")
+    return values
 
 
 def _tab(tab: content.MemoryTab) -> dict[str, Any]:

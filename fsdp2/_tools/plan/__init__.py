@@ -1,1 +1,1 @@
-"""What a sharded model will do, before there are ranks: see ``plan``."""
+"""Prediction of a sharded model's memory, communication and time, without ranks: see ``plan``."""

@@ -1,76 +1,43 @@
-"""What is wrong with a choice of units and settings, each with its number and a way out.
-
-Owns the rules. Each looks at a plan and tries its way out by planning again, so that what it says
-is gained is predicted like all else. It must not know how a plan is made.
-"""
+"""Rules that find problems of units and settings, each with a figure and a change to make. A rule
+plans again with the change to predict the gain."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import Shard
 
 from fsdp2._core.base.errors import FSDPError
-from fsdp2._core.base.names import nbytes_text
+from fsdp2._core.base.names import nbytes_text, seconds_text
 from fsdp2._core.base.policy import MixedPrecisionPolicy
 from fsdp2._tools.pages.content import Advice
-from fsdp2._tools.plan.budget import Suggestion
-from fsdp2._tools.plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
-from fsdp2._tools.plan.table import seconds_text
-from fsdp2._tools.plan.values import GroupPlan, ParamPlan, StepPlan
+from fsdp2._tools.plan.budget import MEMORY, search_of
+from fsdp2._tools.plan.hardware import bandwidth_of, flops_of, seconds_of
+from fsdp2._tools.plan.setup import Prediction
+from fsdp2._tools.plan.values import ParamPlan, StepPlan
 
 TINY_NBYTES = 1 << 20
-"""A gather of fewer bytes is called small if no hardware says how long one takes."""
+"""A smaller gather counts as small if no hardware determines how long one takes."""
 LATENCY_SHARE = 0.5
-"""A gather is small if so much of its time is latency."""
+"""A gather is small if latency is at least this share of its time."""
 HUGE_SHARE, HUGE_TIMES = 0.4, 4
-"""A unit is huge if it has so much of the model, and so many times what units mostly have."""
+"""Share of the model, and multiple of the median unit, from which a unit is huge."""
 PADDED_SHARE = 0.05
-"""Padding is told from this part of a shard on."""
+"""Share of a shard from which padding is reported."""
 EMBEDDING_SHARE = 0.25
-"""An embedding is told from this part of its unit on."""
+"""Share of its unit from which an embedding is reported."""
 GAIN_SHARE = 0.03
-"""Time is worth a word from here on."""
+"""Share of a step's time from which a gain is reported."""
 
 
-class Planned(Protocol):
-    """A plan, as far as rules look at it."""
-
-    @property
-    def mesh(self) -> tuple[int, ...]: ...
-
-    @property
-    def groups(self) -> tuple[GroupPlan, ...]: ...
-
-    @property
-    def step(self) -> StepPlan | None: ...
-
-    @property
-    def hardware(self) -> Hardware | None: ...
-
-    @property
-    def policy(self) -> Any: ...
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def is_sharded(self) -> bool: ...
-
-    def changed(self, **changes: Any) -> Planned: ...
-
-    def suggest(self, budget: int) -> list[Suggestion]: ...
-
-
-def advise(plan: Planned, budget: int | None) -> Iterator[Advice]:
-    """Yield what is to be done, the most urgent first."""
+def advise(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     yield from _does_not_fit(plan, budget)
-    if not plan.is_sharded:  # units of a sharded model cannot be tried in another way
+    if not plan.is_sharded:  # the units of a sharded model cannot be changed
         yield from _tiny_units(plan)
         yield from _huge_unit(plan)
         yield from _embedding_in_a_unit(plan)
@@ -80,23 +47,18 @@ def advise(plan: Planned, budget: int | None) -> Iterator[Advice]:
     yield from _memory_setting(plan, budget)
 
 
-# Rules.
-
-
-def _does_not_fit(plan: Planned, budget: int | None) -> Iterator[Advice]:
+def _does_not_fit(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     step = plan.step
-    if step is None or budget is None or step.highest_nbytes <= budget:
+    if step is None or budget is None or _fits(plan, budget):
         return
     top = max(step.memory, key=lambda point: point.peak_nbytes)
     kind, most = max(zip(step.kinds, top.peak_by_kind, strict=True), key=lambda item: item[1])
-    tried = plan.suggest(budget)
-    best = tried[0]
-    change = best.code if best.fits else "more ranks, or smaller units"
-    gain = (
-        f"peak {nbytes_text(best.peak_nbytes)}"
-        if best.fits
-        else f"the best that was tried takes {nbytes_text(best.peak_nbytes)} ({best.code})"
-    )
+    best = search_of(plan, budget).run()[0]
+    peak = nbytes_text(best.peak_nbytes)
+    change, gain = best.code, f"peak {peak}"
+    if not best.fits:
+        change = "more ranks, or smaller units"
+        gain = f"the best that was tried takes {peak} ({best.code})"
     yield Advice(
         "memory",
         "the step",
@@ -107,7 +69,7 @@ def _does_not_fit(plan: Planned, budget: int | None) -> Iterator[Advice]:
     )
 
 
-def _tiny_units(plan: Planned) -> Iterator[Advice]:
+def _tiny_units(plan: Prediction) -> Iterator[Advice]:
     gathered = [group for group in plan.groups if group.gather_nbytes]
     tiny = [group for group in gathered if _is_tiny(group.gather_nbytes, plan)]
     blocks = repeated_blocks(plan.model)
@@ -127,7 +89,7 @@ def _tiny_units(plan: Planned) -> Iterator[Advice]:
     )
 
 
-def _huge_unit(plan: Planned) -> Iterator[Advice]:
+def _huge_unit(plan: Prediction) -> Iterator[Advice]:
     sizes = [group.whole_nbytes for group in plan.groups]
     total, largest = sum(sizes), max(plan.groups, key=lambda group: group.whole_nbytes)
     others = [group.whole_nbytes for group in plan.groups if group is not largest]
@@ -151,16 +113,15 @@ def _huge_unit(plan: Planned) -> Iterator[Advice]:
     )
 
 
-def _embedding_in_a_unit(plan: Planned) -> Iterator[Advice]:
+def _embedding_in_a_unit(plan: Prediction) -> Iterator[Advice]:
     for group in plan.groups:
         module = _module_of(plan.model, group.name)
         if module is None or module is plan.model or isinstance(module, nn.Embedding):
             continue
-        inside = [
-            (name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)
-        ]
         own = {param.name: param for param in group.params}
-        for name, part in inside:
+        for name, part in module.named_modules():
+            if not isinstance(part, nn.Embedding):
+                continue
             full = f"{group.name}.{name}.weight"
             share = own[full].nbytes / max(group.whole_nbytes, 1) if full in own else 0.0
             policy = _joined(plan.policy, {type(part)})
@@ -173,13 +134,13 @@ def _embedding_in_a_unit(plan: Planned) -> Iterator[Advice]:
                 "memory",
                 f"{group.name}.{name}",
                 f"an embedding of {nbytes_text(own[full].nbytes)} is {share:.0%} of the unit "
-                f"{group.name}, and is whole as long as that runs",
+                f"{group.name}, and is unsharded while that runs",
                 f"policy={_names(policy)}",
                 _gain(plan, other, _largest_becomes(plan, other)),
             )
 
 
-def _padding(plan: Planned) -> Iterator[Advice]:
+def _padding(plan: Prediction) -> Iterator[Advice]:
     ranks = plan.mesh[-1]
     padded = [
         param
@@ -199,7 +160,7 @@ def _padding(plan: Planned) -> Iterator[Advice]:
     else:
         change = f"shard_placement_fn=lambda param: Shard({better[worst.name]}) for it"
         before, after = (sum(g.padding_nbytes for g in one.groups) for one in (plan, other))
-        gain = _gain(plan, other, f"padding {nbytes_text(before)} becomes {nbytes_text(after)}")
+        gain = _gain(plan, other, f"padding {_becomes(before, after)}")
     yield Advice(
         "memory",
         worst.name,
@@ -211,7 +172,7 @@ def _padding(plan: Planned) -> Iterator[Advice]:
     )
 
 
-def _precision(plan: Planned) -> Iterator[Advice]:
+def _precision(plan: Prediction) -> Iterator[Advice]:
     machine, step = plan.hardware, plan.step
     dtypes = {dtype for group in plan.groups for dtype in group.dtypes}
     if machine is None or step is None or dtypes != {torch.float32}:
@@ -230,7 +191,7 @@ def _precision(plan: Planned) -> Iterator[Advice]:
         )
 
 
-def _replicas(plan: Planned, budget: int | None) -> Iterator[Advice]:
+def _replicas(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     machine = plan.hardware
     if machine is None or plan.step is None or len(plan.mesh) != 1:
         return
@@ -238,9 +199,8 @@ def _replicas(plan: Planned, budget: int | None) -> Iterator[Advice]:
     if ranks <= near or ranks % near:
         return
     other = _tried(plan, mesh=(ranks // near, near))
-    if other is None or (budget is not None and _step_of(other).highest_nbytes > budget):
-        return  # replicas keep more
-    if _saves(plan, other):
+    # replicas need more memory
+    if other is not None and _fits(other, budget) and _saves(plan, other):
         yield Advice(
             "slow",
             "the mesh",
@@ -250,19 +210,15 @@ def _replicas(plan: Planned, budget: int | None) -> Iterator[Advice]:
         )
 
 
-def _memory_setting(plan: Planned, budget: int | None) -> Iterator[Advice]:
+def _memory_setting(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     step = plan.step
     if step is None or step.seconds is None:
         return
-    found: list[tuple[float, str, Planned]] = []
-    for memory in ("fast", "balanced", "low"):
-        other = plan.changed(memory=memory)
-        one = _step_of(other)
-        if one.seconds is not None and (budget is None or one.highest_nbytes <= budget):
-            found.append((one.seconds, memory, other))
-    if not found:
+    others = {memory: plan.changed(memory=memory) for memory in MEMORY}
+    fitting = {name: one for name, one in others.items() if _fits(one, budget)}
+    if not fitting:
         return
-    _, memory, other = min(found, key=lambda item: item[0])
+    memory, other = min(fitting.items(), key=lambda item: _step_of(item[1]).seconds or 0.0)
     if _saves(plan, other):
         yield Advice(
             "slow",
@@ -273,11 +229,8 @@ def _memory_setting(plan: Planned, budget: int | None) -> Iterator[Advice]:
         )
 
 
-# What rules look at.
-
-
 def repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of a container's modules that come again and again, outermost first."""
+    """Return the classes of a container's repeated modules, outermost first."""
     found: Counter[type[nn.Module]] = Counter()
 
     def walk(module: nn.Module) -> None:
@@ -302,7 +255,7 @@ def _module_of(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _joined(policy: Any, classes: set[type[nn.Module]]) -> set[type[nn.Module]] | None:
-    """Return a policy's classes and more; None if it picks in another way."""
+    """Return a policy's classes plus additional ones; None if it does not select by class."""
     if policy is None:
         return set(classes)
     if isinstance(policy, set | frozenset | list | tuple):
@@ -311,7 +264,7 @@ def _joined(policy: Any, classes: set[type[nn.Module]]) -> set[type[nn.Module]] 
 
 
 def _better_dim(param: ParamPlan, ranks: int) -> int | None:
-    """Return a dim along which a parameter is padded by less than half as much."""
+    """Return a dim along which sharding a parameter needs less than half of the padding."""
 
     def padding(dim: int) -> float:
         rows = param.shape[dim]
@@ -325,7 +278,7 @@ def _better_dim(param: ParamPlan, ranks: int) -> int | None:
 
 
 def _placement(model: nn.Module, dims: dict[str, int]) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a ``shard_placement_fn``: it is given parameters of a copy, so it goes by shape."""
+    """Return a ``shard_placement_fn``. It selects by shape, as it gets a copy's parameters."""
     shapes = {tuple(param.shape): dims[n] for n, param in model.named_parameters() if n in dims}
 
     def place(param: nn.Parameter) -> Shard | None:
@@ -335,7 +288,7 @@ def _placement(model: nn.Module, dims: dict[str, int]) -> Callable[[nn.Parameter
     return place
 
 
-def _is_tiny(nbytes: int, plan: Planned) -> bool:
+def _is_tiny(nbytes: int, plan: Prediction) -> bool:
     machine, ranks = plan.hardware, plan.mesh[-1]
     if machine is None:
         return nbytes < TINY_NBYTES
@@ -344,51 +297,51 @@ def _is_tiny(nbytes: int, plan: Planned) -> bool:
     return took > 0 and (took - moving) / took > LATENCY_SHARE
 
 
-# How gains are told.
-
-
-def _tried(plan: Planned, **changes: Any) -> Planned | None:
-    """Return a plan with other settings; None if the model does not run with them.
-
-    A model may read a parameter outside of the module that has it: then that cannot be a unit.
-    """
+def _tried(plan: Prediction, **changes: Any) -> Prediction | None:
+    """Return a plan with other settings; None if the model does not run with them: a module cannot
+    be a unit if its parameters are read outside of it."""
     try:
         return plan.changed(**changes)
     except FSDPError:
         return None
 
 
-def _step_of(plan: Planned) -> StepPlan:
+def _step_of(plan: Prediction) -> StepPlan:
     assert plan.step is not None  # a batch was given
     return plan.step
 
 
-def _saves(plan: Planned, other: Planned) -> bool:
+def _fits(plan: Prediction, budget: int | None) -> bool:
+    return budget is None or _step_of(plan).highest_nbytes <= budget
+
+
+def _saves(plan: Prediction, other: Prediction) -> bool:
     before, after = _step_of(plan).seconds, _step_of(other).seconds
     return before is not None and after is not None and after < (1 - GAIN_SHARE) * before
 
 
-def _gain(plan: Planned, other: Planned, first: str = "") -> str:
+def _gain(plan: Prediction, other: Prediction, first: str = "") -> str:
     parts = [first] if first else []
     if plan.step is not None and other.step is not None:
         one, two = plan.step, other.step
-        parts.append(
-            f"peak {nbytes_text(one.highest_nbytes)} becomes {nbytes_text(two.highest_nbytes)}"
-        )
+        parts.append(f"peak {_becomes(one.highest_nbytes, two.highest_nbytes)}")
         if one.seconds is not None and two.seconds is not None:
-            parts.append(
-                f"a step of {seconds_text(one.seconds)} becomes {seconds_text(two.seconds)}"
-            )
+            times = seconds_text(one.seconds), seconds_text(two.seconds)
+            parts.append("a step of {} becomes {}".format(*times))
     return ", ".join(parts)
 
 
-def _collectives(plan: Planned) -> str:
+def _becomes(before: int, after: int) -> str:
+    return f"{nbytes_text(before)} becomes {nbytes_text(after)}"
+
+
+def _collectives(plan: Prediction) -> str:
     if plan.step is None:
         return f"{len(plan.groups)} units"
     return f"{len(plan.step.collectives)} collectives a step"
 
 
-def _largest_becomes(plan: Planned, other: Planned) -> str:
+def _largest_becomes(plan: Prediction, other: Prediction) -> str:
     before, after = (max(g.whole_nbytes for g in one.groups) for one in (plan, other))
     return f"{nbytes_text(before)} gathered at once become {nbytes_text(after)}"
 

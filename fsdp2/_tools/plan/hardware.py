@@ -1,8 +1,5 @@
-"""Machines that a plan's time line is made for: what they compute, and what their links carry.
-
-Owns the description, a few known machines with the source of each figure, and the measurement of
-the machine that it runs on. It must not know models.
-"""
+"""Machines for time lines of plans: their description, the known ones with sources
+(``hardware.json``), and the measurement of one."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base.errors import (
     check_count,
     check_key,
     check_mapping,
@@ -33,34 +30,41 @@ from fsdp2._core.comm.mesh import default_device_type
 __all__ = ["HARDWARE", "Hardware", "hardware_for", "measure"]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FILE = "a file written by the doctor, or Hardware.to_values() as JSON"
+PRODUCT = 1024
+"""Rows and columns of the multiplied matrices."""
+COPIED, GATHERED = 1 << 26, (1 << 10, 1 << 24)
+"""Bytes that are copied, and the two sizes that each rank gathers."""
+REPEATS = 5
+_LEAST = sys.float_info.min
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank can do. Peak figures: a real step reaches a part of them; see ``scaled``.
+    """Peak capabilities of one rank. A real step reaches a part of them; see ``scaled``.
 
     Args:
-        name: what pages call it.
-        flops: floating-point operations a second in products of matrices, by the dtype of what is
-            multiplied. ``torch.float32`` must be there, and stands for what is not.
-        memory_bandwidth: bytes a second that are read and written.
-        near: bytes a second that one rank sends, and at the same time receives, inside a node.
-        far: bytes a second of one rank's share of the links between nodes: its own port, or an
+        name: shown on pages.
+        flops: floating-point operations per second in products of matrices, by the dtype of the
+            operands. ``torch.float32`` is required, and is the default for missing dtypes.
+        memory_bandwidth: bytes per second that are read and written.
+        near: bytes per second that one rank sends, and simultaneously receives, inside a node.
+        far: bytes per second of one rank's share of the links between nodes: its own port, or an
             eighth of one that eight ranks share.
         ranks_per_node: ranks that share a node.
         latency: seconds of one hop. A collective over N ranks takes as many hops as N has binary
             digits.
-        memory_nbytes: bytes of one device, as ``torch.cuda.mem_get_info`` has them: that is less
-            than a data sheet says. None if it is not known.
-        device_type: as ``torch.device`` has it. The engine sends large parameters as it does on
-            such a device.
-        source: where the figures are from.
-        compute_share: what part of the machine's peak ``flops`` are, after ``scaled``. MFU is
-            counted over the peak.
+        memory_nbytes: bytes of one device, as reported by ``torch.cuda.mem_get_info``, which is
+            less than a data sheet states. None if unknown.
+        device_type: a device type of ``torch.device``. The engine sends large parameters as it does
+            on such a device.
+        source: the source of the figures.
+        compute_share: the fraction of the machine's peak that ``flops`` are, after ``scaled``. MFU
+            is relative to the peak.
 
     Raises:
         ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` without
-            float32; no such kind of device.
+            float32; an unknown device type.
     """
 
     name: str
@@ -76,31 +80,37 @@ class Hardware:
     compute_share: float = 1.0
 
     def __post_init__(self) -> None:
-        check_key("Hardware", "name", self.name)
+        for name in ("name", "device_type", "source"):
+            check_key("Hardware", name, getattr(self, name))
         flops = check_mapping("Hardware", "flops", self.flops)
         if FP32 not in flops or not all(isinstance(dtype, torch.dtype) for dtype in flops):
-            raise wrong_value(
-                "Hardware", "flops", "operations a second by dtype, torch.float32 included", flops
-            )
-        for dtype, rate in flops.items():
-            _check_rate(f"flops[{dtype}]", rate)
+            expected = "operations per second by dtype, including torch.float32"
+            raise wrong_value("Hardware", "flops", expected, flops)
+        rates = {f"flops[{dtype}]": rate for dtype, rate in flops.items()}
         for name in ("memory_bandwidth", "near", "far", "compute_share"):
-            _check_rate(name, getattr(self, name))
+            rates[name] = getattr(self, name)
+        for name, rate in rates.items():
+            check_number("Hardware", name, rate, "a number above 0", _LEAST)
         check_count("Hardware", "ranks_per_node", self.ranks_per_node)
         check_number("Hardware", "latency", self.latency, "a number of seconds", 0.0)
         if self.memory_nbytes is not None:
             check_count("Hardware", "memory_nbytes", self.memory_nbytes)
-        check_key("Hardware", "device_type", self.device_type)
         try:
             torch.device(self.device_type)
         except RuntimeError as error:
             raise wrong_value(
-                "Hardware", "device_type", "a kind of device, as 'cuda' or 'cpu'", self.device_type
+                "Hardware", "device_type", "a device type such as 'cuda' or 'cpu'", self.device_type
             ) from error
-        check_key("Hardware", "source", self.source)
 
-    def scaled(self, *, compute: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Hardware:
-        """Return a copy with parts of its figures: what share of a peak your own kernels reach.
+    def scaled(
+        self,
+        *,
+        compute: float = 1.0,
+        memory: float = 1.0,
+        links: float = 1.0,
+    ) -> Hardware:
+        """Return a copy with scaled figures: the fractions of the peaks that your own kernels
+        reach.
 
         Args:
             compute: factor on ``flops``.
@@ -122,16 +132,16 @@ class Hardware:
         )
 
     def to_values(self) -> dict[str, Any]:
-        """Return the figures as JSON can hold them; ``from_values`` reads them."""
+        """Return the figures as JSON values; ``from_values`` reads them."""
         flops = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.flops.items()}
         return {one.name: getattr(self, one.name) for one in fields(self)} | {"flops": flops}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Hardware:
-        """Return the machine that ``to_values`` told of.
+        """Return the machine from the values of ``to_values``.
 
         Raises:
-            ConfigError: another set of names; a figure that cannot be.
+            ConfigError: other names; an invalid figure.
         """
         who = "Hardware.from_values"
         given = dict(check_mapping(who, "values", values))
@@ -146,132 +156,58 @@ class Hardware:
             raise wrong_value(who, "values", f"the figures {', '.join(wanted)}", values) from error
 
 
-_LEAST = sys.float_info.min
-
-
-def _check_rate(name: str, value: object) -> None:
-    check_number("Hardware", name, value, "a number above 0", _LEAST)
-
-
 def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
-    """Return operations a second for operands of a dtype."""
     return machine.flops.get(dtype, machine.flops[FP32])
 
 
-def bandwidth_of(machine: Hardware, ranks: int, stride: int) -> float:
-    """Return what a rank sends a second in rings of ranks that are ``stride`` apart.
+def seconds_of_kernel(
+    machine: Hardware, nbytes: float, operations: float, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Return the larger of compute time and memory time of a kernel, and the compute time."""
+    computing = operations / flops_of(machine, dtype)
+    return max(nbytes / machine.memory_bandwidth, computing), computing
 
-    Where they go through several nodes, each rank of a node is the door of one ring, and the bytes
-    are divided among the rings. So a group with all 8 ranks of a node has 8 ports, and one with a
-    rank of each node (replicas) has one, because the other 7 serve the other 7 groups. NCCL does
-    so: nccl-tests see 46 to 48 GB/s for each port of 400 Gb/s (NVIDIA/nccl-tests#290).
-    """
+
+def bandwidth_of(machine: Hardware, ranks: int, stride: int) -> float:
+    """Return a rank's send bandwidth in rings of ranks with distance ``stride``. If a ring spans
+    nodes, each rank of a node is the gateway of one ring, and the rings divide the bytes: a group
+    with all 8 ranks of a node has 8 ports, and one with a rank of each node (replicas) has one.
+    NCCL does this: 46 to 48 GB/s for a port of 400 Gb/s (NVIDIA/nccl-tests#290)."""
     if ranks * stride <= machine.ranks_per_node:
         return machine.near
     together = max(1, machine.ranks_per_node // stride)
-    ports = ranks % together or together  # those of the node that has the fewest
+    ports = ranks % together or together  # ports used on the node with the fewest ranks
     return min(machine.near, ports * machine.far)
 
 
-def seconds_of(machine: Hardware, kind: str, nbytes: int, ranks: int, stride: int) -> float:
-    """Return how long a collective takes alone: bytes of its larger buffer, in a ring.
-
-    An all-reduce sends everything twice.
-    """
+def seconds_of(
+    machine: Hardware,
+    kind: str,
+    nbytes: int,
+    ranks: int,
+    stride: int,
+) -> float:
+    """Return the time of a ring collective that runs alone, from the bytes of its larger buffer."""
     if ranks == 1 or nbytes == 0:
         return 0.0
-    rounds = 2 if kind == "all_reduce" else 1
+    rounds = 2 if kind == "all_reduce" else 1  # an all-reduce sends everything twice
     sent = rounds * nbytes * (ranks - 1) / ranks
     hops = rounds * math.ceil(math.log2(ranks))
     return hops * machine.latency + sent / bandwidth_of(machine, ranks, stride)
 
 
-_HOP = 3e-6
-"""Seconds of a hop: what public NCCL tests show for small messages, between 2 and 10 us."""
-
-_GIB = 1 << 30
-_OF_80 = int(79.1 * _GIB)
-"""Bytes that torch reports of an A100 or H100 of "80 GB"; an H100's are 79.1 to 79.6 GiB, by board
-and driver. Messages of CUDA's allocator have the same figure ("a total capacity of 79.11 GiB").
-"""
-
+_FILE = Path(__file__).with_name("hardware.json")
 HARDWARE = {
-    one.name: one
-    for one in (
-        Hardware(
-            "a100-nvlink-ib",
-            {FP32: 19.5e12, BF16: 312e12, FP16: 312e12},
-            memory_bandwidth=2.039e12,
-            near=300e9,
-            far=25e9,
-            latency=_HOP,
-            memory_nbytes=_OF_80,
-            source="NVIDIA A100 80GB SXM data sheet (2022): dense rates, NVLink 600 GB/s both ways "
-            "together; DGX A100: one HDR InfiniBand port of 200 Gb/s a GPU",
-        ),
-        Hardware(
-            "h100-nvlink-ib",
-            {FP32: 67e12, BF16: 989.4e12, FP16: 989.4e12},
-            memory_bandwidth=3.35e12,
-            near=450e9,
-            far=50e9,
-            latency=_HOP,
-            memory_nbytes=_OF_80,
-            source="NVIDIA H100 SXM data sheet (2023): half of the rates with sparsity, NVLink "
-            "900 GB/s both ways together; DGX H100: one NDR InfiniBand port of 400 Gb/s a GPU",
-        ),
-        Hardware(
-            "h200-nvlink-ib",
-            {FP32: 67e12, BF16: 989.4e12, FP16: 989.4e12},
-            memory_bandwidth=4.8e12,
-            near=450e9,
-            far=50e9,
-            latency=_HOP,
-            memory_nbytes=int(139.7 * _GIB),
-            source="NVIDIA H200 SXM data sheet (2024): half of the rates with sparsity, NVLink "
-            "900 GB/s both ways together; DGX H200: one NDR InfiniBand port of 400 Gb/s a GPU",
-        ),
-        Hardware(
-            "b200-nvlink-ib",
-            {FP32: 75e12, BF16: 2250e12, FP16: 2250e12},
-            memory_bandwidth=8e12,
-            near=900e9,
-            far=50e9,
-            latency=_HOP,
-            memory_nbytes=int(178.3 * _GIB),
-            source="NVIDIA DGX B200 data sheet (2024), an eighth of it: half of the rates with "
-            "sparsity, NVLink 1.8 TB/s both ways together; one InfiniBand port of 400 Gb/s a GPU",
-        ),
-        Hardware(
-            "a100-pcie",
-            {FP32: 19.5e12, BF16: 312e12, FP16: 312e12},
-            memory_bandwidth=1.935e12,
-            near=32e9,
-            far=12.5e9,
-            latency=_HOP,
-            memory_nbytes=_OF_80,
-            source="NVIDIA A100 80GB PCIe data sheet (2022): PCIe 4.0 x16, 64 GB/s both ways "
-            "together; a port of 100 Gb/s a GPU is assumed",
-        ),
-        Hardware(
-            "rtx4090-pcie",
-            {FP32: 82.6e12, BF16: 165.2e12, FP16: 165.2e12},
-            memory_bandwidth=1.008e12,
-            near=16e9,
-            far=12.5e9,
-            latency=_HOP,
-            memory_nbytes=int(23.5 * _GIB),
-            source="NVIDIA Ada architecture white paper (2022): dense rates, sums in fp32; PCIe "
-            "4.0 x16 without copies between cards, so that each byte passes the host: half of 32 "
-            "GB/s is assumed, and a port of 100 Gb/s a GPU",
-        ),
-    )
+    one["name"]: Hardware.from_values(one) for one in json.loads(_FILE.read_text(encoding="utf-8"))
 }
-"""Machines that ``plan`` knows by name."""
+"""Machines that ``plan`` knows by name. The usual machine of each device comes first. A latency of
+3e-6 is that of public NCCL tests for small messages, between 2 and 10 us. Memory is as torch
+reports it. For an A100 or H100 of "80 GB" it is 79.1 to 79.6 GiB, by board and driver; messages of
+CUDA's allocator have the minimum ("a total capacity of 79.11 GiB")."""
 
 
 def hardware_for(found: object) -> Hardware | None:
-    """Return the machine that a user names or describes, or whose file of the doctor is given."""
+    """Return the machine for a name, a description, or a file of the doctor."""
     if found is None or isinstance(found, Hardware):
         return found
     if isinstance(found, os.PathLike) or (isinstance(found, str) and found.endswith(".json")):
@@ -279,7 +215,7 @@ def hardware_for(found: object) -> Hardware | None:
     if not isinstance(found, str):
         expected = "a name, a file of the doctor, a fsdp2.plans.Hardware or None"
         raise wrong_type("plan", "hardware", expected, found)
-    # the table has the usual machine of each device first, so "a100" is the one with NVLink
+    # the usual machine of each device comes first, so "a100" is the one with NVLink
     meant = [name for name in HARDWARE if name.startswith(f"{found.lower()}-")]
     name = found if found in HARDWARE else next(iter(meant), None)
     if name is None:
@@ -288,11 +224,8 @@ def hardware_for(found: object) -> Hardware | None:
     return HARDWARE[name]
 
 
-FILE = "a file that the doctor wrote, or one of Hardware.to_values() as JSON"
-
-
 def _read(path: str) -> Hardware:
-    """Return the machine that ``python -m fsdp2 doctor --json`` measured, or ``to_values`` told."""
+    """Read a machine from a file of ``python -m fsdp2 doctor --json``, or of ``to_values``."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -300,26 +233,17 @@ def _read(path: str) -> Hardware:
         raise wrong_value("plan", "hardware", FILE, path, hint) from error
     figures = values.get("hardware", values) if isinstance(values, dict) else None
     if not isinstance(figures, dict) or "flops" not in figures:
-        hint = "It has no figures of a machine; the doctor measures them on two ranks or more."
+        hint = "It has no measurements of a machine; run the doctor on two or more ranks."
         raise wrong_value("plan", "hardware", FILE, path, hint)
     return Hardware.from_values(figures)
-
-
-# Measurement.
-
-PRODUCT = 1024
-"""Rows and columns of the matrices that are multiplied."""
-COPIED, GATHERED = 1 << 26, (1 << 10, 1 << 24)
-"""Bytes that are copied, and the two sizes that are gathered by each rank."""
-REPEATS = 5
 
 
 def measure(name: str = "measured") -> Hardware:
     """Measure this machine: products of matrices, copies, and all-gathers over all ranks.
 
-    With a process group of several ranks every rank calls it, and all get the same: the slowest
-    product, copy and link decides. Without one the links are those of nobody, infinitely fast.
-    Takes about a second.
+    With a process group of several ranks, call it on every rank; all get the same result, which the
+    slowest product, copy and link determine. Without one the links are infinitely fast. Takes about
+    a second.
 
     Returns:
         A ``Hardware`` whose ``far`` is its ``near``: one link was measured, over all ranks.
@@ -331,13 +255,13 @@ def measure(name: str = "measured") -> Hardware:
     copies = 2 * COPIED / _seconds(lambda: target.copy_(source), device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     latency, link = (0.0, math.inf) if ranks == 1 else _measure_link(ranks, device)
-    if ranks > 1:  # the same on every rank, so that plans are the same
+    if ranks > 1:  # all ranks need the same figures to get the same plans
         found = torch.tensor([*rates, copies], dtype=torch.float64, device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         *rates, copies = found.tolist()
     total = None
     module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-    if hasattr(module, "mem_get_info"):  # not every kind of device says
+    if hasattr(module, "mem_get_info"):  # some device types lack this function
         total = module.mem_get_info()[1]
     return Hardware(
         name,
@@ -360,7 +284,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
-    """Return the latency of a hop and the bandwidth, from two sizes; the slowest rank decides."""
+    """Return the latency of a hop and the bandwidth, from two sizes, on the slowest rank."""
     took = []
     for nbytes in GATHERED:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -376,7 +300,7 @@ def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the least time of a few runs, after one that is not counted."""
+    """Return the minimum time of a few runs, after one that is not counted."""
     times = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()

@@ -1,19 +1,21 @@
-"""Lanes of a device that is not there: the engine's own streams, on the clock of a device.
-
-Owns what acts as streams and launches for the engine, and as a clock for whoever runs it. Tensors
-are fake and lie with the host; what they are given to do is noted, and played when it is all known.
-It must not know what a unit does.
-"""
+"""Imagined lanes of a device: they replace the engine's streams, and take time on the clock of a
+device. Tensors are fake. Operations are recorded, and simulated once all are known."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from fsdp2._core.api.activations import Activations
+from fsdp2._core.api.host_memory import CopyLanes, HostBuffer, HostMemory
 from fsdp2._core.base.capabilities import capabilities
 from fsdp2._core.comm.wire import InFlight, Streams
 from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE, Span
@@ -22,122 +24,82 @@ from fsdp2._tools.plan.device_clock import DeviceClock, Ran
 from fsdp2._tools.plan.hardware import Hardware, bandwidth_of
 
 KERNELS = 0
-"""The number of the stream that computes."""
+"""The number of the compute stream."""
 LANES = {"gather": 1, "reduce": 2, "all_reduce": 3}
 OUT, BACK = 4, 5
 """The numbers of the streams of copies to the host, and from it."""
 LEAST_WAIT = 1e-9
-"""Seconds: less is no wait, but what floating-point numbers leave."""
+"""Seconds; shorter waits are floating-point errors."""
+MIN_NBYTES = 1 << 18
+"""Minimum bytes of an offloaded tensor, as in ``offload_activations``."""
 
 
-class Products:
-    """What products take at the machine's peak; those that are computed again do not count."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.are_again = False
-
-    def add(self, seconds: float) -> None:
-        if not self.are_again:
-            self.seconds += seconds
-
-
-class LaneClock:
-    """A device's time, as ``clock.Clock`` is that of a host that computes.
-
-    ``stream`` is the number of the one that is given work now.
-    """
+class LaneClock(DeviceClock):
+    """A device's time, with the interface of ``clock.Clock``. ``stream`` is the current stream."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self.seconds = 0.0
         self.stream = KERNELS
-        self.products = Products()
+        self.counts_products = True
         self._costs = Costs(hardware)
         self._groups: dict[tuple[Any, ...], int] = {}  # a number for each communicator
-        self.restart()
+        has_priority = capabilities(torch.device(hardware.device_type)).lane_priority < 0
+        urgent = (LANES["gather"], LANES["reduce"]) if has_priority else ()
+        super().__init__(lambda stream: stream in urgent)
 
     def restart(self) -> None:
-        """Forget what was; a step begins at 0, with idle streams and links."""
-        urgent = capabilities(torch.device(self.hardware.device_type)).lane_priority < 0
-        lanes = (LANES["gather"], LANES["reduce"])
-        self._device = DeviceClock(lambda stream: urgent and stream in lanes)
+        super().restart()
+        self.products = 0.0
         self._marks = itertools.count()
-        self._recorded: set[int] = set()
-        self.products.seconds = 0.0
-        self.seconds = 0.0
 
-    @property
-    def label(self) -> str:
-        return self._device.label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self._device.label = label
-
-    def compute(self, seconds: float) -> None:
-        """Let an operation take its time, in the stream that is given work."""
-        if seconds > 0.0:
-            self._device.kernel(self.stream, max(seconds, SHORTEST_KERNEL), self.label)
+    def compute(self, seconds: float, product: float = 0.0) -> None:
+        self.products += product
+        self.kernel(self.stream, max(seconds, SHORTEST_KERNEL), self.label)
 
     def copy(self, nbytes: int) -> None:
-        """Give a copy between the host and the device to the stream that is given work."""
-        self._device.kernel(self.stream, self._costs.copy(nbytes), "copy", nbytes)
+        self.kernel(self.stream, self._costs.copy(nbytes), "copy", nbytes)
 
     def send(
         self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
     ) -> None:
-        """Give a collective to the stream that is given work."""
         if ranks == 1 or nbytes == 0:
             return
         key = (kind == "all_reduce", ranks, stride)
         group = self._groups.setdefault(key, len(self._groups))
         took = self._costs.collective(kind, nbytes, ranks, stride, pieces=pieces)
         link = bandwidth_of(self.hardware, ranks, stride)
-        name = f"{kind} {unit or '<root>'}"
-        self._device.collective(self.stream, group, link, took, name, nbytes)
+        self.collective(self.stream, group, link, took, f"{kind} {unit or '<root>'}", nbytes)
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """Give work to another stream meanwhile."""
         before, self.stream = self.stream, stream
         try:
             yield
         finally:
             self.stream = before
 
+    def run_in(
+        self,
+        lane: int,
+        issue: Callable[[], object],
+        after: int | None = None,
+    ) -> int:
+        """Issue work in a lane, after compute or after a mark; return a mark at its end."""
+        self.hold_back(lane, self.mark(KERNELS) if after is None else after)
+        with self.on(lane):
+            issue()
+        return self.mark(lane)
+
     def mark(self, stream: int | None = None) -> int:
-        """Record an event: when what a stream was given so far is over."""
+        """Record an event at the end of a stream's current work."""
         mark = next(self._marks)
-        self._recorded.add(mark)
-        self._device.record(self.stream if stream is None else stream, mark)
+        self.record(self.stream if stream is None else stream, mark)
         return mark
-
-    def hold_back(self, stream: int, mark: int) -> None:
-        """Let what a stream is given next wait for an event of this step."""
-        if mark in self._recorded:
-            self._device.hold_back(stream, mark)
-
-    def wait_for(self, mark: int) -> None:
-        """Let the host wait for an event of this step."""
-        if mark in self._recorded:
-            self._device.wait_for(mark)
-
-    def time_of(self, mark: int) -> float:
-        """Return when an event came, after ``finish``."""
-        return self._device.moment(mark)
-
-    def finish(self) -> None:
-        """Play what was given so far."""
-        self.seconds = self._device.finish()
 
     @property
     def spans(self) -> list[Span]:
-        """What took time: in compute one span for what a label did, with the waits between."""
-        return [*_joined(self._device.ran), *map(_span_of, self._collectives())]
-
-    def _collectives(self) -> Iterator[Ran]:
-        return (ran for ran in self._device.ran if ran.group >= 0)
+        """The spans of the step; compute spans are merged by label, with the waits between them."""
+        return [*_joined(self.ran), *(_span_of(ran) for ran in self.ran if ran.group >= 0)]
 
 
 def _span_of(ran: Ran) -> Span:
@@ -146,7 +108,7 @@ def _span_of(ran: Ran) -> Span:
 
 
 def _joined(ran: list[Ran]) -> Iterator[Span]:
-    """Join kernels of compute that follow each other; between others compute waits."""
+    """Merge consecutive compute kernels; gaps between them are waits."""
     kernels = sorted((r for r in ran if r.stream == KERNELS), key=lambda r: r.start)
     ends = sorted((r.end, r.name) for r in ran if r.group >= 0)
     begin = end = 0.0
@@ -169,11 +131,14 @@ def _joined(ran: list[Ran]) -> Iterator[Span]:
 
 
 class LaneFlight(InFlight):
-    """A launch in an imagined lane."""
-
     __slots__ = ("_clock", "_place")
 
-    def __init__(self, buffers: tuple[torch.Tensor, ...], clock: LaneClock, mark: int) -> None:
+    def __init__(
+        self,
+        buffers: tuple[Tensor, ...],
+        clock: LaneClock,
+        mark: int,
+    ) -> None:
         super().__init__(buffers)
         self._clock, self._place = clock, mark
 
@@ -189,12 +154,11 @@ class LaneFlight(InFlight):
         self._clock.wait_for(self._place)
 
     def delay(self, stream: int) -> None:
-        """Make another stream wait for the launch."""
         self._clock.hold_back(stream, self._place)
 
 
 class ImaginedLanes(Streams):
-    """The lanes of a device, as ``DeviceStreams`` are; see there for the rules."""
+    """The lanes of a device, as in ``DeviceStreams``; see there for the rules."""
 
     async_op = False
 
@@ -223,7 +187,7 @@ class ImaginedLanes(Streams):
     def order_after_compute(self, lane: str) -> None:
         self._clock.hold_back(LANES[lane], self._clock.mark(KERNELS))
 
-    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
+    def retire(self, lane: str, buffers: tuple[Tensor, ...]) -> None:
         self._retired[lane].append(LaneFlight(buffers, self._clock, self._clock.mark(KERNELS)))
 
     def drain(self, lane: str) -> None:
@@ -234,3 +198,71 @@ class ImaginedLanes(Streams):
     def reset(self) -> None:
         for retired in self._retired.values():
             retired.clear()
+
+
+class ImaginedMemory(HostMemory):
+    """Simulated pinned memory: it has only a size."""
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class ImaginedCopies(CopyLanes):
+    """Two lanes of a clock, whose events are the clock's marks."""
+
+    def __init__(self, clock: LaneClock) -> None:
+        self._clock = clock
+
+    @property
+    def compute(self) -> Any:
+        return self
+
+    def wait_event(self, mark: int) -> None:
+        self._clock.hold_back(KERNELS, mark)
+
+    def send_out(self, source: Tensor, buffer: HostBuffer) -> Any:
+        return self.move(OUT, source.numel())
+
+    def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> Any:
+        return self.move(OUT, tensor.untyped_storage().nbytes())
+
+    def view(
+        self,
+        held: Tensor,
+        dtype: torch.dtype,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+    ) -> Tensor:
+        """View memory without ``set_``: in a fake mode, ``set_`` would keep the storage alive."""
+        of_dtype = held if held.dtype is dtype else held.view(dtype)
+        return of_dtype.as_strided(size, stride, offset)
+
+    def bring_back(self, buffer: HostBuffer, target: Tensor) -> Any:
+        return self.move(BACK, target.numel())
+
+    def move(self, lane: int, nbytes: int, after: int | None = None) -> int:
+        """Copy bytes after compute or after a mark; return a mark at the end."""
+        return self._clock.run_in(lane, functools.partial(self._clock.copy, nbytes), after)
+
+
+class ImaginedActivations(Activations):
+    """Offloaded activations without memory, on a simulated device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: dict[nn.Module, bool],
+        clock: LaneClock,
+    ) -> None:
+        self._copies = ImaginedCopies(clock)
+        super().__init__(model, chosen, MIN_NBYTES)
+
+    def _make_memory(self) -> HostMemory:
+        return ImaginedMemory()
+
+    def _lanes_of(self, device: torch.device) -> CopyLanes:
+        return self._copies
+
+    def _can_copy(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, DTensor)

@@ -1,16 +1,11 @@
-"""``plan``: what becomes a unit, what each rank holds and sends, how much memory a step takes.
-
-Owns the question and the answer. The engine itself is run, on ranks and tensors that are not there.
-"""
+"""``plan``: predicts a model's units, the data that each rank holds and sends, and the memory of a
+step. The real engine runs, on imagined ranks and fake tensors."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,18 +13,16 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._core.api.collect import WrapPolicy
-from fsdp2._core.base.arguments import check_module, check_path
-from fsdp2._core.base.errors import ConfigError
+from fsdp2._core.base.errors import check_module, check_path
 from fsdp2._tools.pages.content import Advice, Page, Planned
 from fsdp2._tools.pages.page import embed, write_page
 from fsdp2._tools.plan import hardware as machines
-from fsdp2._tools.plan import table
 from fsdp2._tools.plan.advice import advise
-from fsdp2._tools.plan.budget import MEMORY, Search, Suggestion, code_of, size_of
+from fsdp2._tools.plan.budget import MEMORY, Suggestion, budget_of, search_of
 from fsdp2._tools.plan.hardware import Hardware, hardware_for
 from fsdp2._tools.plan.imagined import groups_of
-from fsdp2._tools.plan.pages import page_of, planned
 from fsdp2._tools.plan.setup import (
+    Prediction,
     Setup,
     Template,
     check_mesh,
@@ -37,106 +30,59 @@ from fsdp2._tools.plan.setup import (
     refuse_for_sharded,
     refuse_torchs_own,
 )
-from fsdp2._tools.plan.table import Verdict, of_each, verdict_of
-from fsdp2._tools.plan.values import GroupPlan, StepPlan
-
-OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_kwargs"}
-"""What can be changed of a model that is sharded already."""
-
-
-WHOLE = ("optimizer", "gradients")
-"""Values of ``shard`` with which parameters are whole through the micro-batches of a step."""
+from fsdp2._tools.plan.shown import Verdict, lines, of_each, page_of, planned, verdict_of
+from fsdp2._tools.plan.values import GroupPlan as GroupPlan  # annotations of inherited fields
+from fsdp2._tools.plan.values import StepPlan
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What ``plan`` found. ``print`` shows it as a table.
+class Plan(Prediction):
+    """The result of ``plan``. ``print`` shows it as a table.
 
-    ``mesh`` is the shape, ``ranks`` the number of ranks, ``rank`` the rank that is told. ``groups``
-    has a ``GroupPlan`` for each group. ``step`` is a ``StepPlan``, or None without a batch. A plan
-    keeps a copy of the model without memory, to answer what another setting would give. Everything
-    in it is computed on the rank that asks: nothing is communicated.
+    ``mesh`` is the shape, ``ranks`` the number of ranks, ``rank`` the rank that is described.
+    ``groups`` has a ``GroupPlan`` for each group. ``step`` is a ``StepPlan``, or None without a
+    batch. A plan keeps a copy of the model without memory, to predict the effect of other settings.
+    Everything is computed on the calling rank: nothing is communicated.
     """
 
-    mesh: tuple[int, ...]
-    rank: int
-    groups: tuple[GroupPlan, ...]
-    step: StepPlan | None
-    setup: Setup = field(repr=False, compare=False)
-    template: Template = field(repr=False, compare=False)
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.mesh)
-
-    def changed(self, **changes: Any) -> Plan:
-        """Plan the same model again with other arguments, named as those of ``plan``.
-
-        Raises:
-            ConfigError: as ``plan`` does.
-        """
-        if self.is_sharded:
-            refuse_for_sharded({name: changes[name] for name in changes if name not in OF_A_STEP})
-        return _run(self.template, _changed(self.setup, changes), code_of(changes))
-
-    @property
-    def hardware(self) -> Hardware | None:
-        """The machine of the time line."""
-        return self.setup.hardware
-
-    @property
-    def policy(self) -> WrapPolicy | None:
-        """What picked the units below the root."""
-        return self.setup.policy
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that was planned, without memory."""
-        return self.template.model
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the model was sharded before: its units cannot be chosen."""
-        return self.template.is_sharded
-
     def suggest(self, budget: str | int | None = None) -> list[Suggestion]:
-        """Look for settings with which a step fits into the memory of a rank.
+        """Find settings with which a step fits into the memory of a rank.
 
         Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
-        around each unit, and a loss in chunks are tried, each by itself and together. On the
-        hardware of a device, activations on the host come next, and then the optimizer's states
-        too. The last is CPU offload, unless the model is sharded already. Of the best one the
-        largest batch that fits is looked for. Each trial is a plan, so this takes as long as
-        several. What gives the same as another one is left out. With several micro-batches values
-        of ``shard`` are tried, too, if no keyword of the plan says when parameters are whole.
+        around each unit, and a loss in chunks are tried, separately and together. On the hardware
+        of a device, activations on the host are tried next, then the optimizer's states as well.
+        CPU offload is last, unless the model is already sharded. For the best setting, the largest
+        batch that fits is determined. Each trial is a plan, so the search takes as long as several
+        plans. Settings with the same result as another one are left out. With several
+        micro-batches, values of ``shard`` are tried too, if no keyword of the plan controls when
+        parameters are unsharded.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
 
         Returns:
-            What was tried. What fits comes first: the fastest for each row of the batch first, or
-            without hardware the smallest peak first. Then what does not fit, the smallest peak
-            first.
+            The settings that were tried. Those that fit come first: the fastest per row of the
+            batch first, or without hardware the smallest peak first. The others follow, the
+            smallest peak first.
 
         Raises:
-            ConfigError: the plan has no batch; no budget and no hardware whose memory is known; a
-                budget that cannot be read.
+            ConfigError: the plan has no batch; no budget, and no hardware with a known memory size;
+                an invalid budget.
         """
         return search_of(self, budget).run()
 
     def verdict(self, budget: str | int | None = None) -> Verdict:
-        """Say whether a step fits; if it does not, look for what does, as ``suggest`` would.
+        """Return whether a step fits. If it does not, find a setting that does, as ``suggest``
+        would.
 
         Args:
-            budget: as for ``suggest``; None, and no hardware whose memory is known: it is not said
-                whether a step fits.
+            budget: as for ``suggest``. If it is None, and the memory of the hardware is unknown,
+                the verdict does not state whether a step fits.
 
         Raises:
-            ConfigError: the plan has no batch; a budget that cannot be read.
+            ConfigError: the plan has no batch; an invalid budget.
         """
-        self._batch_for("verdict")
-        assert self.step is not None  # there is a batch
-        found = verdict_of(self.step, self._budget("verdict", budget, False))
+        found = verdict_of(self.step_for("verdict"), budget_of(self, "verdict", budget))
         if found.fits is not False:
             return found
         way_out = search_of(self, budget).first()
@@ -146,167 +92,72 @@ class Plan:
         return replace(found, way_out=f"{way_out.name} fits ({peak})")
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
-        """Tell what is wrong with this choice, each with its number and what would be better.
+        """Return problems of these settings, each with its figure and an improvement.
 
-        What it says is gained was planned too, so this takes as long as several plans.
+        The predicted gains were planned too, so this takes as long as several plans.
 
         Args:
-            budget: as for ``suggest``; None, and no hardware whose memory is known: no limit.
+            budget: as for ``suggest``. None, and hardware with unknown memory: no limit.
 
         Returns:
-            The advice, the most urgent first; empty if nothing is wrong.
+            The advice, the most urgent first; empty if there is none.
 
         Raises:
-            ConfigError: a budget that cannot be read.
+            ConfigError: an invalid budget.
         """
-        return tuple(advise(self, self._budget("advice", budget, False)))
+        return tuple(advise(self, budget_of(self, "advice", budget)))
 
     def page(self, budget: str | int | None = None) -> Page:
-        """Return what ``html`` shows, as plain values. For programs that draw it in another way.
+        """Return the contents of ``html`` as plain values, for programs that draw them differently.
 
         Raises:
-            ConfigError: a budget that cannot be read.
+            ConfigError: an invalid budget.
         """
-        steps = {} if self.step is None else {self._memory_name: self.step}
+        steps: dict[str, StepPlan] = {}
         if self.step is not None:
-            for name in MEMORY:
-                if name not in steps:
-                    steps[name] = self._predict({"memory": name})
-        limit = self._budget("page", budget, False)
+            own = "as it is set" if self.setup.memory is None else str(self.setup.memory)
+            others = {name: self.changed(memory=name) for name in MEMORY if name != own}
+            steps = {own: self.step, **{name: one.step_for("page") for name, one in others.items()}}
+        limit = budget_of(self, "page", budget)
         verdict = None if self.step is None else self.verdict(budget)
-        advice = self.advice(budget)
-        return page_of(
-            self.mesh, self.rank, self.groups, steps, advice, self.hardware, limit, verdict
-        )
+        return page_of(self, steps, self.advice(budget), limit, verdict)
 
     def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
-        """Write a page to look at: units, memory over a step by setting, time line, advice.
+        """Write an HTML page: units, memory over a step by setting, time line, advice.
 
-        One file that needs no server and no network. It is written whole or not at all. Let one
-        rank write it: ranks that write to one path replace each other's page.
+        It is one file that needs no server and no network, and is written completely or not at all.
+        Call it on one rank only: ranks that write to the same path replace each other's page.
 
         Args:
-            path: of the file; one that is there is replaced.
+            path: the file, which is replaced if it exists.
             budget: as for ``advice``.
 
         Raises:
-            ConfigError: a path or a budget that cannot be read.
-            OSError: the file cannot be written; one that was there is as it was.
+            ConfigError: an invalid path or budget.
+            OSError: the file cannot be written; an existing file is then unchanged.
         """
         write_page(check_path("Plan.html", "path", path), self.page(budget))
 
     def planned(self) -> Planned:
-        """Return what ``Recordings.html(path, planned=...)`` lays over what was measured.
+        """Return the values that ``Recordings.html(path, planned=...)`` draws over measurements.
 
         Raises:
-            ConfigError: a plan without a batch.
+            ConfigError: the plan has no batch.
         """
-        self._batch_for("planned")
-        assert self.step is not None  # there is a batch
-        return planned(self.step)
+        return planned(self.step_for("planned"))
 
     def _repr_html_(self) -> str:
         return embed(self.page())
 
-    @property
-    def _memory(self) -> str | int | None:
-        """The memory setting; None if a sharded model has one that nobody named."""
-        return self.setup.memory or (None if self.is_sharded else "balanced")
-
-    @property
-    def _memory_name(self) -> str:
-        return "as it is set" if self._memory is None else str(self._memory)
-
-    def _predict(self, changes: dict[str, Any]) -> StepPlan:
-        step = self.changed(**changes).step
-        assert step is not None  # there is a batch
-        return step
-
-    def _batch_for(self, who: str) -> Any:
-        if self.setup.batch is None:
-            raise ConfigError(
-                "FS901",
-                f"Plan.{who}: found a plan without a batch, so nothing is known of a step. Pass "
-                "batch to plan: what one rank's forward is given.",
-            )
-        return self.setup.batch
-
-    def _budget(self, who: str, budget: object, is_needed: bool) -> int | None:
-        if budget is not None:
-            return size_of(f"Plan.{who}", "budget", budget)
-        found = None if self.hardware is None else self.hardware.memory_nbytes
-        if found is None and is_needed:
-            raise ConfigError(
-                "FS901",
-                f"Plan.{who}: found no budget, and no hardware whose memory is known. Pass budget, "
-                "the bytes of one rank, as '70GB'.",
-            )
-        return found
-
     def __str__(self) -> str:
-        limit = self._budget("print", None, False)
-        verdict = None if self.step is None else verdict_of(self.step, limit)
-        return table_of(self) if verdict is None else f"{verdict}\n\n{table_of(self)}"
+        if self.step is None:
+            return table_of(self)
+        return f"{verdict_of(self.step, budget_of(self, 'print', None))}\n\n{table_of(self)}"
 
 
 def table_of(plan: Plan) -> str:
-    """Return what ``print`` shows of a plan, without the verdict."""
-    return "\n".join(table.lines(plan.mesh, plan.rank, plan.groups, plan.step))
-
-
-def search_of(
-    plan: Plan,
-    budget: str | int | None,
-    found: Callable[[Suggestion], None] = lambda suggestion: None,
-) -> Search:
-    """Return the search of ``Plan.suggest``, which tells each suggestion when it is known.
-
-    Raises:
-        ConfigError: as ``Plan.suggest`` does.
-    """
-    batch, nbytes = plan._batch_for("suggest"), plan._budget("suggest", budget, True)
-    assert nbytes is not None  # it was needed
-    setup, chosen = plan.setup, {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
-    may_choose = not plan.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
-    sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
-    return Search(
-        *(batch, nbytes, plan._predict, not plan.is_sharded, plan._memory, found),
-        machine=plan.hardware,
-        sharding=sharding,
-        fused=_fused(setup.optimizer, plan.hardware),
-    )
-
-
-def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | None:
-    """Return what makes an optimizer of torch with its fused step, where a device may have it."""
-    if machine is None or machine.device_type == "cpu" or not isinstance(optimizer, type):
-        return None
-    is_torchs = optimizer.__module__.startswith("torch.optim.")
-    if not is_torchs or "fused" not in inspect.signature(optimizer).parameters:
-        return None
-    return _with_fused_step(optimizer)
-
-
-@functools.cache
-def _with_fused_step(optimizer: type) -> Callable[..., Any]:
-    return functools.partial(optimizer, fused=True)  # one object: what it does is traced once
-
-
-def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:
-    given = dict(changes)
-    if "mesh" in given:
-        given["mesh"] = check_mesh(given["mesh"])
-    if "hardware" in given:
-        given["hardware"] = hardware_for(given["hardware"])
-    own = {name: given.pop(name) for name in list(given) if name in Setup.__dataclass_fields__}
-    kwargs = {**setup.fully_shard_kwargs, **own.pop("fully_shard_kwargs", {}), **given}
-    return replace(setup, **own, fully_shard_kwargs=kwargs)
-
-
-def _run(template: Template, setup: Setup, what: str) -> Plan:
-    setup.check()
-    found = template.run(setup, what)
-    return Plan(setup.mesh, setup.rank, found.groups, found.step, setup, template)
+    """Return the text that ``print`` shows for a plan, without the verdict."""
+    return "\n".join(lines(plan))
 
 
 def plan(
@@ -327,38 +178,39 @@ def plan(
     micro_batches: int = 1,
     **fully_shard_kwargs: Any,
 ) -> Plan:
-    """Tell what sharding a model over ranks gives, without ranks, a process group, or memory.
+    """Predict how a model shards over ranks, without ranks, a process group, or memory.
 
-    The engine itself runs, on tensors that have shapes and no values. Its ranks are numbers without
-    processes. What it gathers, reduces, keeps and frees there is what it would do in a real step.
+    The real engine runs on tensors that have shapes and no values. Its ranks are numbers without
+    processes. It gathers, reduces, keeps and frees there exactly as it would in a real step.
 
     Args:
-        model: the model before ``fully_shard``, on any device, ``meta`` included. Or a sharded
+        model: the model before ``fully_shard``, on any device, including ``meta``. Or a sharded
             model on a CPU, which keeps its units, mesh and settings. The model is not changed.
         mesh: number of ranks to shard over, or ``(replicate, shard)``. Up to 2**20 ranks.
-        policy: what becomes a unit below the root, as ``fsdp2.wrap.shard_model`` takes it. None:
-            nothing.
-        batch: what one rank's forward is given: a tensor, a tuple of arguments, or a dict of
-            keywords. Of tensors only shapes and dtypes count. None: no step is predicted.
-        loss: a function that makes a scalar of the output. None: the ``loss`` of the output, or the
-            mean of all its tensors.
-        optimizer: a class or function that makes an optimizer of parameters, as
+        policy: the units below the root, in the form that ``fsdp2.wrap.shard_model`` accepts. None:
+            no units below the root.
+        batch: the inputs of one rank's forward: a tensor, a tuple of arguments, or a dict of
+            keywords. Only the shapes and dtypes of tensors matter. None: no step is predicted.
+        loss: a function that computes a scalar from the output. None: the ``loss`` of the output,
+            or the mean of all its tensors.
+        optimizer: a class or function that creates an optimizer from parameters, such as
             ``torch.optim.AdamW``. Its state counts from its first step on. Its step, on the shards
             of one rank, is part of the planned step.
-        memory: what ``set_memory`` is given.
+        memory: the argument of ``set_memory``.
         hardware: the name of a machine in ``fsdp2.plan.hardware``, a ``fsdp2.plans.Hardware``, or
             the path of a JSON file that ``python -m fsdp2 doctor --json`` wrote on such a machine.
-            With it the plan has times, without it none.
-        activation_checkpointing: compute activations of the units below the root again in backward,
-            as ``torch.utils.checkpoint`` around each of them does.
-        loss_chunks: count logits (what has a number for each word of an embedding's vocabulary) as
-            if head and loss ran on so many parts of the tokens, one after the other.
-        offload_activations: keep on the host what the units below the root save, but for the last
-            one, as ``fsdp2.offload_activations`` does. On the hardware of a device alone.
+            The plan has times only if it is given.
+        activation_checkpointing: recompute activations of the units below the root in backward, as
+            ``torch.utils.checkpoint`` around each of them does.
+        loss_chunks: count logits (tensors with a number for each word of an embedding's vocabulary)
+            as if head and loss ran sequentially on this many parts of the tokens.
+        offload_activations: keep on the host the tensors that the units below the root save, except
+            those of the last unit, as ``fsdp2.offload_activations`` does. Only on the hardware of a
+            device.
         offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
-            does. On the hardware of a device alone.
-        rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
-            most; for a sharded model, this rank.
+            does. Only on the hardware of a device.
+        rank: the rank whose shards and memory the plan describes. None: the first rank, which has
+            the most; for a sharded model, this rank.
         micro_batches: backwards of a step, each of ``batch``; all but the last are without gradient
             sync.
         fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
@@ -368,12 +220,12 @@ def plan(
         A ``Plan``: groups, and for a step its collectives, events, memory and time, in order.
 
     Raises:
-        ConfigError: an argument cannot be used; what ``shard_model`` raises.
-        UnsupportedError: a parameter is tensor-parallel and no unit has it; a sharded model
+        ConfigError: an invalid argument; errors of ``shard_model``.
+        UnsupportedError: a parameter is tensor-parallel and belongs to no unit; a sharded model
             computes on a device.
 
-    Memory counts tensors only. What an allocator rounds, what libraries need, and what a device's
-    streams hold back is not counted. The ranks are on a CPU mesh.
+    Memory includes tensors only. It excludes the rounding of allocators, the needs of libraries,
+    and memory held back by a device's streams. The ranks are on a CPU mesh.
     """
     check_module("plan", "model", model)
     given = {"mesh": mesh, "policy": policy, **fully_shard_kwargs}
@@ -400,8 +252,8 @@ def plan(
         fully_shard_kwargs=fully_shard_kwargs,
     )
     setup.check()
-    return _run(Template(model), setup, "the step as it is asked for")
+    return Plan.of(Template(model), setup, "the requested step")
 
 
 plan.measure = machines.measure  # type: ignore[attr-defined]  # a function of a function
-plan.hardware = machines.HARDWARE  # type: ignore[attr-defined]  # what it knows by name
+plan.hardware = machines.HARDWARE  # type: ignore[attr-defined]  # machines known by name

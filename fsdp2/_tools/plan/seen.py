@@ -1,14 +1,10 @@
-"""What is seen of a step while it runs: events, memory at each, and which unit computes.
-
-Owns the lists of a step, which begin anew with each. It must not know what is run, or what is made
-of what was seen.
-"""
+"""Observations during a step: events, memory at each event, and the unit that computes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +15,15 @@ from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.engine.tree import Runtime, Unit, Visit
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import SMALLER
-from fsdp2._tools.plan.clock import Clock
+from fsdp2._tools.plan.clock import AnyClock
 from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.values import Collective, GroupPlan, MemoryPoint
 from fsdp2._tools.plan.watch import GRADIENTS, MemoryWatch
 
-# Collectives of a step: what each event of the engine stands for, and who takes part in it.
-
 
 @dataclass(frozen=True)
 class Over:
-    """How many ranks take part in the collective of an event, and in one that follows at once."""
+    """Numbers of ranks in an event's collective and in the one that immediately follows it."""
 
     ranks: int = 0
     then: int = 0
@@ -47,7 +41,7 @@ class Over:
 
 
 def with_stamps(event: events.Event, over: Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
-    """Return an event with the bytes that real ranks have: they send numbers along."""
+    """Return an event with the sizes on real ranks, which also send stamps."""
     group = sizes.get(event.fqn)
     if group is None or not event.nbytes:
         return event
@@ -78,46 +72,42 @@ def collectives_of(
 
 
 class Seen:
-    """Events and memory of the step that runs. ``over``: for each event, who takes part in it."""
+    """The events and memory of one step; ``begin`` resets them."""
 
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[ParamGroup],
         watch: MemoryWatch,
-        clock: Clock | LaneClock | None,
+        clock: AnyClock | None,
     ) -> None:
         self._units = units_below(model)
-        self._groups = groups
+        self._groups = [group for unit in self._units for group in unit.own_groups]
         self._watch, self._clock = watch, clock
         self._observed: set[Runtime] = set()
-        self._running: list[str] = []  # units, the innermost last
+        self._running: list[str] = []  # names of running units, the innermost last
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
-        self.events: list[events.Event] = []
-        self.over: list[Over] = []
+        self.events: list[tuple[events.Event, Over]] = []
 
     def begin(self) -> int:
-        """Forget what was, and return the bytes that a step begins with."""
+        """Reset, and return the memory at the start of a step, in bytes."""
         self.events.clear()
-        self.over.clear()
         self._points.clear()
         self._running.clear()
         self._show()
         if self._clock is not None:
             self._clock.restart()
         self._watch.take_highest()
-        if isinstance(self._clock, LaneClock):  # gradients are given back as a forward begins
+        if isinstance(self._clock, LaneClock):  # gradients are released when a forward begins
             return self._watch.nbytes - self._watch.by_kind[GRADIENTS]
         return self._watch.nbytes
 
     def see_event(self, event: events.Event) -> None:
         group = next((group for group in self._groups if group.fqn == event.fqn), None)
-        self.events.append(event)
-        self.over.append(Over.of(group, event.kind) if group is not None else Over())
+        self.events.append((event, Over() if group is None else Over.of(group, event.kind)))
         self.see(str(event))
 
     def see(self, label: str) -> int:
-        """Note the memory there is, and return the most since the last note."""
+        """Record the current memory, and return the peak since the last record."""
         highest = self._watch.take_highest()
         mark = 0.0 if self._clock is None else self._clock.mark()
         kinds = tuple(self._watch.by_kind)
@@ -130,16 +120,14 @@ class Seen:
         return max(point.peak_nbytes for point, _ in self._points)
 
     def points(self) -> Iterator[MemoryPoint]:
-        """Yield what was noted, each with its time; the clock has to be finished."""
+        """Yield the records with their times, after the clock is finished."""
         for point, mark in self._points:
             time = 0.0 if self._clock is None else self._clock.time_of(mark)  # type: ignore[arg-type]
             yield replace(point, time=time)
 
-    # Which unit computes.
-
     @contextlib.contextmanager
     def following_units(self) -> Iterator[None]:
-        """Know which unit computes: the innermost whose forward or backward is running."""
+        """Track the unit that computes: the innermost one whose forward or backward is running."""
         handles = []
         for unit in self._units:
             for module in unit.modules:
@@ -163,12 +151,15 @@ class Seen:
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Follow a backward into units and out of them."""
-        if kind == "arrive":
-            return self._arrive(call, *args)
-        if kind == "depart":
-            return self._depart(call, *args)
-        return call(*args, **kwargs)
+        """Track when a backward enters and leaves units."""
+        if kind not in ("arrive", "depart"):
+            return call(*args, **kwargs)
+        visit: Visit = args[0]
+        was_open = visit.opened_in
+        call(*args)
+        if visit.opened_in == was_open:
+            return None
+        return self._enter(visit.unit, events.BACKWARD) if kind == "arrive" else self._leave()
 
     def _enter(self, unit: Unit, phase: str) -> None:
         self._running.append(f"{unit.fqn or '<root>'} {phase}")
@@ -178,18 +169,6 @@ class Seen:
         if self._running:
             self._running.pop()
         self._show()
-
-    def _arrive(self, arrive: Callable[..., None], visit: Visit, *how: Any) -> None:
-        was_open = visit.opened_in
-        arrive(visit, *how)
-        if visit.opened_in != was_open:
-            self._enter(visit.unit, events.BACKWARD)
-
-    def _depart(self, depart: Callable[[Visit], None], visit: Visit) -> None:
-        was_open = visit.opened_in
-        depart(visit)
-        if visit.opened_in != was_open:
-            self._leave()
 
     def _show(self) -> None:
         if self._clock is not None:

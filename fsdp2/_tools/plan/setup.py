@@ -1,16 +1,13 @@
-"""What a plan was asked for, so that it can be asked again with one thing changed.
-
-Owns the checked arguments, the copy of the model that every run copies, and one such run. It must
-not know what is made of the answers.
-"""
+"""The checked arguments of a plan, and the template of its model, which every run copies."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -18,39 +15,48 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._core.api.collect import WrapPolicy
-from fsdp2._core.base import torch_modes, torch_modules
-from fsdp2._core.base.arguments import (
+from fsdp2._core.base import torch_dtensor, torch_modules
+from fsdp2._core.base.errors import (
+    ConfigError,
+    UnsupportedError,
     check_count,
     check_flag,
     check_function,
     wrong_type,
     wrong_value,
 )
-from fsdp2._core.base.errors import ConfigError, UnsupportedError
-from fsdp2._tools.plan.batches import arguments_of, check_batch, mean_of
-from fsdp2._tools.plan.hardware import Hardware
-from fsdp2._tools.plan.imagined import groups_of, make_mesh, without_memory
-from fsdp2._tools.plan.step import StepRun
+from fsdp2._tools.plan.clock import tensors_in
+from fsdp2._tools.plan.hardware import Hardware, hardware_for
+from fsdp2._tools.plan.imagined import groups_of, without_memory
+from fsdp2._tools.plan.step import StepRun, arguments_of, check_batch, mean_of
 from fsdp2._tools.plan.stepped import OPTIMIZER_WANTED
 from fsdp2._tools.plan.traced import Traces
 from fsdp2._tools.plan.values import GroupPlan, StepPlan, describe
 from fsdp2.wrap import shard_model
 
-# Who listens to what is being planned: a plan of a large model takes seconds, and says so.
+MAX_RANKS = 1 << 20
+MOST_READY = 2
+"""Number of cached sharded copies: that of the original plan, and the most recent other one."""
+OF_A_STEP = frozenset({"batch", "loss_chunks", "activation_checkpointing"})
+"""Arguments that may change for an existing sharded copy; all others need a new copy. For
+``memory`` see ``Template``. A step of several micro-batches, or with offloaded activations, starts
+from the state that earlier steps left."""
 
+Found = tuple[tuple[GroupPlan, ...], StepPlan | None]
+"""The result of a run: groups and a step."""
 Listener = Callable[[str], None]
+"""A progress report: a plan of a large model takes seconds."""
 _listeners: list[Listener] = []
 
 
 def tell(what: str) -> None:
-    """Say what begins now, in a few words; empty: it is over."""
+    """Report the beginning of a run with a short text, or its end with an empty one."""
     for listener in tuple(_listeners):
         listener(what)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let a function hear what is planned inside."""
     _listeners.append(listener)
     try:
         yield
@@ -58,25 +64,12 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-MAX_RANKS = 1 << 20
-MOST_READY = 2
-"""So many sharded copies are kept: that of the plan as it was asked for, and the last other one."""
-OF_A_STEP = frozenset({"batch", "loss_chunks", "activation_checkpointing"})
-"""What a sharded copy can be asked anew: in all else copies differ. Of ``memory`` see ``Template``.
-
-A step of several micro-batches, and one whose activations leave, begin with what others left.
-"""
-
-
 class Template:
-    """A model without memory, and sharded copies of it that have taken steps.
-
-    A copy that has taken steps knows what an engine learns in the first one, so a plan that differs
-    in the batch, say, is one step of it.
-    """
+    """A model without memory, and sharded copies of it that have run steps. The engine of such a
+    copy is in its steady state, so that another batch, for example, needs one step only."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._mode = torch_modes.without_memory()
+        self._mode = torch_dtensor.without_memory()
         self._traces = Traces()
         self._known: dict[tuple[Any, ...], tuple[Setup, Found]] = {}
         self._ready: dict[tuple[Any, ...], StepRun] = {}
@@ -84,55 +77,49 @@ class Template:
         with self._mode:
             self.model = without_memory(model)
 
-    def run(self, setup: Setup, what: str = "") -> Found:
-        """Return what a setup gives: advice, pages and suggestions ask for the same again."""
-        if setup.memory is None and not self.is_sharded:
-            setup = replace(setup, memory="balanced")
+    def run(self, setup: Setup, what: str) -> Found:
+        """Return the result of a setup, cached: advice, pages and suggestions share results."""
         key = setup.key()
         if key not in self._known:
             tell(what)
             try:
-                # with the setup: objects in a key go by their numbers, so they have to stay
+                # the setup keeps the objects alive whose ids are in the key
                 self._known[key] = (setup, self._run(setup))
             finally:
                 tell("")
         return self._known[key][1]
 
     def _run(self, setup: Setup) -> Found:
-        """Take a few steps, or one if there is a copy that has taken others."""
+        """Run a few steps, or only one if a cached copy can be used."""
         own = setup.of_a_step
         key = setup.key(own)
-        with self._mode, torch_modes.without_traces_in_the_log():
-            run = self._ready.pop(key, None) or self._start(setup)  # none is kept if it fails
+        with self._mode, torch_dtensor.without_traces_in_the_log():
+            run = self._ready.pop(key, None) or self._start(setup)  # a run that fails is dropped
             run.choose(setup.memory, setup.activation_checkpointing, setup.loss_chunks)
             step = None
             if setup.batch is not None:
-                step = run.predict(
-                    arguments_of(setup.batch),
-                    setup.loss or mean_of,
-                    setup.optimizer,
-                    setup.micro_batches,
-                )
+                given, loss = arguments_of(setup.batch), setup.loss or mean_of
+                step = run.predict(given, loss, setup.optimizer, setup.micro_batches)
             for group in run.groups:
                 group.inspect()
             if own:
                 self._ready[key] = run
             if len(self._ready) > MOST_READY:
                 del self._ready[next(iter(self._ready))]
-            return Found(tuple(describe(group) for group in run.groups), step)
+            return tuple(describe(group) for group in run.groups), step
 
     def _start(self, setup: Setup) -> StepRun:
-        """Shard a copy as a setup says, if it is not yet."""
-        mesh = make_mesh(setup.mesh, setup.rank)
+        """Shard a new copy as a setup specifies, unless the model is sharded."""
+        names = ("replicate", "shard")[-len(setup.mesh) :]
+        mesh = torch_dtensor.imagined_mesh(setup.mesh, names, setup.rank)
         model = without_memory(self.model)
         if not self.is_sharded:
-            choice = setup.policy if setup.policy is not None else nothing_below
-            shard_model(model, choice, **{"mesh": mesh, **setup.fully_shard_kwargs})
+            policy = (lambda _: False) if setup.policy is None else setup.policy
+            shard_model(model, policy, **{"mesh": mesh, **setup.fully_shard_kwargs})
         run = StepRun(model, setup.hardware)
-        run.may_recompute()
         if setup.offload_activations:
-            run.keep_activations_away()  # of saved tensors, which a replay has not
-        elif setup.micro_batches == 1:  # others add each gradient to one that is there
+            run.keep_activations_away()  # replays save no tensors that could be offloaded
+        elif setup.micro_batches == 1:  # later micro-batches add to existing gradients
             run.replay(self._traces)
         if setup.offload_states:
             run.keep_states_away()
@@ -140,16 +127,8 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a run found."""
-
-    groups: tuple[GroupPlan, ...]
-    step: StepPlan | None
-
-
-@dataclass(frozen=True)
 class Setup:
-    """The arguments of ``plan``, checked. ``replace`` one and run again."""
+    """The checked arguments of ``plan``. Change them with ``replace``."""
 
     mesh: tuple[int, ...]
     rank: int = 0
@@ -167,21 +146,20 @@ class Setup:
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def key(self, without: Collection[str] = ()) -> tuple[Any, ...]:
-        """Return what tells this setup from others; of tensors shapes and dtypes count."""
+        """Return a key of this setup, which has the shapes and dtypes of tensors."""
         given = {**vars(self), **self.fully_shard_kwargs}
         names = sorted(given.keys() - {"fully_shard_kwargs", *without})
         return tuple((name, _identity(given[name])) for name in names)
 
     @property
     def of_a_step(self) -> frozenset[str]:
-        """What a sharded copy can be asked anew; nothing if it runs once."""
+        """Arguments that may change for an existing sharded copy; empty if it runs only once."""
         if self.micro_batches > 1 or self.offload_activations:
             return frozenset()
-        # settings that a sharded model came with cannot be given back to it
+        # the original settings of a sharded model cannot be restored
         return OF_A_STEP if self.memory is None else OF_A_STEP | {"memory"}
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot be used."""
         check_function("plan", "loss", self.loss, "a function of the output or None")
         for name in ("activation_checkpointing", "offload_activations", "offload_states"):
             check_flag("plan", name, getattr(self, name))
@@ -208,17 +186,118 @@ def _identity(value: Any) -> Any:
     return value if isinstance(value, Hashable) and type(value) is not Hardware else id(value)
 
 
-def nothing_below(module: nn.Module) -> bool:
-    """Pick nothing: the root is the only unit."""
-    return False
+CAN_CHANGE = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_kwargs"}
+"""Arguments that may change for a model that is already sharded."""
+
+P = TypeVar("P", bound="Prediction")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The result of a setup, and the way to another setup of the same model."""
+
+    mesh: tuple[int, ...]
+    rank: int
+    groups: tuple[GroupPlan, ...]
+    step: StepPlan | None
+    setup: Setup = field(repr=False, compare=False)
+    template: Template = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls: type[P], template: Template, setup: Setup, what: str) -> P:
+        """Run a setup. ``what`` describes in a few words what is planned."""
+        setup.check()
+        if setup.memory is None and not template.is_sharded:
+            setup = replace(setup, memory="balanced")
+        groups, step = template.run(setup, what)
+        return cls(setup.mesh, setup.rank, groups, step, setup, template)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh)
+
+    def changed(self: P, **changes: Any) -> P:
+        """Plan the same model again with other arguments, named as those of ``plan``.
+
+        Raises:
+            ConfigError: as for ``plan``.
+        """
+        if self.is_sharded:
+            refuse_for_sharded({name: changes[name] for name in changes if name not in CAN_CHANGE})
+        given = dict(changes)
+        if "mesh" in given:
+            given["mesh"] = check_mesh(given["mesh"])
+        if "hardware" in given:
+            given["hardware"] = hardware_for(given["hardware"])
+        own = {name: given.pop(name) for name in changes if name in Setup.__dataclass_fields__}
+        kwargs = {**self.setup.fully_shard_kwargs, **own.pop("fully_shard_kwargs", {}), **given}
+        setup = replace(self.setup, **own, fully_shard_kwargs=kwargs)
+        return self.of(self.template, setup, code_of(changes))
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The machine that the time line is computed for."""
+        return self.setup.hardware
+
+    @property
+    def policy(self) -> WrapPolicy | None:
+        """The policy for the units below the root."""
+        return self.setup.policy
+
+    @property
+    def model(self) -> nn.Module:
+        """The planned model, without memory."""
+        return self.template.model
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is already sharded, so that its units cannot be chosen."""
+        return self.template.is_sharded
+
+    def step_for(self, who: str) -> StepPlan:
+        """Return the step. Raise ConfigError, naming the method ``who``, if there is none."""
+        if self.step is None:
+            raise ConfigError(
+                "FS901",
+                f"Plan.{who}: found a plan without a batch, so there is no step. Pass batch to "
+                "plan: the inputs of one rank's forward.",
+            )
+        return self.step
+
+
+def code_of(changes: Mapping[str, Any]) -> str:
+    parts = [word(changes[name]) for name, word in WORDS.items() if name in changes]
+    others = [f"another {name}" for name in changes if name not in WORDS]
+    return ", ".join([part for part in parts if part] + others)
+
+
+def _code_of_optimizer(made: Any) -> str:
+    is_fused = isinstance(made, functools.partial) and made.keywords == {"fused": True}
+    return f"{made.func.__name__}(..., fused=True)" if is_fused else "another optimizer"
+
+
+def rows_of(batch: object) -> int | None:
+    """Return the size of the first dim that all tensors of a batch share."""
+    found = {one.shape[0] if one.dim() else 0 for one in tensors_in(batch)}
+    return found.pop() or None if len(found) == 1 else None
+
+
+WORDS: dict[str, Callable[[Any], str]] = {
+    "batch": lambda batch: f"a batch of {rows_of(batch)}",
+    "shard": lambda shard: f"fully_shard(..., shard={shard!r})",
+    "offload_policy": lambda _: "fully_shard(..., offload_policy=CPUOffloadPolicy())",
+    "activation_checkpointing": lambda on: on and "torch.utils.checkpoint around each unit",
+    "loss_chunks": lambda n: f"head and loss in {n} chunks of the tokens" if n > 1 else "",
+    "offload_activations": lambda on: on and "fsdp2.offload_activations around each unit",
+    "offload_states": lambda on: on and "fsdp2.optim.offload_states(optimizer)",
+    "optimizer": _code_of_optimizer,
+    "memory": lambda memory: f"model.set_memory({memory!r})",
+}
+"""Text for a change of an argument; empty if nothing changes."""
 
 
 def check_mesh(mesh: object) -> tuple[int, ...]:
-    """Return the sizes of a mesh.
-
-    Raises:
-        ConfigError: they cannot be used.
-    """
+    """Return the sizes of a mesh. Raise ConfigError if they are invalid."""
     sizes = (mesh,) if isinstance(mesh, int) else mesh
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) not in (1, 2):
         hint = ""
@@ -232,7 +311,7 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
 
 
 def mesh_of_sharded(model: nn.Module) -> tuple[tuple[int, ...], int]:
-    """Return sizes of the mesh that a sharded model lies on, and this rank's place in it."""
+    """Return the mesh sizes of a sharded model, and this rank's index in the mesh."""
     data = groups_of(model)[0].data
     replicate, shard = data.replicate, data.shard
     if replicate.size == 1:
@@ -246,19 +325,18 @@ def refuse_torchs_own(model: nn.Module) -> None:
         if isinstance(module, torch_modules.FSDPModule):
             raise UnsupportedError(
                 "FS907",
-                f"plan: {name or 'the model'} was sharded by torch's own fully_shard, which is not "
-                "planned. Plan the model as it was before; or shard it with fsdp2.fully_shard, "
-                "which fsdp2.replace_torch() puts in the place of torch's.",
+                f"plan: {name or 'the model'} was sharded by torch's own fully_shard, which plan "
+                "does not support. Plan the model before sharding, or shard it with "
+                "fsdp2.fully_shard (fsdp2.replace_torch() replaces torch's).",
             )
 
 
 def refuse_for_sharded(given: Mapping[str, object]) -> None:
-    """Raise ConfigError for what a sharded model has already."""
+    """Raise ConfigError for arguments that a sharded model already has."""
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ConfigError(
             "FS905",
-            f"plan: found {', '.join(names)}, and a model that is sharded already: its units, mesh "
-            "and policies are those that it has. Leave these out, or pass the model as it was "
-            "before fully_shard.",
+            f"plan: found {', '.join(names)} with an already sharded model, whose units, mesh and "
+            "policies are fixed. Omit these, or pass the model before fully_shard.",
         )

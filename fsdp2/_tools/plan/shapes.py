@@ -1,9 +1,4 @@
-"""Decoders that everybody knows, by name or by a Hugging Face ``config.json``, for plans alone.
-
-Owns their sizes and a model that has them: grouped attention, RMS norms, a gated feed-forward, an
-embedding and a head. It computes a loss, as a training step does. It must not know how a plan is
-made.
-"""
+"""Well-known decoders, by name or by a Hugging Face ``config.json``: a model for plans only."""
 
 from __future__ import annotations
 
@@ -21,10 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder, in elements. ``is_tied``: the head has the embedding's weight.
-
-    ``bias``: of query, key and value. ``head_norm``: query and key are normed for each head.
-    """
+    """Sizes of a decoder, in elements. ``is_tied``: head and embedding share a weight. ``bias``: of
+    query, key and value. ``head_norm``: query and key are normalized per head."""
 
     width: int
     layers: int
@@ -32,7 +25,7 @@ class Shape:
     kv_heads: int
     hidden: int
     vocabulary: int
-    head: int = 0  # elements of one; 0: the width divided by the heads
+    head: int = 0  # elements of a head; 0: the width divided by the heads
     is_tied: bool = False
     bias: bool = False
     head_norm: bool = False
@@ -58,18 +51,13 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 8, 12288, 151936, 128, head_norm=True),
     "qwen3-32b": Shape(5120, 64, 64, 8, 25600, 151936, 128, head_norm=True),
 }
-"""Shapes by name."""
-
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 """``model_type`` of configs whose decoders have this form."""
 
 
 def shape_for(name: str) -> Shape | None:
-    """Return the shape that a name or a file has; None if it is neither.
-
-    Raises:
-        ValueError: a file that cannot be read, or has another model.
-    """
+    """Return the shape for a name or a file; None if it is neither. Raise ValueError if a file
+    cannot be read, or contains another kind of model."""
     if name.lower() in SHAPES:
         return SHAPES[name.lower()]
     path = Path(name)
@@ -86,11 +74,11 @@ def shape_for(name: str) -> Shape | None:
 
 def _shape_of(path: str, values: Any) -> Shape:
     if not isinstance(values, Mapping):
-        raise _not_planned(f"{path} is no config of a model")
+        raise _not_planned(f"{path} is not a model config")
     family = values.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise _not_planned(f"{path} has model_type {family!r}, and {known} are known")
+        raise _not_planned(f"{path} has model_type {family!r}, expected one of {known}")
     heads = _size(path, values, "num_attention_heads")
     width, head = _size(path, values, "hidden_size"), _size(path, values, "head_dim", 0)
     kv_heads = _size(path, values, "num_key_value_heads", heads)
@@ -110,17 +98,22 @@ def _shape_of(path: str, values: Any) -> Shape:
     )
 
 
-def _size(path: str, values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(
+    path: str,
+    values: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+) -> int:
     found = values.get(key)
     if found is None and default is not None:
         return default
     if type(found) is not int or not 0 < found <= 1 << 32:
-        raise _not_planned(f"{path} has {key} {found!r}, and a number above 0 is needed")
+        raise _not_planned(f"{path} has {key} {found!r}, but a number above 0 is needed")
     return found
 
 
 def _not_planned(what: str) -> ValueError:
-    return ValueError(f"{what}; write a function that makes the model, as package.module:name")
+    return ValueError(f"{what}; write a function that creates the model: package.module:name")
 
 
 class Attention(nn.Module):
@@ -181,7 +174,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``[sequences, tokens]`` of numbers in, the loss of the next ones out."""
+    """A decoder that returns its next-token loss, from token ids ``[sequences, tokens]``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

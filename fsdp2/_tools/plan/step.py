@@ -1,8 +1,4 @@
-"""A step of the engine on tensors that are not there: what happens, what lives, how long it takes.
-
-Owns the run of a few steps of one model, of which the last is told. It must not know how models are
-copied, or what is made of what it found.
-"""
+"""Run a few engine steps on fake tensors, and report the last one's events, memory and time."""
 
 from __future__ import annotations
 
@@ -10,154 +6,123 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2._core.api.activations import Activations
-from fsdp2._core.api.host_memory import CopyLanes, HostBuffer, HostMemory
 from fsdp2._core.base import events, torch_dtensor
 from fsdp2._core.base.capabilities import capabilities
-from fsdp2._core.base.containers import visit_tensors
-from fsdp2._core.base.errors import ConfigError, FSDPError
+from fsdp2._core.base.containers import map_tensors
+from fsdp2._core.base.errors import ConfigError, FSDPError, wrong_type
 from fsdp2._core.base.policy import CPUOffloadPolicy
 from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._tools.pages.content import KINDS
-from fsdp2._tools.plan.batches import Arguments, Loss, tokens_of, vocabularies_of
-from fsdp2._tools.plan.clock import Clock, ComputeTime
+from fsdp2._tools.plan import lanes
+from fsdp2._tools.plan.clock import AnyClock, Clock, ComputeTime, tensors_in
 from fsdp2._tools.plan.hardware import Hardware
 from fsdp2._tools.plan.imagined import Nowhere, groups_of
-from fsdp2._tools.plan.lanes import BACK, KERNELS, OUT, ImaginedLanes, LaneClock
+from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.seen import Seen, collectives_of, with_stamps
 from fsdp2._tools.plan.stepped import LocalOptimizer, MakeOptimizer, Stepped, make_stepped
 from fsdp2._tools.plan.traced import Replayer, TracedOptimizer, Traces
 from fsdp2._tools.plan.values import StepPlan, describe
 from fsdp2._tools.plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
 
-# Activations and states on the host of a machine that is not there: bytes, and copies on a clock.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor]
 
-MIN_NBYTES = 1 << 18
-"""As ``offload_activations`` has it."""
-
-
-class ImaginedMemory(HostMemory):
-    """Pinned memory of which nothing is there but its size."""
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+STEPS, MOST_STEPS = 2, 5
+"""The last of these steps is reported: the first one settles the engine's state, and a few more do
+if a part of a root is read outside of its modules."""
+UNITS_OF_STATES = 3
+"""Number of units whose states are on the device at a time, if they are offloaded."""
 
 
-class ImaginedCopies(CopyLanes):
-    """Two lanes of a clock. Events are its marks."""
-
-    def __init__(self, clock: LaneClock) -> None:
-        self._clock = clock
-
-    @property
-    def compute(self) -> Any:
-        return self
-
-    def wait_event(self, mark: int) -> None:
-        """Let compute wait for a copy."""
-        self._clock.hold_back(KERNELS, mark)
-
-    def send_out(self, source: Tensor, buffer: HostBuffer) -> Any:
-        return self.move(OUT, source.numel())
-
-    def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> Any:
-        return self.move(OUT, tensor.untyped_storage().nbytes())
-
-    def view(
-        self,
-        held: Tensor,
-        dtype: torch.dtype,
-        size: torch.Size,
-        stride: tuple[int, ...],
-        offset: int,
-    ) -> Tensor:
-        """View memory without ``set_``: a mode of fake tensors remembers storages given to it."""
-        of_dtype = held if held.dtype is dtype else held.view(dtype)
-        return of_dtype.as_strided(size, stride, offset)
-
-    def bring_back(self, buffer: HostBuffer, target: Tensor) -> Any:
-        return self.move(BACK, target.numel())
-
-    def move(self, lane: int, nbytes: int, after: int | None = None) -> int:
-        """Copy so many bytes, behind compute or behind a mark; return when that is over."""
-        clock = self._clock
-        clock.hold_back(lane, clock.mark(KERNELS) if after is None else after)
-        with clock.on(lane):
-            clock.copy(nbytes)
-        return clock.mark(lane)
+def vocabularies_of(model: nn.Module) -> frozenset[int]:
+    """Return the vocabulary sizes of embeddings: the last dim of logits has such a size."""
+    sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
+    widths = {one.embedding_dim for one in model.modules() if isinstance(one, nn.Embedding)}
+    return frozenset(sizes - widths)
 
 
-class ImaginedActivations(Activations):
-    """Activations of tensors without memory that leave a device which is not there."""
-
-    def __init__(self, model: nn.Module, chosen: dict[nn.Module, bool], clock: LaneClock) -> None:
-        self._copies = ImaginedCopies(clock)
-        super().__init__(model, chosen, MIN_NBYTES)
-
-    def _make_memory(self) -> HostMemory:
-        return ImaginedMemory()
-
-    def _lanes_of(self, device: torch.device) -> CopyLanes:
-        return self._copies
-
-    def _can_copy(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, DTensor)
+def tokens_of(given: Arguments) -> int:
+    """Return the number of elements of the first integer tensor; 0 if there is none."""
+    for tensor in tensors_in(given):
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim():
+            return tensor.numel()
+    return 0
 
 
-# What a device computes in one kernel, and a host in several: a plan of a device has the one.
+def mean_of(output: Any) -> Tensor:
+    """Return an output's ``loss``, or the mean of all floating-point tensors in it."""
+    found = getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    means = [tensor.float().mean() for tensor in tensors_in(output) if tensor.requires_grad]
+    if not means:
+        raise ConfigError(
+            "FS903",
+            "plan: the model's output has no tensor with a gradient. Pass loss, a function that "
+            "computes a scalar from the output.",
+        )
+    return torch.stack(means).sum()
+
+
+def check_batch(batch: object) -> None:
+    """Raise ConfigError if the batch cannot be passed to a forward."""
+    if not isinstance(batch, Tensor | tuple | Mapping):
+        expected = "a tensor, a tuple of arguments or a dict of keywords"
+        raise wrong_type("plan", "batch", expected, batch)
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """Return positional arguments and keywords, with fake tensors in place of real ones."""
+    faked = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"), batch)
+    if isinstance(faked, Mapping):
+        return (), dict(faked)
+    return (faked if isinstance(faked, tuple) else (faked,)), {}
 
 
 @contextmanager
 def kernels_of_a_device() -> Iterator[None]:
-    """Put stand-ins in the place of functions that a device has a kernel for, for a while."""
+    """Temporarily replace functions that are one fused kernel on a device but several on a CPU."""
     plain = F.rms_norm
 
-    def rms_norm(*args: Any, **kwargs: Any) -> Tensor:
-        made = _fused_rms_norm(*args, **kwargs)
-        return plain(*args, **kwargs) if made is None else made
+    def rms_norm(
+        input: Tensor,  # noqa: A002  # torch's name for it
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        if weight is None or weight.dtype != input.dtype:
+            return plain(input, normalized_shape, weight, eps)
+        whole = isinstance(normalized_shape, int)
+        width = normalized_shape if whole else math.prod(normalized_shape)
+        made: Tensor = _RMSNorm.apply(input, weight, input.numel() // width)  # type: ignore[no-untyped-call]  # torch's own
+        return made
 
-    F.rms_norm = rms_norm  # modules of torch look it up there
+    F.rms_norm = rms_norm  # torch's modules look the function up there
     try:
         yield
     finally:
         F.rms_norm = plain
 
 
-def _fused_rms_norm(
-    input: Tensor,  # noqa: A002  # torch's name for it
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor | None:
-    """Return what ``aten::_fused_rms_norm`` of a device gives; None where it is not used."""
-    if weight is None or weight.dtype != input.dtype:
-        return None
-    width = normalized_shape if isinstance(normalized_shape, int) else math.prod(normalized_shape)
-    made: Tensor = _RMSNorm.apply(input, weight, input.numel() // width)  # type: ignore[no-untyped-call]  # torch's own
-    return made
-
-
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input, its weight and one number a row, as the kernel does."""
+    """``aten::_fused_rms_norm``: keeps its input, its weight and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, scale)
-        return x.neg()  # reads and writes as much
+        return x.neg()  # reads and writes as many bytes as the real kernel
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -165,25 +130,17 @@ class _RMSNorm(torch.autograd.Function):
         return grads[0].mul(x), weight.neg(), None
 
 
-STEPS, MOST_STEPS = 2, 5
-"""What is predicted is the last of so many: in the first one the engine learns, and in a few more
-where a part of a root is read past its modules."""
-UNITS_OF_STATES = 3
-"""So many units' states are on the device at a time, if they are on the host otherwise."""
-
-
 class StepRun:
-    """The steps of one sharded model whose tensors are fake.
-
-    Call under the fake mode that the model was copied in.
-    """
+    """The steps of a sharded model's copy with fake tensors. Use it under that copy's fake mode."""
 
     def __init__(self, model: nn.Module, hardware: Hardware | None) -> None:
         self.model = model
         self.watch = MemoryWatch()
-        self.clock = None if hardware is None else _clock_for(hardware)
+        self.clock: AnyClock | None = None
+        if hardware is not None:
+            self.clock = (Clock if hardware.device_type == "cpu" else LaneClock)(hardware)
         self.groups: list[ParamGroup] = groups_of(model)
-        self._seen = Seen(model, self.groups, self.watch, self.clock)
+        self._seen = Seen(model, self.watch, self.clock)
         self._is_in_backward = False
         self._replayer: Replayer | None = None
         self._optimizer_key: tuple[Any, ...] = ()
@@ -191,16 +148,20 @@ class StepRun:
         self._stepped: list[Stepped] = []
         self._memory: str | int | None = None
         self._is_again = False
-        self._counted: tuple[bool, ...] | None = None  # which arguments are; None: no step yet
-        self._activations: ImaginedActivations | None = None
-        self._turn = 0  # the clock's mark where backward is over
+        self._counted: tuple[bool, ...] | None = None  # a flag per tensor of the batch
+        self._activations: lanes.ImaginedActivations | None = None
+        self._turn = 0  # the clock's mark at the end of backward
         self._states_are_away = False
         if isinstance(self.clock, LaneClock):
-            lanes = ImaginedLanes(self.clock)
+            streams = lanes.ImaginedLanes(self.clock)
             for unit in units_below(model):
-                unit.streams = lanes
+                unit.streams = streams
             for group in self.groups:
                 group.reducer.has_streams = True
+        units = {module for unit in units_below(model) for module in unit.modules}
+        self._below = [m for m in model.modules() if m in units and m is not model]
+        for module in self._below:  # ``choose`` decides whether activations are recomputed
+            module.forward = functools.partial(self._forward, module.forward)
         for group in self.groups:
             group.reducer.wire = Nowhere(group, self.watch, self.clock, self._keeps_away(group))
             group.rewire()
@@ -209,33 +170,30 @@ class StepRun:
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
     def replay(self, traces: Traces) -> None:
-        """Trace units without units inside once, and replay what is like them."""
-        units = units_below(self.model)
-        own = {module for unit in units for module in unit.modules}
-        blocks = [
-            module
-            for module in own
-            if module is not self.model
-            and not any(part in own for part in module.modules() if part is not module)
-        ]
+        """Trace units that contain no units, once per form, and replay them."""
+        own = set(self._below)
+        blocks = [m for m in own if not any(part in own for part in m.modules() if part is not m)]
         self._replayer = Replayer(traces, self.watch, self.clock)
         self._replayer.follow(self.model, blocks)
 
-    def may_recompute(self) -> None:
-        """Let ``choose`` say whether activations of units below the root are computed again."""
-        for unit in units_below(self.model):
-            for module in unit.modules:
-                if module is not self.model:
-                    module.forward = functools.partial(self._forward, module.forward)
-
-    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if not self._is_again:
             return forward(*args, **kwargs)
         computed = functools.partial(self._compute, forward)
         return checkpoint(computed, *args, use_reentrant=False, **kwargs)
 
-    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward inside of a checkpoint; in backward it is one that runs again."""
+    def _compute(
+        self,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a forward inside a checkpoint; one that runs in backward is a recomputation."""
         replayer, clock = self._replayer, self.clock
         with contextlib.ExitStack() as inside:
             if replayer is not None:
@@ -243,29 +201,30 @@ class StepRun:
             if clock is None:
                 return forward(*args, **kwargs)
             is_traced = replayer is not None and replayer.is_in_backward
-            clock.products.are_again = self._is_in_backward or is_traced
+            clock.counts_products = not (self._is_in_backward or is_traced)
             try:
                 return forward(*args, **kwargs)
             finally:
-                clock.products.are_again = False
+                clock.counts_products = True
 
     def keep_activations_away(self) -> None:
-        """Keep on the host what the units below the root save, but for the last of them."""
-        if not isinstance(self.clock, LaneClock):
-            return  # on a CPU all stays where it is
-        units = {module for unit in units_below(self.model) for module in unit.modules}
-        chosen = [m for m in self.model.modules() if m in units and m is not self.model]
-        stays = {module: module is chosen[-1] for module in chosen}
-        self._activations = ImaginedActivations(self.model, stays, self.clock)
+        """Offload to the host the tensors saved by units below the root, except the last unit."""
+        if isinstance(self.clock, LaneClock):  # CPU activations stay where they are
+            stays = {module: module is self._below[-1] for module in self._below}
+            self._activations = lanes.ImaginedActivations(self.model, stays, self.clock)
 
     def keep_states_away(self) -> None:
-        """Keep the optimizer's states on the host between its steps."""
         self._states_are_away = isinstance(self.clock, LaneClock)
 
-    def choose(self, memory: str | int | None, is_again: bool, loss_chunks: int) -> None:
-        """Say how steps run from now on, also if there were others. ``is_again``: recompute."""
-        if memory != self._memory:  # None is what a sharded model came with, and stays
-            self.model.set_memory(memory)  # type: ignore[operator]  # it is sharded
+    def choose(
+        self,
+        memory: str | int | None,
+        is_again: bool,
+        loss_chunks: int,
+    ) -> None:
+        """Configure the following steps. ``is_again``: recompute activations."""
+        if memory != self._memory:  # None if the model was sharded before: it keeps its setting
+            self.model.set_memory(memory)  # type: ignore[operator]  # the model is sharded
         self._memory, self._is_again = memory, is_again
         self.watch.loss_chunks = loss_chunks
         if self._replayer is not None:
@@ -274,35 +233,18 @@ class StepRun:
     def predict(
         self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
     ) -> StepPlan:
-        """Run the steps; tell the last one. After others of this model it is one step."""
-        args, kwargs = given
+        """Run some steps and report the last; later calls for the same model run one step only."""
         watch, clock, seen = self.watch, self.clock, self._seen
-        tensors: list[Tensor] = []
-        visit_tensors(tensors.append, given)
+        tensors = tensors_in(given)
         is_first = self._counted is None or len(self._counted) != len(tensors)
         steps = STEPS if is_first else 1
         with watch.following_resizes(), seen.following_units():
             self._tag_kept()
             for tensor, is_counted in zip(tensors, self._counted or (), strict=False):
-                if is_counted:  # as in all steps of it but the first
+                if is_counted:  # earlier steps counted this tensor, too
                     watch.see(tensor)
             for number in itertools.count(1):
-                self.model.zero_grad()
-                start = seen.begin()
-                with contextlib.ExitStack() as modes:
-                    if clock is not None:
-                        compute = modes.enter_context(ComputeTime(clock))
-                        if self._replayer is not None:
-                            self._replayer.compute = compute
-                    if isinstance(clock, LaneClock):
-                        modes.enter_context(kernels_of_a_device())
-                    modes.enter_context(watch)
-                    modes.enter_context(events.listen(seen.see_event))
-                    for left in reversed(range(micro_batches)):
-                        if micro_batches > 1:
-                            self._sync(left == 0)
-                        self._run(args, kwargs, loss)
-                seen.see("the end of backward")
+                start = self._take_step(given, loss, micro_batches)
                 if number == 1:
                     if is_first:
                         self._tag_made()
@@ -313,40 +255,34 @@ class StepRun:
             products = 0.0
             if clock is not None:
                 clock.finish()
-                products = clock.products.seconds * clock.hardware.compute_share
+                products = clock.products * clock.hardware.compute_share
             peak = seen.peak_nbytes
             highest = self._step_optimizer(self._stepped) if self._stepped else 0
+            if clock is not None:
+                clock.finish()  # finishing also resolves the last mark
         self._counted = tuple(map(watch.counts, tensors))
-        told = self._told(start, peak, highest, sum(one.nbytes for one in self._stepped))
-        return replace(told, product_seconds=products, tokens=tokens_of(given))
-
-    def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
-        if self.clock is not None:
-            self.clock.finish()
         sizes = {group.fqn: describe(group) for group in self.groups}
-        seen = self._seen
-        over = tuple(seen.over)
-        exact = tuple(map(with_stamps, seen.events, over, itertools.repeat(sizes)))
+        exact = [(with_stamps(event, over, sizes), over) for event, over in seen.events]
+        state_nbytes = sum(one.nbytes for one in self._stepped)
+        offloaded = 0 if self._activations is None else self._activations.memory.nbytes
         return StepPlan(
             kinds=KINDS,
-            collectives=tuple(collectives_of(zip(exact, over, strict=True), sizes)),
-            events=exact,
+            collectives=tuple(collectives_of(exact, sizes)),
+            events=tuple(event for event, _ in exact),
             memory=tuple(seen.points()),
             start_nbytes=start,
             peak_nbytes=peak,
             optimizer_nbytes=state_nbytes,
-            optimizer_peak_nbytes=optimizer_peak,
-            host_nbytes=self._host_nbytes(state_nbytes),
-            seconds=None if self.clock is None else self.clock.seconds,
-            spans=() if self.clock is None else tuple(self.clock.spans),
+            optimizer_peak_nbytes=highest,
+            host_nbytes=offloaded + (state_nbytes if self._states_are_away else 0),
+            seconds=None if clock is None else clock.seconds,
+            spans=() if clock is None else tuple(clock.spans),
+            product_seconds=products,
+            tokens=tokens_of(given),
         )
 
-    def _host_nbytes(self, state_nbytes: int) -> int:
-        found = state_nbytes if self._states_are_away else 0
-        return found + (0 if self._activations is None else self._activations.memory.nbytes)
-
     def _prepare(self, optimizer: MakeOptimizer) -> bool:
-        """Make the optimizer, and let it step once; False if it is made and has these shards."""
+        """Create the optimizer and run one step; return False if these shards have one already."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
@@ -368,28 +304,28 @@ class StepRun:
 
     @property
     def _is_steady(self) -> bool:
-        """True if it is known of the large parts of roots whether backward reads them."""
+        """Return True once the engine has recorded which large parts of roots backward reads."""
         runtimes = [unit.runtime for unit in units_below(self.model) if unit.is_root]
         return all(r is None or r.parts is None or r.parts.are_known for r in runtimes)
 
-    # What memory is for.
-
     def _tag_kept(self) -> None:
-        """Count what a rank holds between steps: shards, parameters of nobody, and buffers."""
+        """Count the memory between steps: shards, parameters outside of units, and buffers."""
         kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
-            assert group.buffers.home is not None  # it was looked at
+            assert group.buffers.home is not None  # set by ``inspect``
             flat, is_away = group.buffers.home.flat, self._keeps_away(group)
-            kept += [] if is_away else [flat]
             for param in group.params:
                 local = torch_dtensor.local_part(param.sharded)
-                if is_away or param.span is not None:  # a storage of its own, and part of the flat
+                # a shard with a span is really part of ``flat``; only its fake storage is separate
+                if is_away or param.span is not None:
                     self.watch.leave_out(local)
                 else:
                     kept.append(local)
             if is_away:
                 self.watch.leave_out(flat)
+            else:
+                kept.append(flat)
         kept += self.model.buffers()
         sharded = {param.sharded for group in self.groups for param in group.params}
         kept += [param for param in self.model.parameters() if param not in sharded]
@@ -397,7 +333,7 @@ class StepRun:
             self.watch.tag(torch_dtensor.local_part(tensor), PARAMETERS)
 
     def _tag_made(self) -> None:
-        """Say what the first step made that stays: memory of whole parameters, and gradients."""
+        """Tag persistent memory of the first step: unsharded parameters and gradients."""
         for group in self.groups:
             if group.buffers.whole_memory is not None:
                 self.watch.tag(group.buffers.whole_memory, GATHERED)
@@ -410,19 +346,45 @@ class StepRun:
                 self.watch.tag(torch_dtensor.local_part(param.grad), GRADIENTS)
 
     def _keeps_away(self, group: ParamGroup) -> bool:
-        """True if a group's shards lie with the host of a described device (CPU offload)."""
+        """Return True if a group's shards are on the host of a described device (CPU offload)."""
         machine = None if self.clock is None else self.clock.hardware
         if machine is None or machine.device_type == "cpu":
             return False
         return isinstance(group.residence.offload, CPUOffloadPolicy)
 
-    # What is run.
+    @contextmanager
+    def _counting(self, clock: AnyClock | None) -> Iterator[contextlib.ExitStack]:
+        """Count the memory of everything run inside, and its time if there is a clock."""
+        with contextlib.ExitStack() as modes:
+            if clock is not None:
+                compute = modes.enter_context(ComputeTime(clock))
+                if self._replayer is not None:
+                    self._replayer.compute = compute
+            modes.enter_context(self.watch)
+            yield modes
 
-    def _sync(self, is_on: bool) -> None:
-        for unit in units_below(self.model):
-            unit.configure(**unit.settings.sharding.sync(is_on))
+    def _take_step(self, given: Arguments, loss: Loss, micro_batches: int) -> int:
+        """Run forwards and backwards; return the memory at the start of the step, in bytes."""
+        self.model.zero_grad()
+        start = self._seen.begin()
+        with self._counting(self.clock) as modes:
+            if isinstance(self.clock, LaneClock):
+                modes.enter_context(kernels_of_a_device())
+            modes.enter_context(events.listen(self._seen.see_event))
+            for left in reversed(range(micro_batches)):
+                if micro_batches > 1:
+                    for unit in units_below(self.model):
+                        unit.configure(**unit.settings.sharding.sync(left == 0))
+                self._run(*given, loss)
+        self._seen.see("the end of backward")
+        return start
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss) -> None:
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss,
+    ) -> None:
         try:
             made = loss(self.model(*args, **kwargs))
             self._is_in_backward = True
@@ -433,26 +395,21 @@ class StepRun:
             raise ConfigError(
                 "FS902",
                 "plan: a step of the model failed on this batch, with tensors that have no values "
-                f"({type(error).__name__}: {error}). Pass what one rank's forward is given: a "
+                f"({type(error).__name__}: {error}). Pass the inputs of one rank's forward: a "
                 "tensor, a tuple of arguments or a dict of keywords.",
             ) from error
         finally:
             self._is_in_backward = False
 
     def _step_optimizer(self, stepped: list[Stepped]) -> int:
-        """Run an optimizer's step on what this rank steps; return the most bytes in it."""
+        """Run the optimizer's step on this rank's shards; return its peak memory in bytes."""
         clock = self.clock
         if any(self._keeps_away(group) for group in self.groups):
-            clock = None  # the host steps, and what it takes for that is not known
+            clock = None  # the host runs the step; its duration is unknown
         if clock is not None:
             clock.label = "optimizer"
             self._turn = int(clock.mark())
-        with contextlib.ExitStack() as modes:
-            if clock is not None:
-                compute = modes.enter_context(ComputeTime(clock))
-                if self._replayer is not None:
-                    self._replayer.compute = compute
-            modes.enter_context(self.watch)
+        with self._counting(clock):
             if self._replayer is not None and all(type(o) is LocalOptimizer for o in stepped):
                 self._replayer.step_optimizer(self._optimizer_key, stepped)
             else:
@@ -467,15 +424,11 @@ class StepRun:
         return self._seen.see("the optimizer's step") + here
 
     def _move_states(self, nbytes: int, clock: LaneClock) -> int:
-        """Let states come and go beside the step; return how many are there at a time."""
+        """Overlap transfers of states with the step; return the peak bytes on the device."""
         sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
         unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
-        copies = ImaginedCopies(clock)
-        first = copies.move(BACK, unit, after=self._turn)
-        copies.move(BACK, nbytes - unit, after=first)
-        copies.wait_event(copies.move(OUT, nbytes, after=first))
+        copies = lanes.ImaginedCopies(clock)
+        first = copies.move(lanes.BACK, unit, after=self._turn)
+        copies.move(lanes.BACK, nbytes - unit, after=first)
+        copies.wait_event(copies.move(lanes.OUT, nbytes, after=first))
         return min(UNITS_OF_STATES * unit, nbytes)
-
-
-def _clock_for(hardware: Hardware) -> Clock | LaneClock:
-    return Clock(hardware) if hardware.device_type == "cpu" else LaneClock(hardware)

@@ -1,54 +1,184 @@
-"""One trace of a block serves all blocks that are alike, in every plan of the same model.
+"""Traces of blocks: one trace serves all identical blocks, in every plan of the same model.
 
-Owns the trace of a unit's forward and backward (bytes, kernels, what is kept in between), and its
-replay: one node of autograd that takes the same memory and the same time. What the engine does
-around a unit is never replayed: it runs. It must not know what is made of a plan.
+A trace has the bytes, kernels and saved memory of a unit's forward and backward. Its replay is one
+autograd node with the same memory and time. The engine's work around a unit always runs.
 
 [Note: when a block is replayed]
-Layers of a model do the same operations, and on tensors without values each takes as long to plan
-as the first. A block is a module that is a unit with no unit inside. Its forward is run aside, once
-as forward and once with its backward, and from then on a node stands for it. A block runs as it is
-wherever a node could not: it returns what it was given, keeps something for later, changes its
-attributes, reads parameters of others, takes or returns what is no tensor and no plain value, or
-has forms of its own in most of its copies.
+The layers of a model run the same operations, and each takes as long to plan as the first. A block
+is a unit with no unit inside. Its forward is traced, first alone and then with its backward; after
+that, a node replaces it. A block runs normally if no node can replace it: it returns its input,
+keeps something for later, changes its attributes, reads other modules' parameters, takes or returns
+values that are neither tensors nor plain values, or has a different form in most of its copies.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._core.base import torch_autograd, torch_dtensor, torch_tensors
-from fsdp2._tools.plan.blocks import (
-    PLAIN,
-    End,
-    Unsuited,
-    attributes_of,
-    check_leaves,
-    collected,
-    fresh_like,
-    number_of_storage,
-    parameters_of,
-    rebuilt,
-    replaced,
-    structure_of,
-    with_own_parameters,
-)
-from fsdp2._tools.plan.clock import Clock, ComputeTime
-from fsdp2._tools.plan.hardware import Hardware
-from fsdp2._tools.plan.lanes import LaneClock, Products
+from fsdp2._tools.plan.clock import AnyClock, ComputeTime
 from fsdp2._tools.plan.stepped import Stepped
 from fsdp2._tools.plan.watch import MemoryWatch
 
-# What a trace of a block has, and the node of autograd that stands for a block.
+PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+NUMBERS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
+"""Attributes that contain a block's position, which is not part of its form."""
+MOST_FORMS = 6
+"""Maximum number of traces of a class per plan; blocks that all differ run faster untraced."""
+
+Forward = Callable[..., Any]
+Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
+"""Whether the graph of a block keeps each input and output; the indices of parameters it keeps."""
+
+
+class Unsuited(Exception):  # noqa: N818  # not an error: such a block runs normally
+    """Raised for a block that an autograd node cannot replace."""
+
+
+class End(torch.autograd.Function):
+    """A node after a block; its backward creates a gradient without other references."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = (x.shape, x.dtype, x.device)
+        return x.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+class Start(torch.autograd.Function):
+    """A node before a block; creates a tensor with autograd history and no other references."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
+        ctx.numel = seed.numel()
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_empty(ctx.numel, dtype=torch.float32), None
+
+
+def structure_of(block: nn.Module) -> Iterator[Any]:
+    """Yield a block's form: classes, modes, plain attributes, buffers."""
+    for name, module in block.named_modules():
+        attributes = sorted(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, PLAIN) and key not in NUMBERS and not key.startswith("_")
+        )
+        yield name, type(module), tuple(map(repr, attributes)), tuple(module._parameters)
+    for name, buffer in block.named_buffers():
+        yield name, buffer.shape, buffer.dtype
+
+
+def attributes_of(block: nn.Module) -> list[tuple[int, str, int]]:
+    """Return a snapshot of attributes, to detect whether a forward changes them."""
+    return [
+        (id(module), key, id(value))
+        for module in block.modules()
+        for key, value in (*vars(module).items(), *module._buffers.items())
+        if key != "forward"
+    ]
+
+
+@contextmanager
+def with_own_parameters(block: nn.Module) -> Iterator[list[Tensor]]:
+    """Temporarily replace a block's parameters with new ones that share their memory."""
+    places = [
+        (module, name, param)
+        for module in block.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    ]
+    if torch_dtensor.is_among([type(param) for _, _, param in places]):
+        raise Unsuited
+    made: dict[int, nn.Parameter] = {}
+    for module, name, param in places:
+        if id(param) not in made:
+            made[id(param)] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        module._parameters[name] = made[id(param)]
+    try:
+        yield list(block.parameters())
+    finally:
+        for module, name, param in places:
+            module._parameters[name] = param
+
+
+def fresh_like(tensor: Tensor, into: list[Tensor]) -> Tensor:
+    if tensor.requires_grad:
+        seed = torch.empty(1, device=tensor.device, dtype=torch.float32, requires_grad=True)
+        made: Tensor = Start.apply(seed, tensor.detach())  # type: ignore[no-untyped-call]  # torch's own
+    else:
+        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
+    into.append(made)
+    return made
+
+
+def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+    if type(value) in (tuple, list):
+        return type(value)(replaced(one, replace) for one in value)
+    if type(value) is dict:
+        return {key: replaced(one, replace) for key, one in value.items()}
+    return value
+
+
+def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) -> Any:
+    """Return a key of values, and append their tensors to a list. ``names``: of modules, by id."""
+    if isinstance(value, Tensor):
+        if torch_dtensor.is_among([type(value)]):
+            raise Unsuited
+        tensors.append(value)
+        return (value.shape, value.stride(), value.dtype, value.requires_grad)
+    if type(value) in (tuple, list):
+        return (type(value), *(form_of(one, tensors, names) for one in value))
+    if type(value) is dict:
+        return tuple((str(key), form_of(one, tensors, names)) for key, one in value.items())
+    if isinstance(value, nn.Module) and id(value) in names:
+        return (nn.Module, names[id(value)])
+    if isinstance(value, PLAIN):
+        return value
+    raise Unsuited
+
+
+def rebuilt(like: Any, tensors: Sequence[Tensor]) -> Any:
+    left = iter(tensors)
+    return replaced(like, lambda _: next(left))
+
+
+def number_of_storage(tensor: Tensor) -> int:
+    return torch_tensors.number_of(tensor.untyped_storage())
+
+
+def check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
+    """Raise Unsuited if a graph reaches a leaf that is neither an input nor a block parameter."""
+    mine = {id(one) for one in own}
+    starts = {id(one.grad_fn) for one in own if one.grad_fn is not None}
+    todo, seen = [node for node in nodes if node is not None], set()
+    while todo:
+        node = todo.pop()
+        if id(node) in starts or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in mine:
+            raise Unsuited
+        todo += [after for after, _ in node.next_functions if after is not None]
 
 
 @dataclass(frozen=True)
@@ -64,10 +194,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a forward or a backward takes: seconds of each kernel, and the most bytes above before.
-
-    ``products``: seconds of products at the machine's peak.
-    """
+    """Cost of a forward or a backward: seconds of each kernel, peak of additional bytes, and
+    seconds of its products at the machine's peak."""
 
     kernels: tuple[float, ...]
     peak_nbytes: int
@@ -76,11 +204,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Trace:
-    """A block's forward and backward.
-
-    ``held``, ``read``: places of inputs, and of parameters, that backward needs. ``has_grad``:
-    which inputs and parameters get a gradient.
-    """
+    """A block's forward and backward. ``held``, ``read``: indices of the inputs and parameters that
+    backward needs. ``has_grad``: whether each input and parameter gets a gradient."""
 
     forward: Phase
     backward: Phase | None
@@ -93,58 +218,41 @@ class Trace:
     parameters: int
 
 
-@dataclass(frozen=True)
-class SteppedTrace:
-    """An optimizer's step, and what it keeps between steps."""
-
-    phase: Phase
-    state_nbytes: int
-
-
 @dataclass
 class Traces:
-    """What is known of a model's blocks. It outlives the plans that add to it."""
+    """Traces of blocks by form (None: run normally), and of optimizers, with bytes of states."""
 
     known: dict[tuple[Any, ...], Trace | None] = field(default_factory=dict)
-    optimizers: dict[tuple[Any, ...], SteppedTrace] = field(default_factory=dict)
-    machines: list[Hardware] = field(default_factory=list)  # that keys name by their numbers
-
-    def number_of(self, clock: Clock | LaneClock | None) -> int:
-        """Return what stands for a clock's machine in keys."""
-        return -1 if clock is None else self.machines.index(clock.hardware)
-
-
-class Replays(Protocol):
-    """Who takes a phase's memory and its time."""
-
-    def replay(self, phase: Phase) -> None: ...
+    optimizers: dict[tuple[Any, ...], tuple[Phase, int]] = field(default_factory=dict)
 
 
 class Replayed(torch.autograd.Function):
-    """A block: what it returns, what it keeps, and the time and memory of both ways."""
+    """Replaces a block: its outputs, its saved memory, and the cost of forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, trace: Trace, replayer: Replays, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        trace: Trace,
+        replayer: Replayer,
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
         replayer.replay(trace.forward)
         device = given[0].device if given else torch.device("cpu")
         made = [
             torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
             for one in trace.outputs
         ]
+        pairs = list(zip(made, trace.outputs, strict=True))
         ctx.trace, ctx.replayer = trace, replayer
         ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
         ctx.held = [given[place] for place in trace.held]
-        # as the block's own graph would: the engine looks whether anybody refers to parameters
+        # the engine checks for references to parameters, which the block's own graph has
         own = given[len(given) - trace.parameters :]
         ctx.save_for_backward(*(own[place] for place in trace.read))
-        ctx.held += [
-            one.detach() for one, how in zip(made, trace.outputs, strict=True) if how.is_kept
-        ]
+        ctx.held += [one.detach() for one, how in pairs if how.is_kept]
         if trace.kept_nbytes > 0:
             ctx.held.append(torch.empty(trace.kept_nbytes, dtype=torch.uint8, device=device))
-        ctx.mark_non_differentiable(
-            *(one for one, how in zip(made, trace.outputs, strict=True) if not how.requires_grad)
-        )
+        ctx.mark_non_differentiable(*(one for one, how in pairs if not how.requires_grad))
         return tuple(made)
 
     @staticmethod
@@ -161,36 +269,33 @@ class Replayed(torch.autograd.Function):
         return None, None, *made
 
 
-MOST_FORMS = 6
-"""So many traces of a class are made for a plan; blocks that all differ run faster as they are."""
-
-
 class Replayer:
-    """Puts replays in the place of forwards, in one run."""
+    """Replaces forwards by replays, in one run."""
 
-    def __init__(self, traces: Traces, watch: MemoryWatch, clock: Clock | LaneClock | None) -> None:
+    def __init__(
+        self,
+        traces: Traces,
+        watch: MemoryWatch,
+        clock: AnyClock | None,
+    ) -> None:
         self._traces, self._watch, self.clock = traces, watch, clock
         self._is_again = False
-        self._checkpoints = 0  # that units run in now
-        self._forms: Counter[type] = Counter()  # that were traced for one plan
-        self.compute: ComputeTime | None = None  # what moves the clock, while a step runs
+        self._checkpoints = 0  # nesting depth of checkpoints
+        self._forms: Counter[type] = Counter()  # number of traces of each form for the current plan
+        self.compute: ComputeTime | None = None  # advances the clock, while a step runs
         self.is_in_backward = False
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
-        if clock is not None and clock.hardware not in traces.machines:
-            traces.machines.append(clock.hardware)
+        self._machine = None if clock is None else repr(clock.hardware)  # part of each trace's key
 
     def begin_plan(self, is_again: bool) -> None:
-        """Another plan begins. ``is_again``: activations are computed again."""
+        """Start another plan. ``is_again``: activations are recomputed."""
         self._is_again = is_again
         self._forms.clear()
 
     @contextmanager
     def inside_a_checkpoint(self) -> Iterator[None]:
-        """Say that a unit's forward runs in a checkpoint: units inside of it run as they are.
-
-        A checkpoint counts what is saved in its forward, and a trace would save more.
-        """
+        """Run units normally: a checkpoint counts saved tensors, and a trace would save more."""
         self._checkpoints += 1
         try:
             yield
@@ -204,7 +309,11 @@ class Replayer:
             block.forward = functools.partial(self._call, block, block.forward)
 
     def _call(
-        self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        block: nn.Module,
+        forward: Forward,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if self._checkpoints:
             return forward(*args, **kwargs)
@@ -224,68 +333,51 @@ class Replayer:
         trace = known[key]
         if trace is None:
             return forward(*args, **kwargs)
-        made = Replayed.apply(trace, self, *tensors, *parameters_of(block))  # type: ignore[no-untyped-call]  # torch's own
+        made = Replayed.apply(trace, self, *tensors, *block.parameters())  # type: ignore[no-untyped-call]  # torch's own
         return trace.rebuild(made)
-
-    # Which blocks are alike.
 
     def _key_of(
         self, block: nn.Module, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], tuple[Any, ...]]:
         tensors: list[Tensor] = []
-        form = self._form_of((args, kwargs), tensors)
+        form = form_of((args, kwargs), tensors, self._names)
         if id(block) not in self._structures:
             self._structures[id(block)] = tuple(structure_of(block))
-        own = tuple((p.shape, p.dtype, p.requires_grad) for p in parameters_of(block))
-        machine = self._traces.number_of(self.clock)
-        where = (machine, self._is_again, torch.is_grad_enabled())
+        own = tuple((p.shape, p.dtype, p.requires_grad) for p in block.parameters())
+        where = (self._machine, self._is_again, torch.is_grad_enabled())
         return tensors, (self._structures[id(block)], own, form, where)
 
-    def _form_of(self, value: Any, tensors: list[Tensor]) -> Any:
-        """Return what tells arguments from others, and add their tensors to a list."""
-        if isinstance(value, Tensor):
-            if torch_dtensor.is_among([type(value)]):
-                raise Unsuited
-            tensors.append(value)
-            return (value.shape, value.stride(), value.dtype, value.requires_grad)
-        if type(value) in (tuple, list):
-            return (type(value), *(self._form_of(one, tensors) for one in value))
-        if type(value) is dict:
-            return tuple((str(key), self._form_of(one, tensors)) for key, one in value.items())
-        if isinstance(value, nn.Module) and id(value) in self._names:
-            return (nn.Module, self._names[id(value)])
-        if isinstance(value, PLAIN):
-            return value
-        raise Unsuited
-
-    # How a block is traced.
-
     def _trace(
-        self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        block: nn.Module,
+        forward: Forward,
+        args: Any,
+        kwargs: Any,
     ) -> Trace:
         with with_own_parameters(block) as parameters, self._aside():
             before, attributes = self._watch.nbytes, attributes_of(block)
             held = self._keep_of(forward, args, kwargs, parameters)
             found = self._measure(forward, args, kwargs, parameters, held)
             if self._watch.nbytes != before or attributes_of(block) != attributes:
-                raise Unsuited  # something was kept for later
+                raise Unsuited  # the block keeps a tensor for later
             return found
 
     def _keep_of(
-        self, forward: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Tensor]
-    ) -> _Kept:
-        """Run a forward, forget what went in and came out, and look what is alive."""
-        accumulators = torch_autograd.accumulators_of(parameters)  # which refer to them, too
+        self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor]
+    ) -> Kept:
+        """Run a forward, release its inputs and outputs, and check which are still alive."""
+        # create these first: they also reference the parameters
+        accumulators = torch_autograd.accumulators_of(parameters)
         owners = [torch_tensors.owners_of(one) for one in parameters]
         fresh: list[Tensor] = []
         given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
         inputs = [number_of_storage(one) for one in fresh]
         out = forward(*given[0], **given[1])
         made: list[Tensor] = []
-        collected(out, made)
+        form_of(out, made)
         outputs = [number_of_storage(one) for one in made]
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
-            raise Unsuited  # views of each other
+            raise Unsuited  # some outputs are views of each other
         nodes = [one.grad_fn for one in made]
         given = out = None
         fresh.clear()
@@ -293,30 +385,28 @@ class Replayer:
         alive = self._watch.is_alive
         more = [torch_tensors.owners_of(one) for one in parameters]
         read = tuple(place for place, before in enumerate(owners) if more[place] > before)
-        kept = _Kept(tuple(map(alive, inputs)), tuple(map(alive, outputs)), read)
+        kept = tuple(map(alive, inputs)), tuple(map(alive, outputs)), read
         del nodes, accumulators
         return kept
 
     def _measure(
-        self,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        parameters: Sequence[Tensor],
-        kept: _Kept,
+        self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor], kept: Kept
     ) -> Trace:
+        kept_inputs, kept_outputs, read = kept
         fresh: list[Tensor] = []
         given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
         before = self._watch.nbytes
         out, first = self.timed(lambda: forward(*given[0], **given[1]))
         made: list[Tensor] = []
-        rebuild = functools.partial(rebuilt, collected(out, made))
+        form_of(out, made)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        rebuild = functools.partial(rebuilt, replaced(out, lambda _: nothing))
         sizes = [one.untyped_storage().nbytes() for one in made]
         if sizes != [one.nbytes for one in made]:
             raise Unsuited
         outputs = tuple(
             Made(one.shape, one.stride(), one.dtype, one.requires_grad, is_kept)
-            for one, is_kept in zip(made, kept.outputs, strict=True)
+            for one, is_kept in zip(made, kept_outputs, strict=True)
         )
         kept_nbytes = self._watch.nbytes - before - sum(sizes)
         ends = [End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
@@ -337,131 +427,78 @@ class Replayer:
                 self.is_in_backward = False
             found = iter([grad is not None for grad in grads])
         has_grad = tuple(one.requires_grad and next(found) for one in (*fresh, *parameters))
-        held = tuple(place for place, is_held in enumerate(kept.inputs) if is_held)
-        return Trace(
-            *(first, second, outputs, rebuild, kept_nbytes, held, kept.read, has_grad),
-            parameters=len(parameters),
-        )
+        held = tuple(place for place, is_held in enumerate(kept_inputs) if is_held)
+        costs = (first, second, outputs, rebuild, kept_nbytes)
+        return Trace(*costs, held, read, has_grad, len(parameters))
 
     def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
-        """Run something, and tell what it took. ``arriving``: bytes that are made at its start.
-
-        Raises:
-            Unsuited: it takes memory of several kinds.
-        """
-        watch, clock, recorder = self._watch, self.clock, _Recorder(self.clock)
-        products = 0.0 if clock is None else clock.products.seconds
+        """Run something, and return its result and cost; raise Unsuited if it allocates memory of
+        several kinds. ``arriving``: bytes that are allocated at its start."""
+        watch, taken = self._watch, list[tuple[float, float]]()
         before, kinds = watch.nbytes, list(watch.by_kind)
         watch.take_highest()
-        if clock is not None:
-            clock.products.seconds = 0.0  # a difference would depend on what was there
-        with self._timed_by(recorder):
+        with self._timed_by(taken):
             made = run()
         highest = watch.take_highest()
         if any(now != then for now, then in zip(highest[:-2], kinds[:-2], strict=True)):
-            raise Unsuited  # more than activations
+            raise Unsuited  # the block allocates more than activations
         if highest[-1] != kinds[-1]:
-            raise Unsuited  # logits, which are counted in their own way
-        took = 0.0 if clock is None else clock.products.seconds
-        if clock is not None:
-            clock.products.seconds = products
-        kernels = tuple(recorder.kernels)
-        return made, Phase(kernels, max(sum(highest) - before - arriving, 0), took)
+            raise Unsuited  # the block computes logits, which are counted separately
+        above = max(sum(highest) - before - arriving, 0)
+        kernels = tuple(seconds for seconds, _ in taken)
+        return made, Phase(kernels, above, sum(product for _, product in taken))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Leave no trace of a trace in what is counted, nor on the clock."""
-        highest, clock = self._watch.highest, self.clock
-        products = 0.0 if clock is None else clock.products.seconds
+        """Exclude a trace from the peak memory and from the clock."""
+        highest = self._watch.highest
         try:
-            with self._timed_by(_Recorder(clock)):
+            with self._timed_by([]):
                 yield
         finally:
             self._watch.highest = highest
-            if clock is not None:
-                clock.products.seconds = products
 
-    @contextmanager
-    def _timed_by(self, recorder: _Recorder) -> Iterator[None]:
-        """Let another clock take the time of operations meanwhile."""
-        compute = self.compute
-        if compute is None:
-            yield
-            return
-        before, compute.clock = compute.clock, recorder
-        try:
-            yield
-        finally:
-            compute.clock = before
-
-    # How it is replayed.
+    def _timed_by(self, taken: list[tuple[float, float]]) -> AbstractContextManager[None]:
+        """Record the times of operations without advancing the clock."""
+        return nullcontext() if self.compute is None else self.compute.aside(taken)
 
     def replay(self, phase: Phase) -> None:
-        """Take a phase's memory and its time."""
         self._watch.rise(phase.peak_nbytes)
         if self.clock is not None:
             for seconds in phase.kernels:
                 self.clock.compute(seconds)
-            self.clock.products.seconds += phase.products
+            self.clock.products += phase.products
 
-    # Optimizers.
-
-    def optimizer(self, key: tuple[Any, ...]) -> SteppedTrace | None:
-        """Return what is known of an optimizer's step on these shards."""
-        return self._traces.optimizers.get((self._traces.number_of(self.clock), *key))
+    def optimizer(self, key: tuple[Any, ...]) -> tuple[Phase, int] | None:
+        """Return the trace of an optimizer's step on these shards, if there is one."""
+        return self._traces.optimizers.get((self._machine, *key))
 
     def step_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
-        """Step. What that takes is written down once, and is the same each time."""
+        """Run a step: the first one is traced, and later ones are replayed."""
         known = self.optimizer(key)
-        if known is not None:
-            self.replay(known.phase)
-            return
+        if known is None:
 
-        def step() -> None:
-            for one in stepped:
-                one.step()
+            def steps() -> None:
+                for one in stepped:
+                    one.step()
 
-        phase = self.timed(step)[1]
-        trace = SteppedTrace(phase, sum(one.nbytes for one in stepped))
-        place = (self._traces.number_of(self.clock), *key)
-        self._traces.optimizers[place] = trace
-        self.replay(phase)
+            _, phase = self.timed(steps)
+            known = phase, sum(one.nbytes for one in stepped)
+            place = (self._machine, *key)
+            self._traces.optimizers[place] = known
+        self.replay(known[0])
 
 
 class TracedOptimizer(Stepped):
-    """An optimizer of which another plan has seen a step on the same shards."""
+    """An optimizer whose step was traced by another plan on the same shards."""
 
     def __init__(
-        self, trace: SteppedTrace, replayer: Replayer, watch: MemoryWatch, is_away: bool
+        self, trace: tuple[Phase, int], replayer: Replayer, watch: MemoryWatch, is_away: bool
     ) -> None:
-        self._trace, self._replayer = trace, replayer
-        self._state = torch.empty(trace.state_nbytes, dtype=torch.uint8, device="cpu")
-        self._keep(self._state, watch, is_away)
+        self._phase, nbytes = trace
+        self._replayer = replayer
+        self._state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.keep(self._state, watch, is_away)
 
     def step(self) -> None:
-        self._replayer.replay(self._trace.phase)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Which inputs and outputs the graph of a block keeps, and places of the parameters."""
-
-    inputs: tuple[bool, ...]
-    outputs: tuple[bool, ...]
-    read: tuple[int, ...]
-
-
-class _Recorder:
-    """A clock that writes down what kernels take."""
-
-    def __init__(self, clock: Clock | LaneClock | None) -> None:
-        self.kernels: list[float] = []
-        if clock is not None:
-            self.hardware, self.products = clock.hardware, clock.products
-
-    hardware: Hardware
-    products: Products
-
-    def compute(self, seconds: float) -> None:
-        if seconds > 0.0:
-            self.kernels.append(seconds)
+        self._replayer.replay(self._phase)

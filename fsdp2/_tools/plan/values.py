@@ -1,7 +1,4 @@
-"""What a plan consists of, as plain values: groups, collectives, memory, time.
-
-Owns the values. They must not know how they are found or shown.
-"""
+"""The contents of a plan as plain values: groups, collectives, memory, time."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from fsdp2._tools.pages.content import COMPUTE, Span
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One parameter of a group, whole.
+    """One parameter of a group, unsharded.
 
-    ``dim`` is the dim along which it is sharded; None: every rank holds it whole. ``owner`` is the
-    place of the rank that alone has it (``Whole``); None: it is divided. ``nbytes`` is its
-    size in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is what padding
-    adds over all ranks of the shard axis, in bytes.
+    ``dim`` is the dim along which it is sharded; None: every rank holds it in full. ``owner`` is
+    the index of the only rank that has it (``Whole``); None: it is divided. ``nbytes`` is its size
+    in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is the padding over
+    all ranks of the shard axis, in bytes.
     """
 
     name: str
@@ -42,19 +39,19 @@ class ParamPlan:
 class GroupPlan:
     """Parameters that are gathered and reduced together. All sizes are bytes on one rank.
 
-    - ``name``: full name of the unit, or of the large part of a root that is a group of its own.
-    - ``parameters``, ``numel``: how many parameters there are, and elements in them, whole.
+    - ``name``: full name of the unit, or of the large part of a root that is a separate group.
+    - ``parameters``, ``numel``: number of parameters, and of their elements, unsharded.
     - ``dtypes``: of the shards.
-    - ``shard_nbytes``: the shards that this rank keeps, with their padding.
-    - ``padding_nbytes``: what padding adds, over all ranks of the shard axis.
-    - ``whole_nbytes``: the whole parameters in the dtype of compute, and what aligns them.
-    - ``gather_nbytes``: what a rank has when it has gathered.
-    - ``regather_nbytes``: the same in backward, where it may gather over fewer ranks.
-    - ``reduce_nbytes``: what it gives to a reduce-scatter.
-    - ``all_reduce_nbytes``: what it gives to the all-reduce over the replicate axis.
-    - ``outer_nbytes``: what it gives to the reduce-scatter over the outer dim (``shard_outer``).
+    - ``shard_nbytes``: the shards on this rank, with their padding.
+    - ``padding_nbytes``: the padding over all ranks of the shard axis.
+    - ``whole_nbytes``: the unsharded parameters in the compute dtype, with alignment.
+    - ``gather_nbytes``: the result of a gather on a rank.
+    - ``regather_nbytes``: the same in backward, which may gather over fewer ranks.
+    - ``reduce_nbytes``: the input of its reduce-scatter.
+    - ``all_reduce_nbytes``: the input of its all-reduce over the replicate axis.
+    - ``outer_nbytes``: the input of its reduce-scatter over the outer dim (``shard_outer``).
     - ``grad_nbytes``: its sharded gradients.
-    - ``alone``: names of the parameters that travel in collectives of their own.
+    - ``alone``: names of the parameters that have separate collectives.
     - ``params``: each parameter.
     """
 
@@ -80,9 +77,9 @@ class Collective:
     """One collective of a step.
 
     ``phase`` is ``forward`` or ``backward``. ``kind`` is ``all_gather``, ``reduce_scatter`` or
-    ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` counts the larger of its two
-    buffers: the output of a gather, the input of a reduction. ``ranks`` is how many take part,
-    and ``stride`` how far apart these are, in the order of all ranks.
+    ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` is the size of the larger of its
+    two buffers: the output of a gather, the input of a reduction. ``ranks`` is the number of
+    participants, and ``stride`` their distance in global ranks.
     """
 
     phase: str
@@ -95,12 +92,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes that are alive on a rank after something happened, and the most since the last point.
+    """Bytes allocated on a rank after an event, and the peak since the last point.
 
-    ``label`` says what happened. ``time`` is in seconds from the step's start, or 0 without
-    hardware. ``nbytes`` is what is alive now, ``peak_nbytes`` the most since the point before.
-    ``by_kind`` and ``peak_by_kind`` divide the same bytes by purpose, in the order of
-    ``StepPlan.kinds``.
+    ``label`` names the event. ``time`` is in seconds from the step's start, or 0 without hardware.
+    ``nbytes`` are the current bytes, ``peak_nbytes`` the peak since the previous point. ``by_kind``
+    and ``peak_by_kind`` divide the same bytes by purpose, in the order of ``StepPlan.kinds``.
     """
 
     label: str
@@ -113,24 +109,24 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one rank does in a step, in order, the memory that it takes, and the time.
+    """One rank's actions in a step, in order, with their memory and time.
 
-    ``collectives``, ``events`` and ``memory`` are in the order of the step. ``kinds`` names what
-    memory is for. All sizes are bytes:
+    ``collectives``, ``events`` and ``memory`` are in the order of the step. ``kinds`` names the
+    purposes of memory. All sizes are bytes:
 
     - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
-      Gradients are cleared. On a CPU their memory stays for the next ones, and counts; a device
-      gets it back when the forward begins.
-    - ``peak_nbytes``: the most in forward and backward, all included.
-    - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the most in its
+      Gradients are cleared. On a CPU their memory is kept for the next ones, and counts; a device
+      frees it when the forward begins.
+    - ``peak_nbytes``: the peak of all memory in forward and backward.
+    - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the peak in its
       step (0 without an optimizer).
     - ``host_nbytes``: memory of the host for activations and states that are offloaded.
 
-    ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
-    are None and empty. ``product_seconds`` is what the products of forward and backward would take
-    at the machine's peak (that of a machine that was ``scaled``, too), without those that
-    checkpointing computes again (0 without hardware). ``tokens`` are those of one rank's batch: the
-    elements of its first tensor of whole numbers; 0 if there is none.
+    ``seconds`` of the complete step, and the ``spans`` of its time line, need hardware. Without it
+    they are None and empty. ``product_seconds`` is the time that the products of forward and
+    backward would take at the machine's peak (also for a machine that was ``scaled``), without
+    those that checkpointing recomputes (0 without hardware). ``tokens`` are those of one rank's
+    batch: the elements of its first integer tensor; 0 if there is none.
     """
 
     kinds: tuple[str, ...]
@@ -149,7 +145,7 @@ class StepPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that one rank trains on in a second; None without hardware, or without tokens."""
+        """Tokens per second on one rank; None without hardware or tokens."""
         return self.tokens / self.seconds if self.seconds and self.tokens else None
 
     @property
@@ -159,7 +155,7 @@ class StepPlan:
 
     @property
     def highest_nbytes(self) -> int:
-        """The most bytes of the whole step, the optimizer's included."""
+        """The peak of the complete step, including the optimizer."""
         return max(self.peak_nbytes, self.optimizer_peak_nbytes)
 
     @property
@@ -169,7 +165,7 @@ class StepPlan:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Seconds that compute waits, by what it waits for, the longest first."""
+        """Seconds that compute waits for each cause, the longest first."""
         found: dict[str, float] = {}
         for span in self.spans:
             if span.lane == COMPUTE and span.cause:
@@ -177,11 +173,8 @@ class StepPlan:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-# What a group will keep, gather and reduce, read from the layouts that the engine runs on.
-
-
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
-    """Return the layout of a buffer with the numbers that real ranks send along."""
+    """Return the layout of a buffer with the stamps that real ranks send."""
     layout, smaller = buffer.layout, group.buffers.post_forward.mesh
     if buffer.tail is not None:
         return layout
@@ -193,21 +186,19 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
 
 
 def describe(group: ParamGroup) -> GroupPlan:
-    """Read a group's own layouts, with room for what ranks tell each other."""
+    """Read the layouts that the engine uses for a group, with room for stamps."""
     buffer = group.buffers.home
-    assert buffer is not None  # it was looked at
+    assert buffer is not None  # set by ``inspect``
     layout = buffer.layout
-    sent, again = (
-        _as_sent(group, buffer),
-        _as_sent(group, group.buffers.post_forward.buffer or buffer),
-    )
+    sent = _as_sent(group, buffer)
+    again = _as_sent(group, group.buffers.post_forward.buffer or buffer)
     axes = [axis for axis in (group.data.scattered, group.data.summed) if axis.size > 1]
     planned = group.reducer.plan()
     tail_numel = len(planned.members) + len(axes) * STAMP_NUMEL
     reduced = planned.layout.with_tail(tail_numel, ROW_NBYTES)
-    items = layout.items[: len(group.params)]  # behind them may be what ranks tell each other
+    items = layout.items[: len(group.params)]  # stamps may follow
     params = tuple(map(_describe_param, group.params, items))
-    has_members = bool(planned.members)
+    row_nbytes = reduced.numel * reduced.dtype.itemsize if planned.members else 0
     return GroupPlan(
         name=group.fqn,
         parameters=len(group.params),
@@ -220,17 +211,9 @@ def describe(group: ParamGroup) -> GroupPlan:
         whole_nbytes=sent.full_nbytes,
         gather_nbytes=_gathered(sent),
         regather_nbytes=_gathered(again),
-        reduce_nbytes=reduced.nbytes if has_members else 0,
-        all_reduce_nbytes=(
-            reduced.numel * reduced.dtype.itemsize
-            if has_members and group.data.replicate.size > 1
-            else 0
-        ),
-        outer_nbytes=(
-            group.data.rows_between * reduced.numel * reduced.dtype.itemsize
-            if has_members and group.data.layers is not None
-            else 0
-        ),
+        reduce_nbytes=reduced.nbytes if planned.members else 0,
+        all_reduce_nbytes=row_nbytes if group.data.replicate.size > 1 else 0,
+        outer_nbytes=0 if group.data.layers is None else group.data.rows_between * row_nbytes,
         grad_nbytes=sum(
             torch_dtensor.local_part(param.sharded).numel()
             * param.kept_dtype(reduced.dtype).itemsize
@@ -246,7 +229,7 @@ def _gathered(layout: GatherLayout) -> int:
     """Return the bytes that all ranks send."""
     if layout.size == 1:
         return 0
-    return sum(layout.pieces) or layout.gather_nbytes * layout.size
+    return sum(layout.landing.pieces) or layout.gather_nbytes * layout.size
 
 
 def _describe_param(param: FSDPParam, item: GatherItem) -> ParamPlan:

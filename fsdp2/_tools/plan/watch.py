@@ -1,7 +1,4 @@
-"""How many bytes are alive while something runs, by what they are for.
-
-Owns the count. It follows storages, also where one is resized, and must not know units.
-"""
+"""Track the bytes of all tensor storages, including resized ones, by purpose."""
 
 from __future__ import annotations
 
@@ -19,16 +16,14 @@ from fsdp2._core.base.torch_modes import DispatchMode
 from fsdp2._tools.pages.content import KINDS
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS, LOGITS = range(len(KINDS))
-"""Places in ``KINDS``. What nobody says anything of is an activation, or logits by its shape."""
+"""Indices into ``KINDS``. Untagged tensors are activations, or logits by their shape."""
 
 
 class MemoryWatch(DispatchMode):
-    """Count the storages that are made inside, and those that it is told of.
-
-    ``by_kind``: bytes alive, in the order of ``KINDS``; ``highest``: the same at the time when most
-    were, since it was last asked. ``vocabularies``: what has so many numbers in its last dim is
-    logits. ``loss_chunks``: logits count as if they were made in so many parts, one at a time.
-    """
+    """Counts the storages that are created under this mode, and those that are registered
+    explicitly. ``by_kind``: current bytes, in the order of ``KINDS``. ``highest``: total bytes, and
+    bytes by kind, at the peak since the last ``take_highest``. ``vocabularies``: tensors with such
+    a last dim are logits, which count as if computed sequentially in ``loss_chunks`` parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -36,11 +31,10 @@ class MemoryWatch(DispatchMode):
         self.nbytes = 0
         self.vocabularies: frozenset[int] = frozenset()
         self.loss_chunks = 1
-        self._highest_nbytes = 0
-        self._highest = tuple(self.by_kind)
+        self.highest = (0, tuple(self.by_kind))
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, int] = {}
-        self._elsewhere: set[int] = set()  # storages that lie in the memory of another device
+        self._elsewhere: set[int] = set()  # storages in another device's memory
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -48,7 +42,7 @@ class MemoryWatch(DispatchMode):
         if func is torch_tensors.DEVICE_OF:
             return torch_tensors.device_of_fake(args[0])
         if torch_dtensor.is_among(types):
-            return NotImplemented  # what it does to local tensors is seen
+            return NotImplemented  # DTensor's operations on local tensors are counted instead
         if func in torch_tensors.CHUNK_CATS and args[0][0].is_cpu:
             copied = _copied_nbytes(*args, **(kwargs or {}))
             self._change(COMMUNICATION, copied)
@@ -58,11 +52,11 @@ class MemoryWatch(DispatchMode):
         return made
 
     def _see_made(self, tensor: Tensor) -> None:
-        if not tensor.is_meta:  # DTensor asks for shapes only
+        if not tensor.is_meta:  # DTensor only computes shapes
             self.see(tensor)
 
     def see(self, tensor: Tensor, kind: int = ACTIVATIONS) -> None:
-        """Count a tensor's storage from now on, until nothing has it any more."""
+        """Count a tensor's storage from now on, until it is freed."""
         storage = tensor.untyped_storage()
         key = torch_tensors.number_of(storage)
         if key not in self._sizes:
@@ -74,14 +68,13 @@ class MemoryWatch(DispatchMode):
         self._set(key, storage.nbytes())
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count a storage no more: it lies in the host's memory, and this counts a device's."""
+        """Stop counting a storage, because it is in the host's memory and not in the device's."""
         self.see(tensor)
         key = torch_tensors.number_of(tensor.untyped_storage())
         self._set(key, 0)
         self._elsewhere.add(key)
 
     def tag(self, tensor: Tensor, kind: int) -> None:
-        """Say what a storage is for."""
         self.see(tensor, kind)
         key = torch_tensors.number_of(tensor.untyped_storage())
         nbytes = self._sizes[key]
@@ -90,35 +83,23 @@ class MemoryWatch(DispatchMode):
         self._kinds[key] = kind
 
     def kind_of(self, tensor: Tensor) -> int:
-        """Return what a tensor's storage is for, as far as it is known."""
         key = torch_tensors.number_of(tensor.untyped_storage())
         return self._kinds.get(key, ACTIVATIONS)
 
     def take_highest(self) -> tuple[int, ...]:
-        """Return the most bytes since the last call, by kind."""
-        found = self._highest
-        self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
+        """Return the peak memory in bytes since the last call, by kind."""
+        _, found = self.highest
+        self.highest = (self.nbytes, tuple(self.by_kind))
         return found
 
-    @property
-    def highest(self) -> tuple[int, tuple[int, ...]]:
-        """The most bytes since ``take_highest`` was called, in all and by kind; it can be set."""
-        return self._highest_nbytes, self._highest
-
-    @highest.setter
-    def highest(self, highest: tuple[int, tuple[int, ...]]) -> None:
-        self._highest_nbytes, self._highest = highest
-
     def is_alive(self, key: int) -> bool:
-        """Return True if somebody still has the storage of a number."""
         return key in self._sizes
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return True if a tensor's storage is counted."""
         return torch_tensors.number_of(tensor.untyped_storage()) in self._sizes
 
     def rise(self, nbytes: int) -> None:
-        """Count activations that are gone again."""
+        """Count activations that are allocated and then freed."""
         self._change(ACTIVATIONS, nbytes)
         self._change(ACTIVATIONS, -nbytes)
 
@@ -133,8 +114,8 @@ class MemoryWatch(DispatchMode):
     def _change(self, kind: int, nbytes: int) -> None:
         self.nbytes += nbytes
         self.by_kind[kind] += nbytes
-        if self.nbytes > self._highest_nbytes:
-            self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
+        if self.nbytes > self.highest[0]:
+            self.highest = (self.nbytes, tuple(self.by_kind))
 
     def _drop(self, key: int) -> None:
         nbytes = self._sizes.pop(key)
@@ -144,7 +125,7 @@ class MemoryWatch(DispatchMode):
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """See storages that are resized inside: no operation is dispatched for that."""
+        """Track storages that are resized inside: no operation is dispatched for a resize."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
@@ -153,18 +134,21 @@ class MemoryWatch(DispatchMode):
                 self._set(torch_tensors.number_of(storage), size)
             return done
 
-        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[assignment,method-assign]  # for a while
+        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[assignment,method-assign]  # temporarily
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # as it was
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # restored
 
 
-def _copied_nbytes(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor | None) -> int:
-    """Return the bytes of the copies that a CPU makes to cut into chunks.
-
-    All padded ones are there at once; what is cast is copied once more, one after the other.
-    """
+def _copied_nbytes(
+    tensors: Sequence[Tensor],
+    dim: int,
+    chunks: int,
+    out: Tensor | None,
+) -> int:
+    """Return the bytes that a CPU copies to cut tensors into chunks. All padded copies exist at the
+    same time; tensors that are cast are copied once more, one at a time."""
 
     def padded(one: Tensor) -> int:
         return one.nbytes // one.shape[dim] * (-(-one.shape[dim] // chunks) * chunks)

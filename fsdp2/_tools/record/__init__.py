@@ -1,1 +1,1 @@
-"""What a run did: see ``record`` (one rank, as it runs) and ``read_recordings`` (all, later)."""
+"""Recordings: ``record`` (one rank, during the run), ``read_recordings`` (all ranks, later)."""

@@ -1,21 +1,17 @@
-"""Ranks side by side: how their clocks differ, and who comes last to collectives.
-
-Owns estimates over several ranks' files. It must not know formats of output.
+"""Comparison of ranks: the offsets of their clocks, and which rank joins collectives last.
 
 [Note: aligning clocks]
-Nothing is sent to compare clocks: collectives do it. None of them ends anywhere before every rank
-of its axis has begun it. So for ranks ``r`` and ``q``, each collective that both recorded bounds
-how far the clock of ``q`` is ahead::
+Clocks are compared without communication, by the recorded collectives. A collective ends on no rank
+before all ranks of its axis have begun it. So for ranks ``r`` and ``q``, each collective that both
+recorded bounds how far the clock of ``q`` is ahead::
 
-    begin of q - end of r  <=  ahead  <=  end of q - begin of r
+  begin of q - end of r  <=  ahead  <=  end of q - begin of r
 
-All collectives together leave a narrow range. Each ends at about the same time on all ranks, too,
-so within the range the median difference of ends is taken, of those ends that are exact (a rank
-waited for it, or a device told). What is left of the range to either side is said as the accuracy:
-as a rule the time of a fast collective, 0.1 to 1 ms. Clocks drift, so this is done for each minute
-on its own, and in between the offset goes from one to the next. Collectives are known by their
-unit, their kind, and the number of the last backward, which ranks share whenever each began to
-record.
+All collectives together leave a narrow range. Each also ends at about the same time on all ranks,
+so the estimate is the median difference of exact ends (waited for, or reported by a device),
+clamped to the range. The distance to its bounds is the accuracy: typically the time of a fast
+collective, 0.1 to 1 ms. Clocks drift, so each minute has its own estimate, linearly interpolated. A
+collective is identified by its unit, its kind, and the last backward's number, which ranks share.
 """
 
 from __future__ import annotations
@@ -23,24 +19,28 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fsdp2._tools.record.rows import RankFile
-from fsdp2._tools.record.steps import LATE_NS
+from fsdp2._tools.record.steps import COLLECTIVES, LATE_NS
 
 WINDOW_NS = 60_000_000_000
 KINDS = {"unshard": "all_gather", "reduce": "reduce_scatter", "all_reduce": "all_reduce"}
+WAITS = tuple(f"wait_{kind}_s" for kind in COLLECTIVES)
+"""The waits among the figures of a step."""
+
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a rank's clock is ahead of the first rank's, on average, and how well that is known.
+    """A rank's average clock offset relative to the first rank's clock, and its accuracy.
 
-    ``ahead_s`` and ``accuracy_s`` are seconds. ``accuracy_s`` is infinite if nothing that was
-    recorded connects the rank with the first one.
+    ``ahead_s`` and ``accuracy_s`` are seconds. ``accuracy_s`` is infinite if no recorded collective
+    connects the rank with the first one.
     """
 
     rank: int
@@ -50,12 +50,12 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """How a rank came to its collectives: it was the last rank in ``last`` of ``counted``.
+    """A rank's arrivals at collectives: it was the last rank in ``last`` of ``counted``.
 
-    A collective counts if its last rank came later than clocks are uncertain, and at least 0.1 ms.
-    ``expected`` is in how many of them the rank would be last by chance. Lateness is in seconds
-    after the last but one: ``late_s`` is the sum, ``median_late_s`` the median, ``longest_late_s``
-    the most.
+    A collective counts if its last rank came later than the accuracy of the clocks, and at least
+    0.1 ms late. ``expected`` is the number of collectives in which the rank would be last by
+    chance. Lateness is in seconds after the last but one: ``late_s`` is the sum, ``median_late_s``
+    the median, ``longest_late_s`` the maximum.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class Met:
 
 @dataclass(frozen=True)
 class Shift:
-    """What is subtracted from a rank's times: at some times, and in between linearly."""
+    """Offsets to subtract from a rank's times, interpolated linearly between ``times``."""
 
     times: tuple[int, ...] = ()
     ahead: tuple[int, ...] = ()
@@ -95,27 +95,92 @@ class Shift:
         return time_ns - low - (high - low) * (time_ns - start) // (stop - start)
 
 
+@dataclass(frozen=True)
+class Delay:
+    """A collective for which ``rank`` was late: from the arrival of the last but one to its own.
+    Times are nanoseconds since the epoch, on the first rank's clock. ``ranks``: of the axis."""
+
+    rank: int
+    kind: str
+    unit: str
+    begin: int
+    end: int
+    ranks: tuple[int, ...]
+
+    @property
+    def waited_s(self) -> float:
+        """The total waiting time of the other ranks, in seconds."""
+        return (self.end - self.begin) * (len(self.ranks) - 1) / 1e9
+
+
 @dataclass
 class Aligned:
-    """Ranks' collectives on one clock."""
+    """The files of ranks, and their collectives on one clock."""
 
+    files: Sequence[RankFile]
     shifts: dict[int, Shift] = field(default_factory=dict)
     met: dict[int, dict[Key, Met]] = field(default_factory=dict)
 
-    @property
+    def time(self, rank: int, epoch_ns: int) -> int:
+        """Return a rank's time on the clock of the first rank."""
+        return self.shifts.get(rank, Shift()).apply(epoch_ns)
+
+    @cached_property
     def clocks(self) -> tuple[ClockOffset, ...]:
         return tuple(
-            ClockOffset(
-                rank,
-                statistics.fmean(shift.ahead) / 1e9 if shift.ahead else 0.0,
-                shift.accuracy / 1e9,
-            )
+            ClockOffset(rank, statistics.fmean(shift.ahead or [0]) / 1e9, shift.accuracy / 1e9)
             for rank, shift in sorted(self.shifts.items())
         )
 
+    @cached_property
+    def delays(self) -> list[Delay]:
+        """The collectives whose last rank was late by more than the accuracy of the clocks."""
+        found = []
+        everywhere: dict[Key, dict[int, int]] = defaultdict(dict)
+        for rank, met in self.met.items():
+            for key, one in met.items():
+                everywhere[key][rank] = one.begin
+        for key, begins in everywhere.items():
+            if len(begins) < 2 or set(begins) != set(key[0]):  # some of its ranks were not recorded
+                continue
+            *_, second, last = sorted(begins, key=lambda rank: begins[rank])
+            lateness = begins[last] - begins[second]
+            if lateness < max(LATE_NS, *(self.shifts[rank].accuracy for rank in begins)):
+                continue
+            found.append(Delay(last, key[1], key[2], begins[second], begins[last], tuple(begins)))
+        return found
+
+    @cached_property
+    def arrivals(self) -> tuple[Arrivals, ...]:
+        """Each rank's late arrivals; the worst rank first."""
+        late: dict[int, list[int]] = {rank: [] for rank in self.met}
+        counted: Counter[int] = Counter()
+        expected = dict.fromkeys(self.met, 0.0)
+        for one in self.delays:
+            late[one.rank].append(one.end - one.begin)
+            for rank in one.ranks:
+                counted[rank] += 1
+                expected[rank] += 1 / len(one.ranks)
+        found = []
+        for rank, ones in late.items():
+            median = statistics.median(ones) if ones else 0.0
+            times = (time / 1e9 for time in (sum(ones), median, max(ones, default=0)))
+            found.append(Arrivals(rank, len(ones), counted[rank], expected[rank], *times))
+        return tuple(sorted(found, key=lambda one: (-one.late_s, one.rank)))
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for file in self.files for row in file.steps]
+
+    def total(self, *names: str) -> float:
+        return float(sum(row[name] for row in self.steps for name in names))
+
+    def share(self, *names: str) -> float:
+        return self.total(*names) / self.total("seconds")
+
 
 def collectives_of(file: RankFile) -> dict[Key, Met]:
-    """Return a rank's collectives by what all ranks call them: the axis is the first of the key."""
+    """Return a rank's collectives by keys that all ranks share. A key starts with the axis."""
     groups = {group["name"]: group for group in file.header["groups"]}
     axes, epoch = file.header["axes"], file.header["epoch_ns"]
     counts: Counter[Key] = Counter()
@@ -136,21 +201,19 @@ def collectives_of(file: RankFile) -> dict[Key, Met]:
 
 
 def align(files: Sequence[RankFile]) -> Aligned:
-    """Find the clocks of all ranks. See [Note: aligning clocks]."""
+    """Align the clocks of all ranks. See [Note: aligning clocks]."""
     raw = {file.rank: collectives_of(file) for file in files}
     _keep_comparable(raw)
-    aligned = Aligned()
+    aligned = Aligned(files)
     left = sorted(raw)
     while left:
-        best = max(
+        common, rank, known = max(
             ((len(aligned.met[a].keys() & raw[b].keys()), b, a) for a in aligned.met for b in left),
             default=(0, left[0], left[0]),
         )
-        common, rank, known = best
         if not common:
             rank = left[0]
-            accuracy = 0.0 if not aligned.met else float("inf")
-            shift = Shift(accuracy=accuracy)
+            shift = Shift(accuracy=float("inf") if aligned.met else 0.0)
         else:
             shift = _compare(aligned.met[known], raw[rank], aligned.shifts[known].accuracy)
         left.remove(rank)
@@ -163,7 +226,7 @@ def align(files: Sequence[RankFile]) -> Aligned:
 
 
 def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
-    """Drop collectives of which ranks saw different numbers between the same backwards."""
+    """Drop collectives whose number between the same backwards differs among ranks."""
     counts: dict[Key, set[int]] = defaultdict(set)
     for met in raw.values():
         for name, count in Counter(key[:-1] for key in met).items():
@@ -174,7 +237,7 @@ def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
 
 
 def _compare(known: Mapping[Key, Met], other: Mapping[Key, Met], accuracy: float) -> Shift:
-    """Find how far ``other`` is ahead of a clock that is known within ``accuracy``."""
+    """Return how far ``other`` is ahead of a clock, which is known to within ``accuracy``."""
     windows: dict[int, list[tuple[Met, Met]]] = defaultdict(list)
     common = sorted(known.keys() & other.keys(), key=lambda key: known[key].begin)
     first = known[common[0]].begin
@@ -192,64 +255,3 @@ def _compare(known: Mapping[Key, Met], other: Mapping[Key, Met], accuracy: float
         ahead.append(guess)
         worst = max(worst, abs(high - guess), abs(guess - low))
     return Shift(tuple(times), tuple(ahead), accuracy + worst)
-
-
-@dataclass(frozen=True)
-class Delay:
-    """A collective for which ``rank`` was late: from when the last but one came until it came.
-
-    Times in nanoseconds since the epoch, on the first rank's clock. ``ranks``: of the axis.
-    """
-
-    rank: int
-    kind: str
-    unit: str
-    begin: int
-    end: int
-    ranks: tuple[int, ...]
-
-    @property
-    def waited_s(self) -> float:
-        """The time of all others together, in seconds."""
-        return (self.end - self.begin) * (len(self.ranks) - 1) / 1e9
-
-
-def delays(aligned: Aligned) -> Iterator[Delay]:
-    """Yield each collective whose last rank came later than clocks are uncertain."""
-    everywhere: dict[Key, dict[int, int]] = defaultdict(dict)
-    for rank, met in aligned.met.items():
-        for key, one in met.items():
-            everywhere[key][rank] = one.begin
-    for key, begins in everywhere.items():
-        if len(begins) < 2 or set(begins) != set(key[0]):  # some rank was not recorded
-            continue
-        *_, second, last = sorted(begins, key=lambda rank: begins[rank])
-        lateness = begins[last] - begins[second]
-        if lateness < max(LATE_NS, *(aligned.shifts[rank].accuracy for rank in begins)):
-            continue
-        yield Delay(last, key[1], key[2], begins[second], begins[last], tuple(begins))
-
-
-def arrivals(aligned: Aligned) -> tuple[Arrivals, ...]:
-    """Say how often each rank was the last to come, and by how much; the worst first."""
-    late: dict[int, list[int]] = {rank: [] for rank in aligned.met}
-    counted: Counter[int] = Counter()
-    expected = dict.fromkeys(aligned.met, 0.0)
-    for one in delays(aligned):
-        late[one.rank].append(one.end - one.begin)
-        for rank in one.ranks:
-            counted[rank] += 1
-            expected[rank] += 1 / len(one.ranks)
-    found = [
-        Arrivals(
-            rank,
-            len(ones),
-            counted[rank],
-            expected[rank],
-            sum(ones) / 1e9,
-            statistics.median(ones) / 1e9 if ones else 0.0,
-            max(ones, default=0) / 1e9,
-        )
-        for rank, ones in late.items()
-    ]
-    return tuple(sorted(found, key=lambda one: (-one.late_s, one.rank)))

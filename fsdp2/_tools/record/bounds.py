@@ -1,40 +1,41 @@
-"""What bounds the steps of a recording: a rank, the links, what is between units, or a unit.
-
-Owns the judgement and its words, as advice and as one line. It must not know pages' pictures.
-"""
+"""The limits of recorded steps, as advice: a rank, the links, code between units, or a unit."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fsdp2._core.base.names import nbytes_text
+from fsdp2._core.base.names import nbytes_text, seconds_text
 from fsdp2._tools.pages.content import Advice, Headline, Span
-from fsdp2._tools.record.align import Aligned, Arrivals, Delay, delays
-from fsdp2._tools.record.rows import RankFile
+from fsdp2._tools.record.align import WAITS, Aligned, Arrivals, Delay
 from fsdp2._tools.record.steps import COLLECTIVES
-from fsdp2._tools.record.time_line import has_times, shown
-
-# Whose fault a wait is: delays of ranks that the others wait for, in time lines and in sums.
+from fsdp2._tools.record.time_line import LANES, has_times, shown
 
 LATE = "late"
 """The lane of a rank that others waited for."""
-
 MOST = 0.5
-"""Part of a wait that a delay has to fill, to be why there was a wait."""
+"""Minimum fraction of a wait that a delay must cover to be its cause."""
+WORTH = 0.01
+"""Minimum fraction of the time for advice."""
+BOUND = 0.25
+"""Minimum fraction of the time of steps for a bound."""
+SIGMAS = 2
+"""Deviations from the expected number that count as significant."""
+LATER = 2
+"""A rank is habitually late if it is this many times as late as all others together."""
 
 
-def delays_of(late: Iterable[Arrivals], delays: Iterable[Delay]) -> list[Delay]:
-    """Return those delays whose rank is late as a habit."""
+def delays_of(late: Iterable[Arrivals], aligned: Aligned) -> list[Delay]:
+    """Return the delays of ranks that are habitually late."""
     ranks = {one.rank for one in late}
-    return [delay for delay in delays if delay.rank in ranks]
+    return [delay for delay in aligned.delays if delay.rank in ranks]
 
 
 def caused(delays: Iterable[Delay]) -> Counter[tuple[str, str]]:
-    """Return the seconds that all others waited, by unit and kind of collective."""
+    """Return the seconds that all other ranks waited, by unit and kind of collective."""
     found: Counter[tuple[str, str]] = Counter()
     for delay in delays:
         found[delay.unit, delay.kind] += delay.waited_s  # type: ignore[assignment]  # seconds
@@ -42,10 +43,8 @@ def caused(delays: Iterable[Delay]) -> Counter[tuple[str, str]]:
 
 
 def blamed(span: Span, rank: int, delays: Sequence[Delay], start: int) -> Span:
-    """Return a wait of ``rank`` with the rank that it was for, if one was late.
-
-    ``start``: where the time line begins, in nanoseconds on the clock of the delays.
-    """
+    """Return a wait of ``rank`` with the late rank as its cause, if one was late. ``start``: the
+    origin of the time line, in nanoseconds on the clock of the delays."""
     if not span.cause or span.end <= span.begin:
         return span
     for delay in delays:
@@ -57,21 +56,23 @@ def blamed(span: Span, rank: int, delays: Sequence[Delay], start: int) -> Span:
     return span
 
 
-def late_spans(rank: int, delays: Iterable[Delay], start: int, until: float) -> list[Span]:
-    """Return when others waited for a rank, as spans of a lane of its own that do not overlap.
-
-    ``until``: seconds after ``start`` at which the step ends.
-    """
-    mine = sorted(
-        ((one.begin - start) / 1e9, (one.end - start) / 1e9, one) for one in delays
-        if one.rank == rank
-    )  # fmt: skip
+def late_spans(
+    rank: int,
+    delays: Iterable[Delay],
+    start: int,
+    until: float,
+) -> list[Span]:
+    """Return the times at which others waited for a rank, as spans of a separate lane that do not
+    overlap. ``until``: seconds after ``start`` at which the step ends."""
     found: list[Span] = []
-    for begin, end, one in mine:
+    mine = (one for one in delays if one.rank == rank)
+    for one in sorted(mine, key=lambda one: (one.begin, one.end)):
+        begin, end = (one.begin - start) / 1e9, (one.end - start) / 1e9
         if end <= 0 or begin >= until:
             continue
         what = f"{one.kind} {shown(one.unit)}"
-        if found and begin < found[-1].end:  # several collectives that it came late to together
+        # the rank was late for several collectives at the same time
+        if found and begin < found[-1].end:
             last = found[-1]
             found[-1] = replace(last, end=max(last.end, end), note=f"{last.note}, {what}")
         else:
@@ -79,57 +80,42 @@ def late_spans(rank: int, delays: Iterable[Delay], start: int, until: float) -> 
     return found
 
 
-WORTH = 0.01
-"""Part of the time from which something is worth a word."""
-
-BOUND = 0.25
-"""Part of the time of steps from which something is what bounds them."""
-
-CARRY = ("unshard", "reduce", "all_reduce")
-
-SIGMAS = 2
-"""Deviations from chance that are no chance any more."""
-
-LATER = 2
-"""Times that a rank is later than the others, from where on it is a habit."""
-
-
-def steps_of(file: RankFile) -> list[dict[str, Any]]:
-    return [row for row in file.rows if row["kind"] == "step" and not row["failed"]]
-
-
-def seconds_of(files: Sequence[RankFile]) -> float:
-    """Return the time of all steps, on the rank that took longest."""
-    return max((sum(row["seconds"] for row in steps_of(file)) for file in files), default=0.0)
-
-
-def stragglers(files: Sequence[RankFile], found: Sequence[Arrivals]) -> tuple[Arrivals, ...]:
-    """Return ranks that the others wait for, if that is worth a word.
-
-    A rank is one if it is last far more often than by chance, or later than all others together,
-    without its one longest delay: a hiccup is no habit. Who is late for far less time than the
-    worst is none: of two ranks, one is the last whenever the other one is not.
-    """
-    total = seconds_of(files)
+def stragglers(aligned: Aligned) -> tuple[Arrivals, ...]:
+    """Return ranks that the others wait for, if the time is significant. A rank is a straggler if
+    it is last far more often than by chance, or later than all others together even without its
+    longest delay. Ranks that are far less late than the worst one are excluded: of two ranks, one
+    is always last."""
+    found = aligned.arrivals
+    total = _longest_seconds(aligned)
     late_s = sum(one.late_s for one in found)
     worst = max((one.late_s for one in found), default=0.0)
 
     def is_one(one: Arrivals) -> bool:
         if not one.counted or one.late_s < max(WORTH * total, worst / LATER):
             return False
-        is_often = one.last - one.expected > SIGMAS * _deviation(one)
+        # standard deviation of the number of times that a rank is last by chance
+        deviation = math.sqrt(one.expected * (1 - one.expected / one.counted))
+        is_often = one.last - one.expected > SIGMAS * deviation
         return is_often or one.late_s - one.longest_late_s > LATER * (late_s - one.late_s)
 
     return tuple(filter(is_one, found))
 
 
-def _deviation(one: Arrivals) -> float:
-    """Return how far chance alone moves the number of times that a rank is last."""
-    return math.sqrt(one.expected * (1 - one.expected / one.counted))
+def _longest_seconds(aligned: Aligned) -> float:
+    return max(sum((row["seconds"] for row in file.steps), 0.0) for file in aligned.files)
+
+
+def timed(aligned: Aligned, *kinds: str) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the rows of some kinds in complete steps, each with its duration in seconds."""
+    for file in aligned.files:
+        complete = {row["step"] for row in file.steps}
+        for row in file.rows:
+            if row["kind"] in kinds and row["step"] in complete and has_times(row):
+                yield row, (row["end_ns"] - row["begin_ns"]) / 1e9
 
 
 class UnitWaits:
-    """Waits for what one unit needs, over all ranks and complete steps."""
+    """Waits for the collectives of one unit, over all ranks and complete steps."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(COLLECTIVES, 0.0)
@@ -140,60 +126,55 @@ class UnitWaits:
         return sum(self.seconds.values())
 
 
-def _waits_of(files: Sequence[RankFile]) -> dict[str, UnitWaits]:
-    found: dict[str, UnitWaits] = {}
-    for file in files:
-        complete = {row["step"] for row in steps_of(file)}
-        for row in file.rows:
-            if row["kind"] == "wait" and row["step"] in complete and row["end_ns"] is not None:
-                unit = found.setdefault(row["unit"], UnitWaits())
-                unit.seconds[row["for"]] += (row["end_ns"] - row["begin_ns"]) / 1e9
-                if "prefetch" in row:
-                    unit.prefetches[row["prefetch"]] += 1
+def _waits_of(aligned: Aligned) -> dict[str, UnitWaits]:
+    found: dict[str, UnitWaits] = defaultdict(UnitWaits)
+    for row, seconds in timed(aligned, "wait"):
+        unit = found[row["unit"]]
+        unit.seconds[row["for"]] += seconds
+        if "prefetch" in row:
+            unit.prefetches[row["prefetch"]] += 1
     return found
 
 
 class Bounds(NamedTuple):
-    """What bounds the steps, and what was found on the way."""
+    """The bottleneck of the steps, and the intermediate results."""
 
     headline: Headline
     advice: tuple[Advice, ...]
-    waits: dict[str, UnitWaits]  # all, by unit
-    delays: list[Delay]  # of ranks that the others wait for
+    waits: dict[str, UnitWaits]  # keyed by unit
+    delays: list[Delay]  # habitually late ranks
 
 
-def find_bounds(files: Sequence[RankFile], aligned: Aligned, arrived: Sequence[Arrivals]) -> Bounds:
-    """Judge what costs the most; what follows from a rank's lateness is no fault of a unit."""
-    waits = _waits_of(files)
-    late = stragglers(files, arrived)
-    held_up = delays_of(late, delays(aligned) if late else ())
+def find_bounds(aligned: Aligned) -> Bounds:
+    """Find the largest costs; waits caused by a late rank are not attributed to units."""
+    waits = _waits_of(aligned)
+    late = stragglers(aligned)
+    held_up = delays_of(late, aligned)
     left = _without(waits, caused(held_up))
-    of_steps = [*_advise_ranks(files, late, held_up), *_advise_steps(files, left)]
-    of_units = _advise_units(files, left)
-    headline = _headline(files, of_steps, of_units)
+    of_steps = [*_advise_ranks(aligned, late, held_up), *_advise_steps(aligned, left)]
+    of_units = _advise_units(aligned, left)
+    headline = _headline(aligned, of_steps, of_units)
     return Bounds(headline, (*of_steps, *of_units), waits, held_up)
 
 
-def _headline(
-    files: Sequence[RankFile], of_steps: Sequence[Advice], of_units: Sequence[Advice]
-) -> Headline:
+def _headline(aligned: Aligned, of_steps: Sequence[Advice], of_units: Sequence[Advice]) -> Headline:
     if of_steps:
         text = of_steps[0].found.partition(";")[0].partition(":")[0]
         return Headline(f"{of_steps[0].about}: {text}", "bad")
-    rows = [row for file in files for row in steps_of(file)]
-    total = sum(row["seconds"] for row in rows)
-    if not total:
+    if not aligned.total("seconds"):
         return Headline("no complete step was recorded")
-    compute = 100 * sum(row["compute_s"] for row in rows) / total
-    waits = 100 * sum(row[f"wait_{kind}_s"] for row in rows for kind in COLLECTIVES) / total
-    rest = f"waits: {waits:.2g} %, mostly for {of_units[0].about}" if of_units else "no wait counts"
+    compute = 100 * aligned.share("compute_s")
+    waits = 100 * aligned.share(*WAITS)
+    rest = "no wait is significant"
+    if of_units:
+        rest = f"waits: {waits:.2g} %, mostly for {of_units[0].about}"
     return Headline(f"compute: {compute:.3g} % of the time of steps; {rest}", "good")
 
 
 def _advise_ranks(
-    files: Sequence[RankFile], late: Sequence[Arrivals], held_up: Sequence[Delay]
+    aligned: Aligned, late: Sequence[Arrivals], held_up: Sequence[Delay]
 ) -> list[Advice]:
-    total = seconds_of(files)
+    total = _longest_seconds(aligned)
     found = []
     for one in late:
         units = Counter(shown(delay.unit) for delay in held_up if delay.rank == one.rank)
@@ -206,72 +187,66 @@ def _advise_ranks(
                 f"the others waited {time_text(one.late_s)} for it in all{share}, at most "
                 f"{time_text(one.longest_late_s)} at once; it came last to {one.last} of "
                 f"{one.counted} collectives, mostly of {where}",
-                "look at what this rank does besides: its input pipeline, its share of the work, "
-                "its clock rate, other processes on its host",
-                f"{time_text(one.late_s)} over the recording; no setting of a model gives it back",
+                "check this rank's input pipeline, its share of the work, its clock rate, and "
+                "other processes on its host",
+                f"{time_text(one.late_s)} over the recording; no model setting avoids it",
             )
         )
     return found
 
 
-def _advise_steps(files: Sequence[RankFile], left: dict[str, UnitWaits]) -> list[Advice]:
-    """Say what bounds the steps as a whole: the links, or what is between the units."""
-    rows = [row for file in files for row in steps_of(file)]
-    total = sum(row["seconds"] for row in rows)
+def _slow(about: str, share: float, what: str, change: str) -> Advice:
+    """Return advice about a cost that is a given fraction of the steps' time."""
+    found = f"{100 * share:.2g} % of the time of steps {what}"
+    return Advice("slow", about, found, change, f"at most {100 * share:.2g} % of a step")
+
+
+def _advise_steps(aligned: Aligned, left: dict[str, UnitWaits]) -> list[Advice]:
+    """Advise on bottlenecks of the step as a whole: the links, or code between the units."""
+    total = aligned.total("seconds")
     if not total:
         return []
     found = []
     waited = sum(unit.total for unit in left.values()) / total
     if waited > BOUND:
-        nbytes, seconds = _carried(files)
-        rate = (
-            f", {nbytes_text(int(nbytes / seconds))}/s while they are under way" if seconds else ""
-        )
         found.append(
-            Advice(
-                "slow",
+            _slow(
                 "the links",
-                f"{100 * waited:.2g} % of the time of steps is waiting for collectives to which no "
-                f"rank came late: {nbytes_text(nbytes // len(rows))} a step and rank{rate}",
+                waited,
+                f"is spent waiting for collectives for which no rank was late: {_carried(aligned)}",
                 "more work between them (a larger batch a rank, or accumulation), or fewer bytes "
                 "(MixedPrecisionPolicy, gather_dtype, Compress); units that are larger, where the "
                 "collectives are small",
-                f"at most {100 * waited:.2g} % of a step",
             )
         )
-    waits = sum(row[f"wait_{kind}_s"] for row in rows for kind in COLLECTIVES)
-    idle = 1 - (sum(row["compute_s"] for row in rows) + waits) / total
+    idle = 1 - aligned.share("compute_s", *WAITS)
     if idle > BOUND:
         found.append(
-            Advice(
-                "slow",
+            _slow(
                 "between the units",
-                f"{100 * idle:.2g} % of the time of steps no unit computes and nothing is waited "
-                "for: the optimizer, the input, or a host that is too slow to keep a device busy",
+                idle,
+                "no unit computes and nothing is waited for: the optimizer, the input, or a host "
+                "that is too slow to keep a device busy",
                 "fsdp2.optim.local for the optimizer, workers for the input; fsdp2.compile or "
                 "larger operations for the host",
-                f"at most {100 * idle:.2g} % of a step",
             )
         )
-    return found if waited >= idle else found[::-1]  # what costs more comes first
+    return found if waited >= idle else found[::-1]  # the larger cost first
 
 
-def _carried(files: Sequence[RankFile]) -> tuple[int, float]:
-    """Return the bytes that collectives of complete steps carried, and the seconds they took."""
-    nbytes, seconds = 0, 0.0
-    for file in files:
-        complete = {row["step"] for row in steps_of(file)}
-        for row in file.rows:
-            if row["kind"] in CARRY and row["step"] in complete and has_times(row):
-                nbytes += row["nbytes"]
-                seconds += (row["end_ns"] - row["begin_ns"]) / 1e9
-    return nbytes, seconds
+def _carried(aligned: Aligned) -> str:
+    """Return the bytes that collectives send per complete step, and their rate."""
+    carried = list(timed(aligned, *LANES))
+    nbytes = sum(row["nbytes"] for row, _ in carried)
+    seconds = sum(took for _, took in carried)
+    rate = f", {nbytes_text(int(nbytes / seconds))}/s while in flight" if seconds else ""
+    return f"{nbytes_text(nbytes // len(aligned.steps))} a step and rank{rate}"
 
 
 def _without(
     waits: dict[str, UnitWaits], by_ranks: Counter[tuple[str, str]]
 ) -> dict[str, UnitWaits]:
-    """Return the waits that are left where no rank had been late: what a setting can change."""
+    """Return the waits that no late rank caused, which settings can change."""
     left = {}
     for name, unit in waits.items():
         left[name] = one = UnitWaits()
@@ -281,43 +256,29 @@ def _without(
     return left
 
 
-def _advise_units(files: Sequence[RankFile], waits: dict[str, UnitWaits]) -> list[Advice]:
-    """Name the units that wait most, and what would help."""
-    total = sum(row["seconds"] for file in files for row in steps_of(file))
-    worst = sorted(waits.items(), key=lambda item: -item[1].total)[:3]
+def _advise_units(aligned: Aligned, waits: dict[str, UnitWaits]) -> list[Advice]:
+    """Advise on the units with the longest waits."""
+    total = aligned.total("seconds")
     found = []
-    for name, unit in worst:
+    for name, unit in sorted(waits.items(), key=lambda item: -item[1].total)[:3]:
         if not total or unit.total < WORTH * total:
             continue
         kind = max(unit.seconds, key=lambda one: unit.seconds[one])
-        found.append(
-            Advice(
-                "slow",
-                shown(name),
-                f"{100 * unit.total / total:.2g} % of the time of steps is waiting for its "
-                f"collectives, mostly {kind}",
-                _remedy(kind, unit),
-                f"at most {100 * unit.total / total:.2g} % of a step",
-            )
-        )
+        what = f"is spent waiting for its collectives, mostly {kind}"
+        found.append(_slow(shown(name), unit.total / total, what, _remedy(kind, unit)))
     return found
 
 
 def _remedy(kind: str, unit: UnitWaits) -> str:
     if kind != "all_gather":
-        return 'model.set_memory("fast"), which lets more reductions stay in flight'
+        return 'model.set_memory("fast"), which keeps more reductions in flight'
     if unit.prefetches["none"] > unit.prefetches["late"]:
         return (
-            "nobody gathers it ahead: the first unit of a step cannot be; for others keep the "
+            "it is not prefetched: the first unit of a step cannot be; for others keep the "
             "order of forwards, or use set_modules_to_forward_prefetch"
         )
     return 'model.set_memory("fast"), which gathers two units ahead; or larger units'
 
 
 def time_text(seconds: float) -> str:
-    if seconds == float("inf"):
-        return "unknown"
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if abs(seconds) >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"
+    return "unknown" if seconds == math.inf else seconds_text(seconds, 3)

@@ -1,17 +1,16 @@
-"""Collectives in flight: when each was issued, when it was over, and who waited for it.
-
-Owns what is launched in lanes. It must not know steps, or when units run.
+"""Collectives in flight: when each was issued and completed, and which unit waited for it.
 
 [Note: when a collective is over]
-On a device an event in its lane says so. On a CPU a rank sees it when it waits, or before that at
-the next look (some works of gloo tell only who waits). So what nobody waited for may end later on
-paper than it did, by as much as this rank computed in between.
+On a device, an event in the lane records the completion. On a CPU, a rank observes it when it
+waits, or earlier at the next poll (some works of gloo report it only to a waiter). So the recorded
+end of a collective without a waiter may be late by up to this rank's compute time in between.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,57 +18,73 @@ import torch
 
 from fsdp2._core.comm.device_streams import ObservedFlight
 from fsdp2._core.comm.wire import InFlight
-from fsdp2._core.params.reduce import Reducer, Reduction
+from fsdp2._core.params.reduce import LAUNCHED_AS, Reduction
 from fsdp2._core.params.registration import SMALLER as SMALLER_STATE
 from fsdp2._tools.record.ledger import Ledger, Row
 from fsdp2._tools.record.memory import Entry
 
 SMALLER = ',"collective":"all_gather","is_smaller":true'
-"""Of an all-gather over the smaller mesh on which a group waits for its backward."""
-
+"""An all-gather over a smaller mesh, on which a group is sharded between forward and backward."""
+EXACT = ',"is_exact":true'
+"""A collective whose completion was observed immediately."""
 EXACT_NS = 20_000
-"""A wait as long as this ended when the collective did; in a shorter one it may have been over."""
+"""A wait of at least this length ended with its collective; a shorter one may have ended later."""
 
 
 class Flown:
-    """A collective that was launched, and hears who waits for it."""
+    """A launched collective that records which code waits for it."""
 
     __slots__ = ("entry", "flight", "flights", "is_ahead", "kind", "row", "wait", "was_done")
 
-    def __init__(self, flights: Flights, kind: str, entry: Entry, row: Row | None) -> None:
+    def __init__(self, flights: Flights, kind: str, entry: Entry) -> None:
         self.flights = flights
         self.kind = kind
         self.entry = entry
-        self.row = row  # None: it is written
+        self.row: Row | None = None  # None once the row is written
         self.is_ahead = flights.is_prefetching
         self.wait: Row | None = None
         self.was_done = False
-        self.flight: Callable[[], InFlight | None] = _nothing  # weak: it holds buffers
+        self.flight: Callable[[], InFlight | None] = lambda: None  # weak: it holds buffers
 
     def before_wait(self, flight: InFlight) -> None:
-        self.flights.before_wait(self, flight)
+        flights = self.flights
+        ledger = flights.ledger
+        if not flights.is_on:
+            return
+        self.was_done = self.row is None or flight.is_done
+        more = f',"for":"{self.kind}","by":{ledger.quote(flights.waiter)}'
+        phase = self.entry.group.context.phase
+        self.wait = row = ledger.begin("wait", self.entry.name, phase, more=more)
+        if ledger.profiles:
+            ledger.show(row, f"wait {self.kind} {self.entry.name or '<root>'}")
+        if ledger.clock.is_host and not self.was_done:
+            ledger.say_waiting(row)
 
     def after_wait(self) -> None:
-        self.flights.after_wait(self)
-
-
-def _nothing() -> None:
-    return None
+        flights = self.flights
+        ledger = flights.ledger
+        row, self.wait = self.wait, None
+        if row is None or not flights.is_on:
+            return
+        now = ledger.clock.now()
+        if self.row is not None:
+            is_exact = not self.was_done and now - row.begin >= EXACT_NS
+            flights.end(self, row.begin if self.was_done else now, EXACT if is_exact else "")
+        prefetch = ""
+        if self.kind == "all_gather" and self.entry.needs:
+            prefetch = "ahead" if self.is_ahead else "none"
+        ledger.end(row, now, account=partial(row.step.add_wait, self.kind, prefetch))
 
 
 class Flights:
-    """The collectives of a model."""
-
-    def __init__(self, ledger: Ledger, by_reducer: dict[Reducer, Entry]) -> None:
-        self._ledger = ledger
-        self._by_reducer = by_reducer
-        self._running: dict[Flown, None] = {}  # on a CPU, until they are seen to be over
-        self.gathering: Entry | None = None  # the group that unshards right now
+    def __init__(self, ledger: Ledger, entry_of: Mapping[Any, Entry]) -> None:
+        self.ledger = ledger
+        self._entry_of = entry_of  # keys include the groups' reducers
+        self._running: dict[Flown, None] = {}  # CPU only: not observed as complete yet
+        self.gathering: Entry | None = None  # the group that is unsharding now
         self.is_prefetching = False
-        self.waiter = ""  # the unit for which something is done
+        self.waiter = ""  # the unit that is being processed
         self.is_on = True
-
-    # Launches.
 
     def around_launch(
         self,
@@ -79,39 +94,65 @@ class Flights:
         *args: Any,
         after: InFlight | None = None,
     ) -> InFlight:
-        """Something of some model is launched: note it if it is ours, and a collective."""
-        source = getattr(issue, "__self__", None)
+        """Record a launch if it is a collective of the recorded model."""
+        ledger = self.ledger
+        launched: Any = issue.launched if isinstance(issue, _Timed) else issue
+        source: Any = getattr(launched, "__self__", None)
         if isinstance(source, Reduction):
-            entry = self._by_reducer.get(source.owner)
-            kind = source.launched_as[issue.__func__]  # type: ignore[attr-defined]  # a bound method
+            entry = self._entry_of.get(source.owner)
+            kind = LAUNCHED_AS[launched.__func__]
         else:
-            entry, kind, source = self.gathering, "all_gather", None
-        is_host = self._ledger.clock.is_host
-        if entry is None or (is_host and kind == "store"):
+            entry, kind = self.gathering, "all_gather"
+        if entry is None or (ledger.clock.is_host and kind == "store"):
             return launch(lane, issue, *args, after=after)
-        if self._ledger.profiles:
-            with torch.profiler.record_function(f"fsdp2::{kind} {entry.name or '<root>'}"):
-                return self._launch(entry, kind, source, launch, lane, issue, args, after)
-        return self._launch(entry, kind, source, launch, lane, issue, args, after)
+        name = f"fsdp2::{kind} {entry.name or '<root>'}"
+        with torch.profiler.record_function(name) if ledger.profiles else nullcontext():
+            flown = Flown(self, kind, entry)
+            begin = end = None
+            if ledger.clock.is_host:
+                if after is not None:
+                    after.wait()  # wait before reading the clock: it is not part of the launch
+                begin = ledger.clock.now()
+                flight = launch(lane, issue, *args, after=after)
+            else:
+                timed = _Timed(ledger, issue)
+                flight = launch(lane, timed, *args, after=after)
+                begin, end = timed.begin, timed.end
+            if kind == "all_gather":
+                ledger.memory.begin_gather(entry, flight.buffers)
+            elif kind == "reduce_scatter":
+                ledger.memory.begin_reduction(source)
+            return self._follow(flown, flight, begin, end)
 
-    def _launch(
+    def _follow(
         self,
-        entry: Entry,
-        kind: str,
-        source: Reduction | None,
-        launch: Callable[..., InFlight],
-        lane: str,
-        issue: Callable[..., InFlight],
-        args: tuple[Any, ...],
-        after: InFlight | None,
+        flown: Flown,
+        flight: InFlight,
+        begin: Any,
+        end: Any,
     ) -> InFlight:
-        if self._ledger.clock.is_host:
-            return self._on_host(entry, kind, source, partial(launch, lane, issue, *args), after)
-        timed = _Timed(self._ledger, issue)
-        flight = launch(lane, timed, *args, after=after)
-        return self._on_device(entry, kind, source, flight, timed)
+        """Write the row of a launched collective, now or when it completes; observe its waiters."""
+        entry = flown.entry
+        heard = ObservedFlight(flight, flown)
+        if flown.kind == "store":  # waits for it are attributed to the reduction's last collective
+            flown.kind = "all_reduce" if entry.group.data.summed.size > 1 else "reduce_scatter"
+            return heard
+        nbytes = sum(buffer.nbytes for buffer in flight.buffers)
+        row = self._begin_row(entry, flown.kind, begin, nbytes)
+        if end is not None:
+            self.ledger.end(row, end, EXACT)
+        elif flight.runs:
+            flown.row = row
+            flown.flight = weakref.ref(heard)
+            self._running[flown] = None
+        else:  # complete: a single rank, or a synchronous collective
+            self.ledger.end(row)
+            return flight
+        return heard
 
     def _begin_row(self, entry: Entry, kind: str, begin: Any, nbytes: int) -> Row:
+        phase = entry.group.context.phase
+        event, more = None, ""
         if kind == "all_gather":
             event, entry.unshard_event = entry.unshard_event, None
             is_smaller = entry.group.state is SMALLER_STATE
@@ -119,129 +160,49 @@ class Flights:
         elif kind == "reduce_scatter":
             event, entry.reduce_event = entry.reduce_event, None
             more = ',"collective":"reduce_scatter"'
-        else:
-            event, more = None, ""
-        phase = entry.group.context.phase
-        if event is None:
-            return self._ledger.begin(kind, entry.name, phase, nbytes, begin, more)
-        return self._ledger.begin(event.kind, entry.name, event.phase, event.nbytes, begin, more)
-
-    def _on_host(
-        self,
-        entry: Entry,
-        kind: str,
-        reduction: Reduction | None,
-        launch: Callable[..., InFlight],
-        after: InFlight | None,
-    ) -> InFlight:
-        if after is not None:
-            after.wait()  # here, so that its wait is not taken for a part of this launch
-        begin = self._ledger.clock.now()
-        flight = launch(after=after)
-        self._note_buffers(entry, reduction, kind, flight)
-        row = self._begin_row(entry, kind, begin, sum(b.nbytes for b in flight.buffers))
-        if not flight.runs:  # one rank, or a collective that is over when it returns
-            self._ledger.end(row)
-            return flight
-        flown = Flown(self, kind, entry, row)
-        heard = ObservedFlight(flight, flown)
-        flown.flight = weakref.ref(heard)
-        self._running[flown] = None
-        return heard
-
-    def _on_device(
-        self,
-        entry: Entry,
-        kind: str,
-        reduction: Reduction | None,
-        flight: InFlight,
-        timed: _Timed,
-    ) -> InFlight:
-        self._note_buffers(entry, reduction, kind, flight)
-        if kind == "store":  # what compute waits for is the last collective of the reduction
-            is_summed = entry.group.data.summed.size > 1
-            flown = Flown(self, "all_reduce" if is_summed else "reduce_scatter", entry, None)
-        else:
-            nbytes = sum(buffer.nbytes for buffer in flight.buffers)
-            row = self._begin_row(entry, kind, timed.begin, nbytes)
-            self._ledger.end(row, timed.end, ',"is_exact":true')
-            flown = Flown(self, kind, entry, None)
-        return ObservedFlight(flight, flown)
-
-    def _note_buffers(
-        self, entry: Entry, reduction: Reduction | None, kind: str, flight: InFlight
-    ) -> None:
-        if kind == "all_gather":
-            self._ledger.memory.begin_gather(entry, flight.buffers)
-        elif kind == "reduce_scatter" and reduction is not None:
-            self._ledger.memory.begin_reduction(reduction)
+        if event is not None:
+            kind, phase, nbytes = event.kind, event.phase, event.nbytes
+        return self.ledger.begin(kind, entry.name, phase, nbytes, begin, more)
 
     def look(self) -> None:
-        """See which collectives are over."""
         now = None
         for flown in tuple(self._running):
             flight = flown.flight()
             if flight is None or flight.is_done:
                 if now is None:
-                    now = self._ledger.clock.now()
-                self._end(flown, now)
+                    now = self.ledger.clock.now()
+                self.end(flown, now)
 
-    def _end(self, flown: Flown, end: Any, is_exact: bool = False) -> None:
+    def end(self, flown: Flown, end: Any, extra: str = "") -> None:
         self._running.pop(flown, None)
         row, flown.row = flown.row, None
         if row is not None:
-            self._ledger.end(row, end, ',"is_exact":true' if is_exact else "")
-
-    # Waits.
-
-    def before_wait(self, flown: Flown, flight: InFlight) -> None:
-        if not self.is_on:
-            return
-        ledger = self._ledger
-        flown.was_done = flown.row is None or flight.is_done
-        more = f',"for":"{flown.kind}","by":{ledger.quote(self.waiter)}'
-        phase = flown.entry.group.context.phase
-        flown.wait = row = ledger.begin("wait", flown.entry.name, phase, more=more)
-        if ledger.profiles:
-            ledger.show(row, f"wait {flown.kind} {flown.entry.name or '<root>'}")
-        if ledger.clock.is_host and not flown.was_done:
-            ledger.say_waiting(row)
-
-    def after_wait(self, flown: Flown) -> None:
-        row, flown.wait = flown.wait, None
-        if row is None or not self.is_on:
-            return
-        entry, now = flown.entry, self._ledger.clock.now()
-        if flown.row is not None:
-            is_exact = not flown.was_done and now - row.begin >= EXACT_NS
-            self._end(flown, row.begin if flown.was_done else now, is_exact)
-        prefetch = ""
-        if flown.kind == "all_gather" and entry.needs:
-            prefetch = "ahead" if flown.is_ahead else "none"
-        self._ledger.end(row, now, account=partial(row.step.add_wait, flown.kind, prefetch))
+            self.ledger.end(row, end, extra)
 
     def finish(self) -> None:
-        """Hear nothing more; say what is still in flight."""
+        """Stop recording. Rows of collectives that are still in flight get no end."""
         self.look()
         self.is_on = False
         for flown in tuple(self._running):
             if flown.row is not None:
-                self._ledger.leave_open(flown.row, ',"is_in_flight":true')
+                self.ledger.leave_open(flown.row, ',"is_in_flight":true')
         self._running.clear()
 
 
 class _Timed:
-    """What a lane of a device runs, between two events in it."""
+    """Calls a function in a device's lane, between two events."""
 
     def __init__(self, ledger: Ledger, issue: Callable[..., InFlight]) -> None:
         self._ledger = ledger
         self._issue = issue
+        # a second recording of the same model may already have wrapped ``issue``
+        self.launched: Any = issue.launched if isinstance(issue, _Timed) else issue
         self.begin: Any = None
         self.end: Any = None
 
     def __call__(self, *args: Any) -> InFlight:
         self.begin = self._ledger.clock.now()
         flight = self._issue(*args)
-        flight.wait()  # a work that a collective of the user's returned, unasked
+        flight.wait()  # a user-supplied collective may return a work though none was requested
         self.end = self._ledger.clock.now()
         return flight

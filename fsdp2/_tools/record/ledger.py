@@ -1,14 +1,11 @@
-"""``Ledger``: rows that begin, end, and get their times, perhaps later; and what steps add up to.
-
-Owns the order of rows, the running step, and what waits for a device to tell times. It must not
-know what happens in the engine: it is told.
+"""``Ledger``: rows with begin and end times, which may become known later, and sums per step.
 
 [Note: times of a device]
-An event that a stream records has a time only once the stream got there. Nobody waits for it: a
-moment is kept, and asked again when another step begins. Events tell differences in fp32
-milliseconds, which is too coarse after minutes, so each step has an *anchor*: an event from which
-its moments are measured, whose own time is that of the anchor before it and the difference. Only
-the first one is waited for, before anything is recorded.
+An event in a stream has a time only after the stream reaches it. The host does not wait for it: the
+moment is kept, and queried again when another step begins. Differences between events are fp32
+milliseconds, which are too coarse after minutes. So each step has an *anchor*: an event from which
+its moments are measured. Its time is the previous anchor's plus the difference. The host waits only
+for the first anchor.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +25,6 @@ from fsdp2._tools.record.memory import Allocator, Memory, resident_nbytes
 from fsdp2._tools.record.rows import Writer
 from fsdp2._tools.record.steps import Step
 
-# What time it is: on the host at once, on a device when an event says so, later.
-
 
 class Clock:
     """The clock of a host: a moment is a number."""
@@ -37,7 +33,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._start = time.perf_counter_ns()
-        # Between two looks at the other clock, the middle of which is the same moment.
+        # read it between two readings of the other clock, whose mean is used as the same moment
         epoch = time.time_ns()
         self.epoch_ns = epoch - (time.perf_counter_ns() - self._start) // 2
 
@@ -45,29 +41,25 @@ class Clock:
         return time.perf_counter_ns() - self._start
 
     def now(self) -> Any:
-        """Return this moment, in the stream that is current."""
+        """Return the current moment, in the current stream."""
         return time.perf_counter_ns() - self._start
 
     def begin_step(self) -> None:
-        """Measure what follows from here."""
+        """Set a new anchor for the following moments."""
 
     def when(self, moment: Any) -> int | None:
-        """Return the time of a moment, or None if nobody can tell yet."""
+        """Return the time of a moment, or None if it is not known yet."""
         return int(moment)
 
     def settle(self) -> None:
         """Wait until every moment has a time."""
 
 
+@dataclass(eq=False, slots=True)
 class Moment:
-    """An event of a device, and the anchor before it."""
-
-    __slots__ = ("anchor", "event", "time_ns")
-
-    def __init__(self, event: torch.Event, anchor: Moment | None, time_ns: int | None) -> None:
-        self.event = event
-        self.anchor = anchor
-        self.time_ns = time_ns  # None: it is not known yet
+    event: torch.Event
+    anchor: Moment | None
+    time_ns: int | None = None  # None: not known yet
 
 
 class DeviceClock(Clock):
@@ -90,14 +82,14 @@ class DeviceClock(Clock):
         return event
 
     def now(self) -> Any:
-        if self._is_capturing():  # a graph that is captured has no times
+        if self._is_capturing():  # events in a captured graph have no times
             return self.host_now()
-        return Moment(self._record(), self._anchor, None)
+        return Moment(self._record(), self._anchor)
 
     def begin_step(self) -> None:
         if not self._is_capturing():
             self.when(self._anchor)
-            self._anchor = Moment(self._record(), self._anchor, None)
+            self._anchor = Moment(self._record(), self._anchor)
 
     def when(self, moment: Any) -> int | None:
         if isinstance(moment, int):
@@ -108,7 +100,7 @@ class DeviceClock(Clock):
                 return None
             passed_ms = moment.anchor.event.elapsed_time(moment.event)
             moment.time_ns = start + round(passed_ms * 1e6)
-            moment.anchor = None  # else each anchor keeps all before it
+            moment.anchor = None  # otherwise each anchor keeps all earlier ones alive
         return moment.time_ns  # type: ignore[no-any-return]  # a moment's is a number
 
     def settle(self) -> None:
@@ -120,27 +112,23 @@ def clock_for(device: torch.device) -> Clock:
 
 
 Account = Callable[[int, int], str]
-"""What is told the begin and the end of a row, and returns what the row says besides."""
+"""Called with the begin and the end of a row; returns additional columns."""
 
 
 class Row:
-    """A row that has begun."""
-
     __slots__ = ("account", "begin", "end", "extra", "range", "step", "text")
-    end: Any  # the last three are there while times are not known
+    end: Any  # ``Ledger.end`` sets this attribute and the next two
     extra: str
     account: Account | None
 
     def __init__(self, text: str, begin: Any, step: Step) -> None:
-        self.text = text  # all of it but the times
+        self.text = text  # the row's JSON except its times
         self.begin = begin
         self.step = step
-        self.range: Any = None  # on the time line of a profiler, if one runs
+        self.range: Any = None  # the row's range in a running profiler's trace
 
 
 class Ledger:
-    """Rows of one rank."""
-
     def __init__(
         self,
         clock: Clock,
@@ -153,53 +141,45 @@ class Ledger:
         self.memory = memory
         self.writer = writer
         self.step = Step(0)
-        self.round = 0  # of the last backward: a number that ranks share, whenever they began
+        self.round = 0  # number of the last backward: the same on all ranks, whenever they began
         self.profiles = False  # a profiler runs
+        self.numbers = itertools.count(1)
         self._allocator = allocator
-        self._ended = ended  # is told of steps whose times are known
+        self._ended = ended  # called with each step whose times are known
         self._count = 0
-        self._numbers = itertools.count(1)
-        self._unknown: deque[Row] = deque()  # whose times a device has not told yet
-        self._steps: deque[Step] = deque()  # that are over, and have such rows
+        self._unknown: deque[Row] = deque()  # rows without times yet
+        self._steps: deque[Step] = deque()  # ended steps that still have such rows
         self._quoted: dict[str, str] = {}
-
-    # Rows.
 
     def begin(
         self, kind: str, unit: str, phase: str, nbytes: int = 0, begin: Any = None, more: str = ""
     ) -> Row:
-        """Begin a row, now or at a moment before; ``more`` are columns as JSON."""
-        text = self._columns(kind, unit, phase, nbytes, more)
+        """Begin a row, now or at an earlier moment; ``more`` contains columns as JSON."""
+        text = self._columns(kind, unit, phase, nbytes) + more
         if not self.clock.is_host:
             text += f'{self._allocator.as_text()},"host_ns":{self.clock.host_now()}'
         return Row(text, self.clock.now() if begin is None else begin, self.step)
 
-    def _columns(self, kind: str, unit: str, phase: str, nbytes: int, more: str) -> str:
+    def _columns(self, kind: str, unit: str, phase: str, nbytes: int) -> str:
         quoted = self._quoted.get(unit) or self.quote(unit)
         return (
-            f'{{"n":{next(self._numbers)},"kind":"{kind}","unit":{quoted},"phase":"{phase}",'
+            f'{{"n":{next(self.numbers)},"kind":"{kind}","unit":{quoted},"phase":"{phase}",'
             f'"step":{self.step.number},"round":{self.round},"nbytes":{nbytes},'
-            f"{self.memory.as_text()}{more}"
+            f"{self.memory.as_text()}"
         )
 
-    def next_number(self) -> int:
-        return next(self._numbers)
-
     def quote(self, name: str) -> str:
-        """Return a name as JSON."""
         quoted = self._quoted.get(name)
         if quoted is None:
             quoted = self._quoted[name] = json.dumps(name)
         return quoted
 
     def say_waiting(self, row: Row) -> None:
-        """Tell the file that the host is about to block in a wait. See its note on dying ranks."""
-        text = row.text.replace('"kind":"wait"', '"kind":"waiting"', 1)
-        self.writer.add(f'{text},"begin_ns":{row.begin},"end_ns":null}}\n')
+        """Record that the host will block. See [Note: what is on disk when a rank dies]."""
+        self._write(row.text.replace('"kind":"wait"', '"kind":"waiting"', 1), row.begin, None)
         self.writer.flush()
 
     def show(self, row: Row, name: str) -> None:
-        """Open a range on the time line of the profiler that runs, until the row ends."""
         row.range = torch.profiler.record_function(f"fsdp2::{name}")
         row.range.__enter__()
 
@@ -209,37 +189,38 @@ class Ledger:
         """End a row, now or at another moment, and write it once its times are known."""
         if row.range is not None:
             row.range.__exit__(None, None, None)
-        if end is None:
-            end = self.clock.now()
+        row.end, row.extra, row.account = self.clock.now() if end is None else end, extra, account
         if self.clock.is_host:
-            self._write(row, row.begin, end, extra, account)
+            self._finish(row, row.begin, row.end)
         else:
-            row.end, row.extra, row.account = end, extra, account
             row.step.unknown += 1
             self._unknown.append(row)
 
-    def mark(self, kind: str, unit: str, phase: str, nbytes: int = 0, more: str = "") -> None:
-        """Write a row of something that takes no time, by the clock of the host."""
+    def mark(self, kind: str, unit: str, phase: str, nbytes: int) -> None:
+        """Write a row without duration, timed by the host's clock."""
         now = self.clock.host_now()
-        text = self._columns(kind, unit, phase, nbytes, more)
+        text = self._columns(kind, unit, phase, nbytes)
         if not self.clock.is_host:
             text += self._allocator.as_text()
-        self.writer.add(f'{text},"begin_ns":{now},"end_ns":{now}}}\n')
+        self._write(text, now, now)
+
+    def _finish(self, row: Row, begin_ns: int, end_ns: int) -> None:
+        more = "" if row.account is None else row.account(begin_ns, end_ns)
+        self._write(row.text, begin_ns, end_ns, row.extra + more)
 
     def _write(
-        self, row: Row, begin_ns: int, end_ns: int, extra: str, account: Account | None
+        self,
+        text: str,
+        begin_ns: int | None,
+        end_ns: int | None,
+        extra: str = "",
     ) -> None:
-        if account is not None:
-            extra += account(begin_ns, end_ns)
-        self.writer.add(f'{row.text},"begin_ns":{begin_ns},"end_ns":{end_ns}{extra}}}\n')
+        begin, end = ("null" if time_ns is None else time_ns for time_ns in (begin_ns, end_ns))
+        self.writer.add(f'{text},"begin_ns":{begin},"end_ns":{end}{extra}}}\n')
 
     def leave_open(self, row: Row, extra: str = "") -> None:
-        """Write a row whose end nobody will see."""
-        begin_ns = self.clock.when(row.begin)
-        begin = "null" if begin_ns is None else begin_ns
-        self.writer.add(f'{row.text},"begin_ns":{begin},"end_ns":null{extra}}}\n')
-
-    # Steps.
+        """Write a row whose end is never observed."""
+        self._write(row.text, self.clock.when(row.begin), None, extra)
 
     def begin_step(self) -> None:
         self._count += 1
@@ -247,33 +228,33 @@ class Ledger:
         self.memory.begin_step()
 
     def end_step(self, failed: bool = False) -> None:
-        """The running step is over; what follows is outside of steps."""
+        """End the running step; later rows are outside of steps."""
         step, self.step = self.step, Step(0)
         if step.number == 0:
             return
-        step.is_over, step.failed = True, failed
+        step.failed = failed
         step.peak_nbytes = self.memory.peak
         step.rss_nbytes, step.allocated_nbytes = resident_nbytes(), self._allocator.nbytes
         self._steps.append(step)
         self.resolve()
 
     def resolve(self) -> None:
-        """Write the rows whose times the device can tell by now; end the steps that have all."""
+        """Write the rows whose times are known by now; end the steps without pending rows."""
         unknown, when = self._unknown, self.clock.when
         while unknown:
             row = unknown[0]
-            end_ns = when(row.end)  # the end first: its stream has passed the begin, too
+            end_ns = when(row.end)  # query the end first: if it is known, so is the begin
             begin_ns = None if end_ns is None else when(row.begin)
             if begin_ns is None or end_ns is None:
                 break
             unknown.popleft()
             row.step.unknown -= 1
-            self._write(row, begin_ns, end_ns, row.extra, row.account)
+            self._finish(row, begin_ns, end_ns)
         while self._steps and self._steps[0].unknown == 0:
             self._ended(self._steps.popleft())
 
     def finish(self, may_wait: bool) -> None:
-        """Write what is left. Without ``may_wait`` (something failed) some has no times."""
+        """Write the remaining rows. Without ``may_wait`` (after a failure), some have no times."""
         self.end_step(failed=True)
         if may_wait:
             self.clock.settle()

@@ -1,8 +1,5 @@
-"""Bytes that groups hold, step by step, and what the system says about the process.
-
-Owns the counts. They are read from buffers where these may have changed, group by group, so that a
-look at all of a model costs no walk through it. It must not know rows or times.
-"""
+"""Memory of groups over a step, and the memory that the system reports for the process. Counts are
+updated where buffers of a group change, so that a reading does not iterate over the model."""
 
 from __future__ import annotations
 
@@ -11,45 +8,36 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from fsdp2._core.base.capabilities import capabilities
 from fsdp2._core.base.events import Event
+from fsdp2._core.engine.tree import Unit
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.reduce import Reduction
 from fsdp2._core.params.registration import GATHERING
 
 SHARE = 100
-"""The allocator of a device is asked so rarely that its answers take a hundredth of the time."""
+"""Queries of a device's allocator take at most one part in this many of the time."""
 
 
+@dataclass(eq=False)
 class Entry:
-    """A group of the recorded model: what it is called, and what it holds."""
+    """A group of the recorded model: its name and its memory."""
 
-    __slots__ = (
-        "full_nbytes",
-        "gather_nbytes",
-        "group",
-        "name",
-        "needs",
-        "reduce_event",
-        "unshard_event",
-    )
-
-    def __init__(self, group: ParamGroup, name: str) -> None:
-        self.group = group
-        self.name = name
-        self.full_nbytes = 0  # of whole parameters, or of shards over a smaller mesh
-        self.gather_nbytes = 0  # of what the all-gather in flight works on
-        self.unshard_event: Event | None = None  # until what it tells of is launched
-        self.reduce_event: Event | None = None
-        self.needs = False  # somebody waits to compute with its parameters
+    unit: Unit
+    group: ParamGroup
+    name: str
+    full_nbytes: int = 0  # unsharded parameters, or shards over a smaller mesh
+    gather_nbytes: int = 0  # buffers of the all-gather in flight
+    unshard_event: Event | None = None  # set until the collective is launched
+    reduce_event: Event | None = None
+    needs: bool = False  # True if a caller waits to compute with the parameters
 
 
 class Memory:
-    """What all groups hold."""
-
     def __init__(self, shard_nbytes: int) -> None:
         self._shards = shard_nbytes
         self.gathered = 0
@@ -58,7 +46,6 @@ class Memory:
         self.peak = shard_nbytes
 
     def look(self, entry: Entry) -> None:
-        """See what a group holds now."""
         group = entry.group
         full, waiting = group.buffers.full, group.buffers.post_forward.buffer
         held = full.nbytes if full is not None and full.has_memory else 0
@@ -71,13 +58,11 @@ class Memory:
             entry.gather_nbytes = 0
 
     def begin_gather(self, entry: Entry, buffers: tuple[torch.Tensor, ...]) -> None:
-        """An all-gather was issued: its output and what it sends, unless these are the shards."""
+        """Count the buffers of a launched all-gather, except the shards themselves."""
         home = entry.group.buffers.home
         kept = None if home is None else home.flat.untyped_storage().data_ptr()
-        sizes = {
-            storage.data_ptr(): storage.nbytes()
-            for storage in [buffer.untyped_storage() for buffer in buffers]
-        }
+        storages = [buffer.untyped_storage() for buffer in buffers]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         entry.gather_nbytes = sum(size for start, size in sizes.items() if start != kept)
         self._gathers += entry.gather_nbytes
 
@@ -87,7 +72,6 @@ class Memory:
 
     @property
     def communication(self) -> int:
-        """Bytes of buffers of collectives."""
         total = self._gathers
         for item in tuple(self._reductions):
             reduction = item[0]()
@@ -98,7 +82,7 @@ class Memory:
         return total
 
     def as_text(self) -> str:
-        """Return the columns of a row, and keep the peak."""
+        """Return the columns of a row, and update the peak."""
         communication = self.communication if self._reductions else self._gathers
         total = self._shards + self.gathered + communication
         if total > self.peak:  # inline: this runs for every row
@@ -110,7 +94,7 @@ class Memory:
 
 
 class Allocator:
-    """The allocator of a device; that of a CPU says nothing."""
+    """The allocator of a device; that of a CPU reports nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._ask: Callable[[torch.device], int] | None = None
@@ -121,11 +105,10 @@ class Allocator:
 
     @property
     def nbytes(self) -> int:
-        """Ask now."""
         return 0 if self._ask is None else self._ask(self._device)
 
     def as_text(self) -> str:
-        """Return a column of a row, or nothing if it was asked a moment ago."""
+        """Return a column of a row; empty if the last query is too recent."""
         if self._ask is None or (begin := time.perf_counter_ns()) < self._next:
             return ""
         nbytes = self.nbytes
@@ -135,7 +118,7 @@ class Allocator:
 
 
 def resident_nbytes() -> int:
-    """Return the process' memory, 0 where the system has no such file."""
+    """Return the process's memory in bytes; 0 on systems without ``/proc``."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

@@ -1,7 +1,4 @@
-"""What a step took: sums over its rows, as scalars.
-
-Owns the sums. It must not know where rows come from, or clocks: it is told spans of time.
-"""
+"""Sums over the rows of a step, as scalars."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 LATE_NS = 100_000
-"""A wait as long as this is one: less is what a call of the backend and looks at clocks take."""
-
+"""Shorter waits do not count: they are the overhead of the backend and of clock readings."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -19,17 +15,17 @@ class RecordedStep:
     """A step of one rank: from its first forward until its reductions were waited for.
 
     Times are seconds, sizes are bytes. ``seconds`` is the sum of ``compute_s``, of ``between_s``
-    (the loss, the caller's own code) and of the three waits. A wait is *exposed*: compute stood
-    still.
+    (the loss, the caller's own code) and of the three waits. A wait is *exposed*: compute was idle.
 
     - ``gathered_nbytes``, ``reduced_nbytes``: the buffers of all all-gathers and reduce-scatters.
-    - ``prefetch_hits``: all-gathers that were over when they were needed; ``prefetch_late``: those
-      that were begun ahead and not over; ``prefetch_none``: those that nobody began ahead.
-    - ``peak_nbytes``: the most bytes of shards, unsharded parameters and buffers of collectives.
-    - ``rss_nbytes``: the process' memory at the end, 0 where the system does not tell.
-    - ``allocated_nbytes``: what the device's allocator has given out, 0 without a device.
-    - ``tokens_per_s``: counted from the end of the step before, so that the optimizer is included;
-      0 if ``tokens`` was not given.
+    - ``prefetch_hits``: all-gathers that had completed when they were needed; ``prefetch_late``:
+      those that were prefetched and not complete; ``prefetch_none``: those that were not
+      prefetched.
+    - ``peak_nbytes``: the peak of shards, unsharded parameters and buffers of collectives.
+    - ``rss_nbytes``: the process' memory at the end, 0 where the system does not report it.
+    - ``allocated_nbytes``: memory allocated by the device's allocator, 0 without a device.
+    - ``tokens_per_s``: measured from the end of the previous step, so that the optimizer is
+      included; 0 if ``tokens`` was not given.
     """
 
     number: int
@@ -51,19 +47,18 @@ class RecordedStep:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """All figures but the number, by name: what ``record(scalars=...)`` is called with."""
+        """All values but the step number, keyed by name, as passed to ``record(scalars=...)``."""
         values = dataclasses.asdict(self)
         del values["number"]
         return values
 
 
 class Step:
-    """A step that goes on, or whose times are not all known yet. Number 0: outside of steps."""
+    """A step that is running or has pending times. Number 0 collects rows outside of steps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.unknown = 0  # rows whose times a device has not told yet
-        self.is_over = False
+        self.unknown = 0  # number of rows without times yet
         self.failed = False
         self.begin_ns: int | None = None
         self.end_ns = 0
@@ -74,17 +69,14 @@ class Step:
         self.rss_nbytes = self.allocated_nbytes = 0
 
     def add_pass(self, begin_ns: int, end_ns: int) -> str:
-        """A forward or a backward of a root was from here to there."""
         self.begin_ns = begin_ns if self.begin_ns is None else min(begin_ns, self.begin_ns)
         self.end_ns = max(end_ns, self.end_ns)
         self.passes_ns += end_ns - begin_ns
         return ""
 
     def add_wait(self, kind: str, prefetch: str, begin_ns: int, end_ns: int) -> str:
-        """Compute stood still. ``prefetch``: ``ahead`` or ``none``; empty: no gather was needed.
-
-        Returns what the row says besides.
-        """
+        """Add an exposed wait, and return columns of its row. ``prefetch``: ``ahead`` or ``none``;
+        empty if no gather was needed."""
         waited = end_ns - begin_ns
         self.waits_ns[kind] += waited
         is_late = "true" if waited >= LATE_NS else "false"
@@ -97,7 +89,7 @@ class Step:
         return f',"is_late":{is_late},"prefetch":"{found}"'
 
     def summarize(self, tokens: float, last_end_ns: int | None) -> RecordedStep:
-        """Return the scalars; ``last_end_ns`` is the end of the step before."""
+        """Return the scalars; ``last_end_ns`` is the end of the previous step."""
         begin_ns = self.begin_ns or 0
         waits_ns = sum(self.waits_ns.values())
         period_ns = self.end_ns - (begin_ns if last_end_ns is None else last_end_ns)

@@ -1,31 +1,15 @@
-"""What compute, gathers and reductions of one rank did when: rows as spans that do not overlap.
-
-Owns the reading of rows as lanes. It must not know formats of output, or other ranks.
-"""
+"""The compute, gathers and reductions of one rank over time: rows as spans of lanes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE
+from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE, Span
 
 UNIT_KINDS = ("forward", "backward", "recompute")
+PREFETCHES = {"hit": "prefetched", "late": "prefetched too late", "none": "not prefetched"}
 LANES = {"unshard": GATHER, "reduce": REDUCE, "all_reduce": REDUCE}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of a lane, in nanoseconds; ``cause`` of a wait: what was waited for."""
-
-    lane: str
-    name: str
-    begin: int
-    end: int
-    nbytes: int = 0
-    cause: str = ""
-    note: str = ""
 
 
 def shown(name: str) -> str:
@@ -36,8 +20,8 @@ def has_times(row: dict[str, Any]) -> bool:
     return row["begin_ns"] is not None and row["end_ns"] is not None
 
 
-def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Piece]:
-    """Return the lanes of some rows: of a step, say."""
+def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
+    """Return the lanes of some rows (such as those of a step), in the rows' nanoseconds."""
     known = [row for row in rows if has_times(row)]
     waits = sorted(
         (_wait(row) for row in known if row["kind"] == "wait" and row["end_ns"] > row["begin_ns"]),
@@ -48,29 +32,23 @@ def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Piece]:
     return [*_without(_innermost(units), waits), *waits, *(_flight(row) for row in flights)]
 
 
-def _wait(row: dict[str, Any]) -> Piece:
+def _wait(row: dict[str, Any]) -> Span:
     cause = f"{row['for']} {shown(row['unit'])}"
     note = f"by {shown(row['by'])}"
     if "prefetch" in row:
-        note += {
-            "hit": ", prefetched",
-            "late": ", prefetched too late",
-            "none": ", not prefetched",
-        }[row["prefetch"]]
-    return Piece(COMPUTE, f"wait for {cause}", row["begin_ns"], row["end_ns"], 0, cause, note)
+        note += f", {PREFETCHES[row['prefetch']]}"
+    return Span(COMPUTE, f"wait for {cause}", row["begin_ns"], row["end_ns"], 0, cause, note)
 
 
-def _flight(row: dict[str, Any]) -> Piece:
+def _flight(row: dict[str, Any]) -> Span:
     kind = row.get("collective", row["kind"])
     name = f"{kind} {shown(row['unit'])}"
-    return Piece(LANES[row["kind"]], name, row["begin_ns"], row["end_ns"], row["nbytes"])
+    return Span(LANES[row["kind"]], name, row["begin_ns"], row["end_ns"], row["nbytes"])
 
 
-def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Piece]:
-    """Yield at each time the unit that was entered last: of a block in a root, the block.
-
-    Backwards of units may end in another order than they began, so they are no tree.
-    """
+def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Span]:
+    """Yield the most recently entered unit at each time: for a block in a root, the block.
+    Backwards of units may end in any order, so they do not form a tree."""
     edges = [(row["begin_ns"], 1, row["n"], row) for row in units]
     edges += [(row["end_ns"], 0, row["n"], row) for row in units]
     edges.sort(key=lambda edge: edge[:3])
@@ -79,7 +57,7 @@ def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Piece]:
     for time, enters, number, row in edges:
         if active and time > begin:
             inner = active[next(reversed(active))]
-            yield Piece(COMPUTE, f"{inner['kind']} {shown(inner['unit'])}", begin, time)
+            yield Span(COMPUTE, f"{inner['kind']} {shown(inner['unit'])}", begin, time)
         begin = time
         if enters:
             active[number] = row
@@ -87,9 +65,9 @@ def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Piece]:
             active.pop(number, None)
 
 
-def _without(pieces: Iterable[Piece], waits: Sequence[Piece]) -> Iterator[Piece]:
-    """Cut waits out of what ran; what is next to each other and has one name becomes one."""
-    last: Piece | None = None
+def _without(pieces: Iterable[Span], waits: Sequence[Span]) -> Iterator[Span]:
+    """Remove waits from the spans of units; adjacent spans with one name are merged."""
+    last: Span | None = None
     position = 0
     for piece in pieces:
         begin = piece.begin
@@ -102,9 +80,9 @@ def _without(pieces: Iterable[Piece], waits: Sequence[Piece]) -> Iterator[Piece]
             place += 1
         for start, stop in [*cuts, (piece.end, piece.end)]:
             if start > begin:
-                part = Piece(piece.lane, piece.name, begin, start)
+                part = Span(piece.lane, piece.name, begin, start)
                 if last is not None and last.name == part.name and last.end == part.begin:
-                    last = Piece(part.lane, part.name, last.begin, part.end)
+                    last = Span(part.lane, part.name, last.begin, part.end)
                 else:
                     if last is not None:
                         yield last

@@ -1,12 +1,10 @@
-"""Traces for Perfetto and chrome://tracing, of recordings and of what torch.profiler exported.
+"""Traces for Perfetto and chrome://tracing, from recordings and exports of torch.profiler.
 
-Owns the trace event format (JSON). It must not know how clocks are aligned: it is given a function.
-
-A rank is a process. Its threads: steps, compute, waits, gathers, reductions, engine (events that
-take no time); counters: memory. A profiler's files keep their processes and threads, behind ours.
+A rank is a process. Its threads: steps, compute, waits, gathers, reductions, engine (events without
+duration); counters: memory. A profiler's processes and threads are kept, and follow ours.
 
 Source: "Trace Event Format", the document that Perfetto's importer follows; ``baseTimeNanoseconds``
-as torch.profiler writes it: what ``ts``, in microseconds, is counted from.
+as torch.profiler writes it: the origin of ``ts``, in microseconds.
 """
 
 from __future__ import annotations
@@ -20,31 +18,31 @@ from typing import Any
 from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.base.names import printable
 from fsdp2._core.base.regular_files import read_regular
-from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE
-from fsdp2._tools.record.format import MOST, MOST_RANKS
-from fsdp2._tools.record.rows import EVENTS, RankFile
-from fsdp2._tools.record.time_line import Piece, has_times, pieces_of, shown
+from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE, Span
+from fsdp2._tools.record.rows import EVENTS, MOST, MOST_RANKS, RankFile
+from fsdp2._tools.record.time_line import has_times, pieces_of, shown
 
 Time = Callable[[int, int], float]
-"""Of a rank, and nanoseconds since the epoch by its clock: microseconds of the trace."""
+"""Maps a rank, and nanoseconds since the epoch by its clock, to microseconds of the trace."""
+At = Callable[[float], float]
+"""Maps nanoseconds in the rows of one rank to microseconds of the trace."""
 
 STEPS, ENGINE, WAITS = "steps", "engine", "waits"
 THREADS = (STEPS, COMPUTE, WAITS, GATHER, REDUCE, ENGINE)
 LANES_OF_ONE = 100
-"""Numbers of threads for what overlaps in a lane."""
-
+"""Thread numbers for overlapping spans in a lane."""
 PROFILE_NBYTES = 4 << 30
 TIMES = 200
+"""Maximum growth of a profile that is decompressed; a trace grows by a factor of about 30."""
 FOREIGN = MOST_RANKS
-"""From here on are numbers of a profiler's processes; it is also what ranks' own may not reach."""
+"""The first number of a profiler's processes; ranks must be below it."""
 
 
 def events_of(file: RankFile, time: Time) -> Iterator[dict[str, Any]]:
-    """Yield a rank's trace events."""
     rank, epoch = file.rank, file.header["epoch_ns"]
 
-    def at(time_ns: int) -> float:
-        return time(rank, epoch + time_ns)
+    def at(time_ns: float) -> float:
+        return time(rank, epoch + int(time_ns))
 
     yield _named("process_name", rank, 0, f"rank {rank}: fsdp2")
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -62,9 +60,9 @@ def _thread(lane: str) -> int:
     return LANES_OF_ONE * (THREADS.index(lane) + 1)
 
 
-def _threads(pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
+def _threads(pieces: list[Span]) -> Iterator[tuple[Span, int]]:
     """Yield each piece with a thread in which nothing overlaps it."""
-    ends: dict[str, list[int]] = {}
+    ends: dict[str, list[float]] = {}
     for piece in sorted(pieces, key=lambda one: one.begin):
         lane = WAITS if piece.cause else piece.lane
         taken = ends.setdefault(lane, [])
@@ -73,60 +71,55 @@ def _threads(pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
         yield piece, _thread(lane) + place
 
 
-def _about(piece: Piece) -> dict[str, Any]:
+def _about(piece: Span) -> dict[str, Any]:
     about = {"bytes": piece.nbytes, "cause": piece.cause, "note": piece.note}
     return {name: value for name, value in about.items() if value}
 
 
-def _others(row: dict[str, Any], rank: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
-    """Yield what is no piece of a lane: steps, events, memory."""
-    kind = row["kind"]
+def _others(row: dict[str, Any], rank: int, at: At) -> Iterator[dict[str, Any]]:
+    """Yield events for rows that are not pieces of a lane: steps, events, memory."""
+    kind, when = row["kind"], row.get("host_ns", row["begin_ns"])
     if kind in ("step", "pass") and has_times(row):
         name = f"step {row['step']}" if kind == "step" else f"{row['phase']} {shown(row['unit'])}"
         yield _complete(name, rank, _thread(STEPS), at(row["begin_ns"]), at(row["end_ns"]), {})
     elif kind in EVENTS and has_times(row):
-        when = row.get("host_ns", row["begin_ns"])
-        yield {
-            "ph": "i",
-            "s": "t",
-            "name": f"{kind} {shown(row['unit'])}",
-            "cat": "fsdp2",
-            "pid": rank,
-            "tid": _thread(ENGINE),
-            "ts": at(when),
-            "args": {"bytes": row["nbytes"], "phase": row["phase"]},
-        }
+        name, about = (
+            f"{kind} {shown(row['unit'])}",
+            {"bytes": row["nbytes"], "phase": row["phase"]},
+        )
+        event = _event("i", name, rank, _thread(ENGINE), about)
+        yield {**event, "s": "t", "cat": "fsdp2", "ts": at(when)}
     if "communication_nbytes" in row and row["begin_ns"] is not None:
-        memory = {
-            "gathered": row["gathered_nbytes"],
-            "communication": row["communication_nbytes"],
-        }
+        memory = {"gathered": row["gathered_nbytes"], "communication": row["communication_nbytes"]}
         if "allocated_nbytes" in row:
             memory["allocated"] = row["allocated_nbytes"]
-        when = row.get("host_ns", row["begin_ns"])
-        yield {"ph": "C", "name": "memory", "pid": rank, "tid": 0, "ts": at(when), "args": memory}
+        yield {**_event("C", "memory", rank, 0, memory), "ts": at(when)}
+
+
+def _event(
+    kind: str,
+    name: str,
+    pid: int,
+    thread: int,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    return {"ph": kind, "name": name, "pid": pid, "tid": thread, "args": about}
 
 
 def _named(what: str, pid: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": thread, "args": {"name": name}}
+    return _event("M", what, pid, thread, {"name": name})
 
 
 def _complete(
     name: str, pid: int, thread: int, begin: float, end: float, about: dict[str, Any]
 ) -> dict[str, Any]:
-    event = {"ph": "X", "name": name, "cat": "fsdp2", "pid": pid, "tid": thread}
-    return {**event, "ts": begin, "dur": max(end - begin, 0.0), "args": about}
-
-
-# What a profiler exported.
+    event = _event("X", name, pid, thread, about)
+    return {**event, "cat": "fsdp2", "ts": begin, "dur": max(end - begin, 0.0)}
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """Read a trace that torch.profiler exported, packed or not.
-
-    Raises:
-        ConfigError: it is none, or of a torch that does not say when it was.
-    """
+    """Read a trace that torch.profiler exported, compressed or not. Raise ConfigError if it is not
+    one, or was written by a torch version that does not record the base time."""
     try:
         data = read_regular(path, PROFILE_NBYTES)
         found = json.loads(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)
@@ -135,13 +128,13 @@ def read_profile(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "FS917",
             f"trace: expected profiles to be traces of torch.profiler, found {printable(path)} "
-            f"({type(error).__name__}: {printable(error)}). Pass what export_chrome_trace wrote.",
+            f"({type(error).__name__}: {printable(error)}). Pass files of export_chrome_trace.",
         ) from error
     return found  # type: ignore[no-any-return]  # a dict, or the check above raised
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Unpack what gzip packed, unless it becomes much more than a trace does: a thirtieth."""
+    """Decompress gzip data, up to ``TIMES`` times its size plus 64 MiB."""
     machine = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     most = TIMES * len(data) + (64 << 20)
     found = machine.decompress(data, most)
@@ -153,40 +146,34 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _check(profile: Any) -> None:
-    """Raise ValueError for what is no profile, or has an event that ``merged`` cannot take."""
+    """Raise ValueError if this is not a profile, or has an event that ``merged`` cannot handle."""
     if type(profile) is not dict or type(profile.get("traceEvents")) is not list:
-        raise ValueError("traceEvents is no list")
+        raise ValueError("traceEvents is not a list")
     base = profile.get("baseTimeNanoseconds")
     if not isinstance(base, int | str) or abs(int(base)) >= MOST:
-        raise ValueError("baseTimeNanoseconds is no time")
+        raise ValueError("baseTimeNanoseconds is not a time")
     info = profile.get("distributedInfo")
     if isinstance(info, dict) and type(info.get("rank", 0)) is not int:
-        raise ValueError("rank is no number")
+        raise ValueError("rank is not a number")
     for event in profile["traceEvents"]:
         if not isinstance(event, dict) or "ph" not in event:
             continue
         if isinstance(event.get("pid"), list | dict) or isinstance(event.get("id"), list | dict):
             raise ValueError("an event has no process")
         if not isinstance(event.get("args", {}), dict):
-            raise ValueError("an event has other args")
-        if "ts" in event and not abs(float(_text_or_number(event["ts"]))) < MOST / 1e3:
+            raise ValueError("an event has invalid args")
+        time = event.get("ts", 0)
+        if not isinstance(time, str | int | float) or not abs(float(time)) < MOST / 1e3:
             raise ValueError("an event has no time")
 
 
-def _text_or_number(value: Any) -> Any:
-    if isinstance(value, str | int | float):
-        return value
-    raise ValueError("an event has no time")
-
-
 def rank_of_profile(profile: Mapping[str, Any]) -> int | None:
-    """Return the rank that a profile says it is of."""
     info = profile.get("distributedInfo")
     return int(info["rank"]) if isinstance(info, Mapping) and "rank" in info else None
 
 
 def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[str, Any]]:
-    """Yield a profile's events, as a rank's: on our clock, and under numbers of its own."""
+    """Yield a profile's events as those of a rank: on our clock, with separate process numbers."""
     base = int(profile["baseTimeNanoseconds"])
     numbers: dict[Any, int] = {}
     for event in profile["traceEvents"]:
@@ -208,5 +195,5 @@ def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[s
 
 
 def _own_id(given: Any, rank: int) -> Any:
-    """Return an id of a flow that no other rank has; those of numbers stay numbers."""
+    """Return a flow id that is unique to the rank; numeric ids stay numbers."""
     return given + ((rank + 1) << 40) if isinstance(given, int) else f"{rank}.{given}"

@@ -1,7 +1,7 @@
-"""What ``python -m fsdp2`` lets the Python processes that its program starts begin with.
+"""Runs at the start of all Python processes that a program under ``python -m fsdp2`` starts.
 
-Its folder is in their ``PYTHONPATH``, and Python imports this name by itself. It must not import
-torch, which most processes never do, and it must not be in the way of another file of its name.
+Its folder is in their ``PYTHONPATH``, and Python imports a module of this name automatically. It
+must not import torch, which most processes never need, and must not hide another file of its name.
 """
 
 import importlib.machinery
@@ -17,7 +17,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class _AfterTorch:
-    """Import fsdp2 right behind ``torch.distributed.fsdp``; then it replaces the names there."""
+    """Import fsdp2 right after ``torch.distributed.fsdp``; fsdp2 then replaces the names there."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -32,7 +32,8 @@ class _AfterTorch:
 
             def load_and_import(module: ModuleType) -> None:
                 load(module)
-                if importlib.util.find_spec("fsdp2") is None:  # the parent had it in its folder
+                # the parent found it in its working folder
+                if importlib.util.find_spec("fsdp2") is None:
                     sys.path.append(str(_HERE.parent.parent))
                 importlib.import_module("fsdp2")
 
@@ -49,4 +50,4 @@ def _run_the_next_of_this_name() -> None:
 
 if os.environ.get("FSDP2_REPLACE_TORCH") == "1":
     sys.meta_path.insert(0, _AfterTorch())
-_run_the_next_of_this_name()  # the last: what it raises, Python prints, and goes on
+_run_the_next_of_this_name()  # called last: Python prints its exceptions and continues

@@ -29,6 +29,14 @@ ELSEWHERE = {
         "on a CPU nothing is copied to the host",
         "tests/sim/test_activations.py::test_activations",
     ),
+    "FS328": Elsewhere(
+        "a CPU captures no step",
+        "tests/sim/test_graphs.py::test_a_step_is_captured_a_few_times_and_then_stays_eager",
+    ),
+    "FS718": Elsewhere(
+        "a CPU captures no step, which is said first",
+        "tests/sim/test_graphs.py::test_what_is_refused",
+    ),
     "FS803": Elsewhere(
         "only models on a GPU record CUDA graphs",
         "tests/behaviour/test_traced.py::test_cuda_graphs_are_refused",

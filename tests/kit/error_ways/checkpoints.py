@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import warnings
 from typing import IO, Any
@@ -25,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import checkpoint
-from fsdp2.checkpoint import _background, _dcp, _publish
+from fsdp2 import checkpoint, weights
+from fsdp2.checkpoint import _dcp, _place, _save
 from tests.kit.error_ways._programs import WIDTH, Net, build, shared_folder, trained, x
 from tests.kit.error_ways._way import way
 from tests.kit.meshes import DEVICE
@@ -78,9 +79,9 @@ def _(mended: bool) -> None:
     """Another job gives names to its files, and hangs meanwhile."""
     model, path = build(), shared_folder() / "saved"
     hangs = not mended and dist.get_rank() == 0
-    with _publish.exclusive(path) if hangs else contextlib.nullcontext():
+    with _place.exclusive(path) if hangs else contextlib.nullcontext():
         dist.barrier()
-        with mock.patch.object(_publish, "LOCK_WITHIN_S", 0.1):
+        with mock.patch.object(_place, "LOCK_WITHIN_S", 0.1):
             checkpoint.save(path, model)
 
 
@@ -96,7 +97,7 @@ def _(mended: bool) -> None:
     checkpoint.full_state(model)
 
 
-@way("FS618", "model-00001", "does not have it")
+@way("FS618", "model-00001", "does not contain it")
 def _(mended: bool) -> None:
     model, folder = build(), shared_folder() / "saved"
     checkpoint.save_safetensors(folder, model, max_file_bytes=90)
@@ -132,14 +133,14 @@ def _(mended: bool) -> None:
 @way("FS627", "rank 1", "No space left on device")
 def _(mended: bool) -> None:
     model, path = build(), shared_folder() / "saved"
-    write = _background.write_part
+    write = _save.write_part
 
     def fail(*args: Any) -> None:
         if dist.get_rank() == 1 and not mended:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
-    with mock.patch.object(_background, "write_part", fail):
+    with mock.patch.object(_save, "write_part", fail):
         handle = checkpoint.save(path, model, background=True)
         handle._done.wait()
     with warnings.catch_warnings(record=True) as told:
@@ -152,13 +153,13 @@ def _(mended: bool) -> None:
 @way("FS628", "a save in the background", "when_busy='wait'")
 def _(mended: bool) -> None:
     model, folder = build(), shared_folder()
-    write, go_on = _background.write_part, threading.Event()
+    write, go_on = _save.write_part, threading.Event()
 
     def held_back(*args: Any) -> None:
         go_on.wait()
         write(*args)
 
-    with mock.patch.object(_background, "write_part", held_back):
+    with mock.patch.object(_save, "write_part", held_back):
         handle = checkpoint.save(folder / "one", model, background=True)
         if mended:
             go_on.set()
@@ -170,7 +171,7 @@ def _(mended: bool) -> None:
             handle.wait()
 
 
-@way("FS629", "cannot make", "memory=")
+@way("FS629", "cannot create", "memory=")
 def _(mended: bool) -> None:
     model, folder = build(), shared_folder()
     (folder / "file").touch()
@@ -489,7 +490,7 @@ def _(mended: bool) -> None:
         checkpoint.save_safetensors(folder, model)
 
 
-@way("FS625", "rank 1", "which it is not on", on=(1,))
+@way("FS625", "rank 1", "which does not contain this rank", on=(1,))
 def _(mended: bool) -> None:
     mesh = DeviceMesh(DEVICE, [0])
     model = nn.Linear(WIDTH, WIDTH)
@@ -498,10 +499,79 @@ def _(mended: bool) -> None:
         checkpoint.full_state(model)
 
 
-@way("FS625", "rank 1", "which it is not on", name="one tensor")
+@way("FS625", "rank 1", "which does not contain this rank", name="one tensor")
 def _(mended: bool) -> None:
     """Ranks of a mesh that all are on do not wait for the one that has the error."""
     model = build()
     mesh = model[0].weight.device_mesh if mended else DeviceMesh(DEVICE, [0])
     model[0].register_buffer("kept", distribute_tensor(torch.ones(WIDTH), mesh, [Replicate()]))
     checkpoint.full_state(model)
+
+
+def _asks(*boxes: weights.Box, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Plan for one engine rank that has the rows of one parameter."""
+    spec = weights.Spec((WIDTH, WIDTH), dtype, boxes)
+    weights.plan(nn.Linear(WIDTH, WIDTH), [{"there": spec}])
+
+
+@way("FS631", "there of engine rank 0", "which the model does not have", alone=True)
+def _(mended: bool) -> None:
+    _asks(weights.Box("weight" if mended else "0.weight", (0, 0), (WIDTH, WIDTH)))
+
+
+@way("FS632", "there of engine rank 0", "along dim 0", alone=True)
+def _(mended: bool) -> None:
+    first = weights.Box("weight", (0, 0), (1, WIDTH))
+    rest = weights.Box("weight", (1, 0), (WIDTH - 1, WIDTH))
+    _asks(*((first, rest) if mended else (first,)))
+
+
+@way("FS633", "there of engine rank 0", "torch.int64", alone=True)
+def _(mended: bool) -> None:
+    dtype = torch.float16 if mended else torch.int64
+    _asks(weights.Box("weight", (0, 0), (WIDTH, WIDTH)), dtype=dtype)
+
+
+@way("FS634", "weight was planned as torch.float32", alone=True)
+def _(mended: bool) -> None:
+    model, spec = (
+        nn.Linear(2, 2),
+        weights.Spec((2, 2), torch.float32, [weights.Box("weight", (0, 0), (2, 2))]),
+    )
+    plan = weights.plan(model, [{"there": spec}])
+    model.double()
+    if mended:
+        plan = weights.plan(model, [])
+    plan.send(weights.Files(tempfile.mkdtemp(), timeout=0.0))
+
+
+@way("FS635", "the new version is incomplete", "trainer 0 failed", on=(1,))
+def _(mended: bool) -> None:
+    def callback(name: str, start: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+        return values if mended else values.missing
+
+    mesh, text = DeviceMesh("cpu", [0]), [""]
+    if dist.get_rank() == 0:
+        model = fsdp2.fully_shard(nn.Linear(2, 2), mesh=mesh)
+        spec = weights.Spec((2, 2), torch.float32, [weights.Box("weight", (0, 0), (2, 2))])
+        plan = weights.plan(model, [{"there": spec}])
+        text = [plan.to_json()]
+    dist.broadcast_object_list(text, src=0)
+    if dist.get_rank() == 0:
+        with contextlib.suppress(AttributeError):
+            plan.send(dist.group.WORLD, [1], callback=callback)
+    else:
+        weights.Receiver(text[0], 0).receive(dist.group.WORLD)
+
+
+@way("FS636", "an update in the background failed", alone=True)
+def _(mended: bool) -> None:
+    spec = weights.Spec((2, 2), torch.float32, [weights.Box("weight", (0, 0), (2, 2))])
+    plan = weights.plan(nn.Linear(2, 2), [{"there": spec}])
+    nowhere = weights.Files(tempfile.mkdtemp(), timeout=0.0)
+    handle = plan.send(nowhere, background=True)
+    with contextlib.suppress(fsdp2.LostRank):
+        if mended:
+            handle.wait()
+    with contextlib.suppress(fsdp2.LostRank):
+        plan.send(nowhere)

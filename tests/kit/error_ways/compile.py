@@ -59,7 +59,7 @@ def _(mended: bool) -> None:
     (model if mended else fast)(x()).sum().backward()
 
 
-@way("FS805", "inside a forward or backward")
+@way("FS805", "during a forward or backward")
 def _(mended: bool) -> None:
     model = build()
     fast = fsdp2.compile(model, backend="aot_eager")

@@ -58,7 +58,7 @@ def _(mended: bool) -> None:
     optimizer.step()
 
 
-@way("FS702", "Muon", "no elementwise=True changes that")
+@way("FS702", "Muon", "elementwise=True does not change that")
 def _(mended: bool) -> None:
     model = build()
     params, kind = [layer.weight for layer in model], torch.optim.Muon
@@ -169,7 +169,7 @@ def _(mended: bool) -> None:
     first_step(model)
 
 
-@way("FS710", "SGD", "0, 1", "a backward without sync")
+@way("FS710", "SGD", "0, 1", "accumulated without sync")
 def _(mended: bool) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,7 +180,7 @@ def _(mended: bool) -> None:
     optimizer.step()
 
 
-@way("FS711", "LBFGS", "all parameters at once")
+@way("FS711", "LBFGS", "all parameters together")
 def _(mended: bool) -> None:
     model = build()
     cls = torch.optim.Adafactor if mended else torch.optim.LBFGS
@@ -258,7 +258,7 @@ def _(mended: bool) -> None:
     fsdp2.optim.offload_states(Adapts(model.parameters(), lr=0.1), by_itself=mended)
 
 
-@way("FS717", "SGD", "replaced step")
+@way("FS717", "SGD", "replaced the step method")
 def _(mended: bool) -> None:
     optimizer = torch.optim.SGD(build().parameters(), lr=0.1)
     if mended:

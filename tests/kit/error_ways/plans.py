@@ -81,12 +81,12 @@ def _(mended: bool) -> None:
     found.suggest("1GB")
 
 
-@way("FS901", "no budget", name="budget", alone=True)
+@way("FS901", "neither a budget", name="budget", alone=True)
 def _(mended: bool) -> None:
     fsdp2.plan(Net(), mesh=2, batch=x()).suggest("1GB" if mended else None)
 
 
-@way("FS901", "no budget", name="hardware", alone=True)
+@way("FS901", "neither a budget", name="hardware", alone=True)
 def _(mended: bool) -> None:
     hardware = "h100-nvlink-ib" if mended else None
     fsdp2.plan(Net(), mesh=2, batch=x(), hardware=hardware).suggest()
@@ -158,12 +158,12 @@ def _(mended: bool) -> None:
     fsdp2.plan(Net(), mesh=2, batch=x(), optimizer=optimizer)
 
 
-@way("FS905", "mesh", "sharded already")
+@way("FS905", "mesh", "already sharded")
 def _(mended: bool) -> None:
     fsdp2.plan(build(), **({} if mended else {"mesh": 2}))
 
 
-@way("FS906", "one dim of each role", alone=True)
+@way("FS906", "one dim per role", alone=True)
 def _(mended: bool) -> None:
     several = fsdp2.DataParallelMeshDims(shard=("replicate", "shard"))
     if mended:
@@ -198,7 +198,7 @@ def _(mended: bool) -> None:
         train(torch.distributed.fsdp.fully_shard(model))
 
 
-@way("FS909", "Net", "before anything is sharded")
+@way("FS909", "Net", "before sharding anything")
 def _(mended: bool) -> None:
     with fsdp2.replace_torch() if mended else contextlib.nullcontext():
         model = torch.distributed.fsdp.fully_shard(Net())
@@ -243,7 +243,7 @@ def _(mended: bool) -> None:
             train(model)
 
 
-@way("FS915", "what was recorded")
+@way("FS915", "one of the recorded files")
 def _(mended: bool) -> None:
     model, folder = build(), shared_folder()
     with fsdp2.record(model, folder) as recording:

@@ -183,3 +183,8 @@ def _(mended: bool) -> None:
         return
     with debug.without_communication(model):
         model(x())
+
+
+@way("FS516", "reproducible", "2 data-parallel ranks for 1 slots")
+def _(mended: bool) -> None:
+    fsdp2.reproducible(build(), slots=2 if mended else 1)

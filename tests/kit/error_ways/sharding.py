@@ -24,6 +24,7 @@ import fsdp2
 from tests.kit.error_ways._programs import WIDTH, Net, build, train, x
 from tests.kit.error_ways._way import way
 from tests.kit.error_ways.settings import Weight, of_class, run
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import DEVICE
 from tests.kit.parity import make_mesh
 
@@ -40,8 +41,7 @@ def _(mended: bool) -> None:
 
     model = Blocks()
     if mended:
-        for layer in model.layers:
-            fsdp2.fully_shard(layer)
+        shard_each(*model.layers)
     else:
         fsdp2.fully_shard(model.layers)
     train(fsdp2.fully_shard(model))
@@ -68,7 +68,7 @@ def _(mended: bool) -> None:
     train(fsdp2.fully_shard(model, mesh=mesh["data"]))
 
 
-@way("FS202", "Linear", "around it", name="the model before its layers")
+@way("FS202", "Linear", "enclosing", name="the model before its layers")
 def _(mended: bool) -> None:
     model = Net()
     for module in (*model, model) if mended else (model, *model):
@@ -76,7 +76,7 @@ def _(mended: bool) -> None:
     train(model)
 
 
-@way("FS202", "Linear", "around it", name="the model before a list with its layer")
+@way("FS202", "Linear", "enclosing", name="the model before a list with its layer")
 def _(mended: bool) -> None:
     other, model = nn.Linear(WIDTH, WIDTH), Net()
     for module in ([other, model[0]], model) if mended else (model, [other, model[0]]):
@@ -169,8 +169,7 @@ def _(mended: bool) -> None:
 def _(mended: bool) -> None:
     model = Net()
     model[1].weight = model[0].weight
-    for layer in model:
-        fsdp2.fully_shard(layer)
+    shard_each(*model)
     train(fsdp2.fully_shard(model) if mended else model)
 
 
@@ -259,7 +258,7 @@ def _(mended: bool) -> None:
     fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
 
 
-@way("FS219", "0.weight", "cannot be joined", name="two meshes")
+@way("FS219", "0.weight", "can be combined", name="two meshes")
 def _(mended: bool) -> None:
     both = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
     alone = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tensor",))
@@ -299,8 +298,7 @@ def _(mended: bool) -> None:
 @way("FS223", "<root>", "conditional")
 def _(mended: bool) -> None:
     model = Net()
-    for layer in model:
-        fsdp2.fully_shard(layer, conditional=True)
+    shard_each(*model, conditional=True)
     train(fsdp2.fully_shard(model, conditional=not mended))
 
 
@@ -379,7 +377,7 @@ def _(mended: bool) -> None:
     train(fsdp2.fully_shard(second))
 
 
-@way("FS221", "up", "without all-gather extension")
+@way("FS221", "up", "without an all-gather extension")
 def _(mended: bool) -> None:
     class Plain(Weight):
         @classmethod
@@ -483,7 +481,7 @@ def _(mended: bool) -> None:
     train(model)
 
 
-@way("FS234", "whole on each rank", "reshard_after_forward")
+@way("FS234", "keeps parameters unsharded", "reshard_after_forward")
 def _(mended: bool) -> None:
     keeps = None if mended else True
     train(fsdp2.fully_shard(Net(), shard="gradients", reshard_after_forward=keeps))
@@ -495,14 +493,14 @@ def _(mended: bool) -> None:
     train(fsdp2.fully_shard(Net(), shard="optimizer", offload_policy=policy))
 
 
-@way("FS234", "stay whole", name="a setter")
+@way("FS234", "stay unsharded", name="a setter")
 def _(mended: bool) -> None:
     model = fsdp2.fully_shard(Net(), shard="parameters" if mended else "gradients")
     model.set_reshard_after_forward(True)
     train(model)
 
 
-@way("FS234", "beside", name="outer and whole")
+@way("FS234", "all ranks form one axis", name="outer and whole")
 def _(mended: bool) -> None:
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("outer", "inner"))
     outer = None if mended else "optimizer"

@@ -202,7 +202,7 @@ def _(mended: bool) -> None:
     torch.func.grad(loss)(params)
 
 
-@way("FS318", "0.weight", "stands in for it", name="shape")
+@way("FS318", "0.weight", "in its place", name="shape")
 def _(mended: bool) -> None:
     model = build()
     params: dict[str, Any] = {name: p.full_tensor() for name, p in model.named_parameters()}
@@ -360,3 +360,33 @@ def _(mended: bool) -> None:
     model = Attends()
     unit = model.attention if mended else model.attention.out_proj
     fsdp2.plan(model, mesh=2, policy={type(unit)}, batch=x())
+
+
+@way("FS327", "graphed", "no graphs")
+def _(mended: bool) -> None:
+    model = build()
+    if mended:
+        model(x()).sum().backward()
+    else:
+        fsdp2.graphed(model)
+
+
+@way("FS329", "computed twice", "of 4")
+def _(mended: bool) -> None:
+    model = build()
+    fsdp2.reproducible(model, slots=4)
+    loss = model(x()).sum()
+    if mended:
+        (2 * loss).backward()
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@way("FS330", "gradient sync was changed")
+def _(mended: bool) -> None:
+    model = build()
+    fsdp2.reproducible(model, slots=4)
+    if not mended:
+        model.set_requires_gradient_sync(False)
+    model(x()).sum().backward()

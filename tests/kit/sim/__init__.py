@@ -7,6 +7,7 @@ of the host; what is checked is the *order* (csrc/order.h). What is found:
 - RACE: two accesses to the same bytes, at least one a write, that nothing orders.
 - REUSE: memory that was freed, or freshly allocated, while another stream may still use it.
 - HOST: pinned memory that the host wrote to while the device was copying it.
+- GRAPH: memory that a replay of a captured step uses, and that was freed since (csrc/graph.h).
 
 Host waits are listed beside these: where the program stopped until the device had caught up.
 No GPU takes part: neither the speed of kernels nor what NCCL does inside is simulated.
@@ -74,14 +75,70 @@ def _device_module() -> types.ModuleType:
     module.set_device = lambda device: None
     module.device = lambda device: contextlib.nullcontext()
     module.manual_seed = module.manual_seed_all = lambda seed: None  # the host's numbers are ours
-    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.get_rng_state = _get_rng_state
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.Stream, module.Event = torch.Stream, torch.Event
     module.stream = lambda stream: stream  # torch.Stream is a context manager itself
+    module.CUDAGraph, module.graph = CapturedGraph, Capture
+    module.graph_pool_handle = lambda: (0, 0)
+    module.is_current_stream_capturing = lambda: load().is_capturing()
     return module
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    if load().is_capturing():  # aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, current_seed
+        raise RuntimeError("sim: the state of a generator cannot be read during a capture")
+    return torch.get_rng_state()
+
+
+class CapturedGraph:
+    """What ``torch.cuda.CUDAGraph`` is for a GPU. See csrc/graph.h."""
+
+    def __init__(self) -> None:
+        self._graph: Any = None
+        self._randomness = torch.get_rng_state()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._randomness = torch.get_rng_state()
+        self._graph = load().begin_capture()
+
+    def capture_end(self) -> None:
+        torch.set_rng_state(self._randomness)  # nothing was drawn
+        load().end_capture()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph = None
+
+
+class Capture:
+    """What ``torch.cuda.graph`` is for a GPU."""
+
+    def __init__(
+        self,
+        cuda_graph: CapturedGraph,
+        pool: Any = None,
+        stream: torch.Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> None:
+        self._graph = cuda_graph
+        self._stream = torch.Stream(DEVICE) if stream is None else stream
+
+    def __enter__(self) -> None:
+        torch.accelerator.synchronize()
+        self._stream.__enter__()
+        self._graph.capture_begin()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._graph.capture_end()
+        finally:
+            self._stream.__exit__(*error)
 
 
 def _make_group(simulator: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:

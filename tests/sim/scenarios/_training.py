@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from tests.kit.in_turn import advance
 from tests.kit.models import CASES, WIDTH, Case, each_block, loss_of, stack
-from tests.sim._world import UNSTEADY, Values, World
+from tests.sim._world import TOLERANCE, UNSTEADY, Program, Values, World, scenario
 
 STACK = stack()
 ROWS = 3  # of a rank's batch
@@ -26,6 +27,16 @@ def learn(model: Any, x: Tensor) -> None:
     loss_of(model(x)).backward()
 
 
+def sets(**values: Any) -> Callable[[Any], None]:
+    """Return what gives a model settings: ``sets(memory="low")`` calls ``set_memory("low")``."""
+
+    def set_up(model: Any) -> None:
+        for name, value in values.items():
+            getattr(model, f"set_{name}")(value)
+
+    return set_up
+
+
 @dataclass
 class Training:
     """A sharded model, its optimizer, and what it is trained on."""
@@ -35,13 +46,29 @@ class Training:
     optim: Any
     inputs: list[Tensor]
     count: int
+    microbatches: int
 
     def steps(self, unsteady: int = UNSTEADY) -> Iterator[int]:
         return self.world.steps(self.count, unsteady)
 
+    def learn(self, index: int) -> None:
+        learn(self.model, self.inputs[index])
+
     def update(self) -> None:
         self.optim.step()
         self.optim.zero_grad()
+
+    def train(self, index: int) -> None:
+        self.learn(index)
+        self.update()
+
+    def accumulate(self, step: int, setting: str = "") -> None:
+        """Train on the microbatches of a step; ``setting`` is true for the last of them alone."""
+        for index in range(self.microbatches):
+            if setting:
+                getattr(self.model, setting)(index == self.microbatches - 1)
+            self.learn(step * self.microbatches + index)
+        self.update()
 
     def values(self, **more: Tensor) -> Values:
         return self.world.values(self.model, **more)
@@ -67,7 +94,7 @@ def training(
     set_up(model)
     optim = optimizer([p for p in model.parameters() if p.requires_grad], lr=LR)
     inputs = [world.tensor(*batch, seed=step) for step in range(steps * microbatches)]
-    return Training(world, model, optim, inputs, steps)
+    return Training(world, model, optim, inputs, steps, microbatches)
 
 
 def train(
@@ -101,6 +128,48 @@ def train_case(world: World, name: str, steps: int = 4, **kwargs: Any) -> Values
     for step in world.steps(steps):
         batch = batches[step]
         loss_of(model(*batch.args, **batch.kwargs)).backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(model)
+
+
+def each_step(
+    ranks: int = 2,
+    *,
+    slow: bool = False,
+    may_wait: str = "",
+    tolerance: float = TOLERANCE,
+    unsteady: int = UNSTEADY,
+    **kwargs: Any,
+) -> Callable[[Callable[[Training, int], Mapping[str, Tensor] | None]], Program]:
+    """Make a scenario of what happens in a step; what it returns is compared as well."""
+
+    def made(do: Callable[[Training, int], Mapping[str, Tensor] | None]) -> Program:
+        @functools.wraps(do)
+        def program(world: World) -> Values:
+            run, seen = training(world, **kwargs), {}
+            for step in run.steps(unsteady):
+                seen |= {f"{name} {step}": found for name, found in (do(run, step) or {}).items()}
+            return run.values(**seen)
+
+        return scenario(ranks, slow=slow, may_wait=may_wait, tolerance=tolerance)(program)
+
+    return made
+
+
+def trained(
+    name: str,
+    ranks: int = 2,
+    *,
+    case: str = "",
+    slow: bool = False,
+    may_wait: str = "",
+    tolerance: float = TOLERANCE,
+    **kwargs: Any,
+) -> None:
+    """Put a scenario into the list that trains the plain way: a stack, or one of the cases."""
+
+    def program(world: World) -> Values:
+        return train_case(world, case, **kwargs) if case else train(world, **kwargs)
+
+    program.__name__ = name
+    scenario(ranks, slow=slow, may_wait=may_wait, tolerance=tolerance)(program)

@@ -21,8 +21,9 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2._core.api.activations import ATTRIBUTE
 from tests.kit.models import Block, loss_of, stack
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import Training, learn, train, training
+from tests.sim.scenarios._training import Training, each_step, learn, trained, training
 from tests.sim.scenarios.pipelines import pipelined
+from tests.sim.scenarios.streams import on_a_side_stream
 
 BLOCKS = stack(count=4)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -52,8 +53,7 @@ def learning(world: World, set_up: Callable[[Any], None] | None = None, **kwargs
     run = offloaded(world, set_up or offload(), steps=5, **kwargs)
     known = 0
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         if world.is_simulated:
             assert pinned(run.model) > 0
             assert step == 0 or pinned(run.model) == known
@@ -79,13 +79,9 @@ def activations_of_modules_inside_each_other(world: World) -> Values:
     return learning(world, offload({Block, nn.Linear}, keep_last=3))
 
 
-@scenario(2, slow=True)
-def activations_offloaded_before_sharding(world: World) -> Values:
-    run = training(world, BLOCKS, prepare=offload())
-    for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values()
+@each_step(slow=True, make=BLOCKS, prepare=offload())
+def activations_offloaded_before_sharding(run: Training, step: int) -> None:
+    run.train(step)
 
 
 @scenario(2, slow=True)
@@ -107,10 +103,8 @@ def activations_and_shards_on_the_host(world: World) -> Values:
     return learning(world, offload_policy=CPUOffloadPolicy())
 
 
-@scenario(2, slow=True)
-def activations_of_microbatches(world: World) -> Values:
-    """Gradients add up without sync."""
-    return train(world, BLOCKS, set_up=offload(), microbatches=3)
+# Gradients add up without sync.
+trained("activations_of_microbatches", make=BLOCKS, slow=True, set_up=offload(), microbatches=3)
 
 
 @scenario(2, slow=True)
@@ -126,30 +120,23 @@ def activations_of_forwards_before_their_backwards(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
-def activations_of_a_graph_that_stays(world: World) -> Values:
+@each_step(make=BLOCKS, set_up=offload())
+def activations_of_a_graph_that_stays(run: Training, step: int) -> None:
     """A second backward through one graph brings everything anew."""
-    run = offloaded(world, offload())
-    for step in run.steps():
-        loss = loss_of(run.model(run.inputs[step]))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        run.update()
-    return run.values()
+    loss = loss_of(run.model(run.inputs[step]))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    run.update()
 
 
-@scenario(2, slow=True)
-def activations_of_graphs_that_are_dropped(world: World) -> Values:
+@each_step(slow=True, make=BLOCKS, set_up=offload(keep_last=0))
+def activations_of_graphs_that_are_dropped(run: Training, step: int) -> None:
     """A forward whose backward never comes gives its memory back."""
-    run = offloaded(world, offload(keep_last=0))
-    for step in run.steps():
-        loss = loss_of(run.model(run.inputs[step]))
-        del loss
-        with torch.no_grad():
-            run.model(run.inputs[step])
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values()
+    loss = loss_of(run.model(run.inputs[step]))
+    del loss
+    with torch.no_grad():
+        run.model(run.inputs[step])
+    run.train(step)
 
 
 @scenario(2, may_wait="the host looks whether anybody had a gradient")
@@ -165,8 +152,7 @@ def activations_that_come_back_in_vain(world: World) -> Values:
         torch.autograd.grad(loss, kept)
         kept.clear()
         del loss
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 
@@ -208,16 +194,7 @@ def checkpoints_inside_of_offloaded_blocks(world: World) -> Values:
 
 @scenario(2, slow=True)
 def activations_on_a_side_stream(world: World) -> Values:
-    """Forward and backward run in a stream of the user's."""
-    run = offloaded(world, offload())
-    side = world.stream()
-    for step in run.steps():
-        side.wait_stream(world.current_stream)
-        with side:
-            learn(run.model, run.inputs[step])
-        world.current_stream.wait_stream(side)
-        run.update()
-    return run.values()
+    return on_a_side_stream(world, make=BLOCKS, set_up=offload())
 
 
 @scenario(2, slow=True)
@@ -226,8 +203,7 @@ def activations_of_compiled_blocks(world: World) -> Values:
     for block in run.model.blocks:
         block.compile(backend="aot_eager")
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     if world.is_simulated:
         assert pinned(run.model) > 0
     torch._dynamo.reset()
@@ -314,8 +290,7 @@ def activations_that_several_nodes_save(world: World) -> Values:
         set_up=offload({Products}, keep_last=0),
     )
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     if world.is_simulated:
         # of each block: h, the tanh and what k makes; and the table, once
         assert pinned(run.model) == (4 * 3 + 1) * 512

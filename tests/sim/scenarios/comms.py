@@ -14,9 +14,10 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._core.base import torch_comm
 from tests.behaviour.test_extension import Int8Weight
+from tests.kit.in_turn import advance
 from tests.kit.models import WIDTH, each_block, loss_of
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import learn, train, training
+from tests.sim.scenarios._training import sets, train, trained, training
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -84,35 +85,23 @@ def custom(memory: type, gather: type, scatter: type) -> Callable[[Any], None]:
     return set_up
 
 
-@scenario(2, slow=True)
-def custom_collectives(world: World) -> Values:
-    return train(world, set_up=custom(FreshMemory, Gather, Scatter))
-
-
-@scenario(2)
-def custom_collectives_with_works(world: World) -> Values:
-    return train(world, set_up=custom(FreshMemory, AsyncGather, AsyncScatter))
-
-
-@scenario(2)
-def custom_collectives_on_memory_that_stays(world: World) -> Values:
-    """The same buffers in every step: who had them before must be done with them."""
-    return train(world, set_up=custom(OwnMemory, AsyncGather, AsyncScatter), microbatches=2)
-
-
-@scenario(4, slow=True)
-def custom_collectives_and_replicas(world: World) -> Values:
-    return train(
-        world,
-        mesh=world.mesh(2, 2),
-        set_up=custom(OwnMemory, Gather, AsyncScatter),
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64),
-    )
-
-
-@scenario(2)
-def reduction_over_a_group_of_its_own(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_separate_reduce_scatter_group(True))
+trained("custom_collectives", slow=True, set_up=custom(FreshMemory, Gather, Scatter))
+trained("custom_collectives_with_works", set_up=custom(FreshMemory, AsyncGather, AsyncScatter))
+# The same buffers in every step: who had them before must be done with them.
+trained(
+    "custom_collectives_on_memory_that_stays",
+    set_up=custom(OwnMemory, AsyncGather, AsyncScatter),
+    microbatches=2,
+)
+trained(
+    "custom_collectives_and_replicas",
+    4,
+    slow=True,
+    mesh=(2, 2),
+    set_up=custom(OwnMemory, Gather, AsyncScatter),
+    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64),
+)
+trained("reduction_over_a_group_of_its_own", set_up=sets(separate_reduce_scatter_group=True))
 
 
 # Hooks.
@@ -125,16 +114,14 @@ def summing(state: Any, packed: Tensor, reduced: Tensor, group: dist.ProcessGrou
     reduced.copy_(total[start : start + reduced.numel()])
 
 
-@scenario(2)
-def comm_hook(world: World) -> Values:
-    return train(world, set_up=lambda model: fsdp2.register_comm_hook(model, summing))
-
-
-@scenario(4, slow=True)
-def comm_hook_and_replicas(world: World) -> Values:
-    return train(
-        world, mesh=world.mesh(2, 2), set_up=lambda model: fsdp2.register_comm_hook(model, summing)
-    )
+trained("comm_hook", set_up=lambda model: fsdp2.register_comm_hook(model, summing))
+trained(
+    "comm_hook_and_replicas",
+    4,
+    slow=True,
+    mesh=(2, 2),
+    set_up=lambda model: fsdp2.register_comm_hook(model, summing),
+)
 
 
 @scenario(2, slow=True)
@@ -143,10 +130,8 @@ def comm_hook_with_a_stream(world: World) -> Values:
     side = world.stream()
 
     def hook(state: Any, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup) -> None:
-        side.wait_stream(world.current_stream)
-        with side:
+        with world.beside(side):
             summing(state, packed, reduced, group)
-        world.current_stream.wait_stream(side)
 
     return train(world, set_up=lambda model: fsdp2.register_comm_hook(model, hook))
 
@@ -221,9 +206,7 @@ def all_reduce_hook_after_replicas(world: World) -> Values:
 # Scales.
 
 
-@scenario(2, slow=True)
-def gradients_summed(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_gradient_reduction("sum"), steps=3)
+trained("gradients_summed", slow=True, set_up=sets(gradient_reduction="sum"), steps=3)
 
 
 @scenario(2, slow=True)
@@ -276,8 +259,7 @@ def extended(world: World, kind: type[Int8Weight], **kwargs: Any) -> Values:
         output = model(inputs[step])
         outputs[f"output {step}"] = output.detach()
         loss_of(output).backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     adapters = nn.ModuleList([layer for block in model for layer in (block.a, block.b)])
     return world.values(adapters, **outputs)
 
@@ -322,8 +304,7 @@ def order_checked(world: World) -> Values:
     run = training(world)
     checker = fsdp2.debug.check_order(run.model)
     for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     checker.remove()
     assert each_block(run.model)
     return run.values()
@@ -333,10 +314,9 @@ def order_checked(world: World) -> Values:
 def without_communication(world: World) -> Values:
     run = training(world, steps=3)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     before = run.values()
     with fsdp2.debug.without_communication(run.model):
-        learn(run.model, run.inputs[0])
+        run.learn(0)
     run.optim.zero_grad()
     return before

@@ -69,7 +69,6 @@ def units_compiled(world: World) -> Values:
     for block in run.model.blocks:
         block.compile(backend="aot_eager")
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     torch._dynamo.reset()
     return run.values()

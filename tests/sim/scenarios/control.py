@@ -10,84 +10,70 @@ from torch import Tensor
 from torch.func import functional_call
 
 import fsdp2
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import WIDTH, Block, each_block, loss_of, stack
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import LR, ROWS, SGD, STACK, learn, train, training
+from tests.sim.scenarios._training import (
+    LR,
+    ROWS,
+    SGD,
+    STACK,
+    Training,
+    each_step,
+    learn,
+    sets,
+    trained,
+    training,
+)
+
+trained("accumulated", microbatches=3)
 
 
-@scenario(2)
-def accumulated(world: World) -> Values:
-    return train(world, microbatches=3)
+@each_step(slow=True, microbatches=2)
+def no_sync(run: Training, step: int) -> None:
+    with fsdp2.no_sync(run.model):
+        run.learn(2 * step)
+    run.train(2 * step + 1)
 
 
-@scenario(2, slow=True)
-def no_sync(world: World) -> Values:
-    run = training(world, microbatches=2)
-    for step in run.steps():
-        with fsdp2.no_sync(run.model):
-            learn(run.model, run.inputs[2 * step])
-        learn(run.model, run.inputs[2 * step + 1])
-        run.update()
-    return run.values()
+@each_step(slow=True, microbatches=2)
+def last_backward_said(run: Training, step: int) -> None:
+    run.accumulate(step, "set_is_last_backward")
 
 
-@scenario(2, slow=True)
-def last_backward_said(world: World) -> Values:
-    run = training(world, microbatches=2)
-    for step in run.steps():
-        for index in range(2):
-            run.model.set_is_last_backward(index == 1)
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
-    return run.values()
-
-
-@scenario(2)
-def retained_graph(world: World) -> Values:
+@each_step()
+def retained_graph(run: Training, step: int) -> None:
     """Two backwards through one graph: units are gathered again for the second."""
-    run = training(world)
-    for step in run.steps():
-        loss = loss_of(run.model(run.inputs[step]))
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        run.update()
-    return run.values()
+    loss = loss_of(run.model(run.inputs[step]))
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+    run.update()
 
 
-@scenario(2)
-def several_forwards_with_one_backward(world: World) -> Values:
-    run = training(world, microbatches=3)
-    for step in run.steps():
-        losses = [loss_of(run.model(run.inputs[3 * step + index])) for index in range(3)]
-        torch.stack(losses).sum().backward()
-        run.update()
-    return run.values()
+@each_step(microbatches=3)
+def several_forwards_with_one_backward(run: Training, step: int) -> None:
+    losses = [loss_of(run.model(run.inputs[3 * step + index])) for index in range(3)]
+    torch.stack(losses).sum().backward()
+    run.update()
 
 
-@scenario(2)
-def backwards_in_another_order(world: World) -> Values:
-    run = training(world, microbatches=2)
-    for step in run.steps():
-        first = loss_of(run.model(run.inputs[2 * step]))
-        second = loss_of(run.model(run.inputs[2 * step + 1]))
-        first.backward()
-        second.backward()
-        run.update()
-    return run.values()
+@each_step(microbatches=2)
+def backwards_in_another_order(run: Training, step: int) -> None:
+    first = loss_of(run.model(run.inputs[2 * step]))
+    second = loss_of(run.model(run.inputs[2 * step + 1]))
+    first.backward()
+    second.backward()
+    run.update()
 
 
-@scenario(2, slow=True)
-def forwards_without_backward(world: World) -> Values:
+@each_step(slow=True)
+def forwards_without_backward(run: Training, step: int) -> Values:
     """Outputs that are dropped, and evaluations between steps."""
-    run = training(world)
-    seen = {}
-    for step in run.steps():
-        run.model(run.inputs[step])
-        with torch.no_grad():
-            seen[f"output {step}"] = run.model(run.inputs[step])
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values(**seen)
+    run.model(run.inputs[step])
+    with torch.no_grad():
+        output = run.model(run.inputs[step])
+    run.train(step)
+    return {"output": output}
 
 
 @scenario(2)
@@ -97,29 +83,24 @@ def inference_mode_before_training(world: World) -> Values:
     with torch.inference_mode():
         run.model(run.inputs[0])
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 
-@scenario(2)
-def inference_mode(world: World) -> Values:
-    run = training(world)
-    seen = {}
-    for step in run.steps():
-        with torch.inference_mode():
-            seen[f"output {step}"] = run.model(run.inputs[step])
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values(**seen)
+@each_step()
+def inference_mode(run: Training, step: int) -> Values:
+    with torch.inference_mode():
+        output = run.model(run.inputs[step])
+    run.train(step)
+    return {"output": output}
 
 
 def finalized(world: World, async_op: bool) -> Values:
-    run = training(world, microbatches=2, set_up=lambda m: m.set_manual_backward_finalization(True))
+    run = training(world, microbatches=2, set_up=sets(manual_backward_finalization=True))
     for step in run.steps():
         for index in range(2):
             run.model.set_requires_gradient_sync(index == 1)
-            learn(run.model, run.inputs[2 * step + index])
+            run.learn(2 * step + index)
         handle = run.model.finalize_backward(async_op=async_op)
         if handle is not None:
             handle.wait()
@@ -140,9 +121,9 @@ def ended_by_hand_asynchronously(world: World) -> Values:
 @scenario(2)
 def ended_by_hand_between_the_microbatches(world: World) -> Values:
     """Backwards that reduce by themselves are only waited for."""
-    run = training(world, set_up=lambda m: m.set_manual_backward_finalization(True))
+    run = training(world, set_up=sets(manual_backward_finalization=True))
     for step in run.steps():
-        learn(run.model, run.inputs[step])
+        run.learn(step)
         handle = run.model.finalize_backward(async_op=True)
         total = run.inputs[step].sum()  # something beside it
         handle.wait()
@@ -150,45 +131,34 @@ def ended_by_hand_between_the_microbatches(world: World) -> Values:
     return run.values(total=total)
 
 
-@scenario(2)
-def early_unshard(world: World) -> Values:
+@each_step()
+def early_unshard(run: Training, step: int) -> None:
     """The user gathers units before their forward, all at once and waited for or not."""
-    run = training(world)
-    for step in run.steps():
-        handles = [block.unshard(async_op=True) for block in run.model.blocks]
-        handles[0].wait()
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values()
+    handles = [block.unshard(async_op=True) for block in run.model.blocks]
+    handles[0].wait()
+    run.train(step)
 
 
-@scenario(2)
-def unsharded_by_hand(world: World) -> Values:
+@each_step()
+def unsharded_by_hand(run: Training, step: int) -> Values:
     """Whole parameters are read by the user, between steps."""
-    run = training(world)
     seen = {}
-    for step in run.steps():
-        for index, block in enumerate(run.model.blocks):
-            block.unshard()
-            seen[f"{step} {index}"] = block.up.weight.detach().clone()
-            block.reshard()
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values(**seen)
+    for index, block in enumerate(run.model.blocks):
+        block.unshard()
+        seen[f"{index}"] = block.up.weight.detach().clone()
+        block.reshard()
+    run.train(step)
+    return seen
 
 
-@scenario(2)
-def early_unshard_given_up(world: World) -> Values:
+@each_step()
+def early_unshard_given_up(run: Training, step: int) -> None:
     """A gather that nobody waited for is dropped."""
-    run = training(world)
-    for step in run.steps():
-        for block in run.model.blocks:
-            block.unshard(async_op=True)
-        for block in run.model.blocks:
-            block.reshard()
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values()
+    for block in run.model.blocks:
+        block.unshard(async_op=True)
+    for block in run.model.blocks:
+        block.reshard()
+    run.train(step)
 
 
 @scenario(2)
@@ -204,8 +174,7 @@ def two_roots_that_share_streams(world: World) -> Values:
         losses = [loss_of(model(inputs[step])) for model in models]
         losses[0].backward()
         losses[1].backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(*models)
 
 
@@ -222,8 +191,7 @@ def two_roots_one_after_the_other(world: World) -> Values:
     inputs = [world.tensor(ROWS, WIDTH, seed=step) for step in range(4)]
     for step in world.steps(4):
         loss_of(models[1](models[0](inputs[step]))).backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(*models)
 
 
@@ -248,8 +216,7 @@ WHO_HAS_WHAT = "where a rank has no gradient of its own, the host learns whether
 
 def routed(world: World, reduce_unused: bool) -> Values:
     model: Any = world.build(Routed)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=world.mesh(), conditional=True)
+    shard_each(*model.blocks, mesh=world.mesh(), conditional=True)
     world.shard(model)
     model.set_reduce_scatter_unused_params(reduce_unused)
     optim = SGD(model.parameters(), lr=LR)
@@ -257,8 +224,7 @@ def routed(world: World, reduce_unused: bool) -> Values:
     for step in world.steps(5):
         model.chosen = [[0, 2], [1], [0, 1]][(step + world.rank) % 3]
         learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(model)
 
 
@@ -273,7 +239,7 @@ def conditional_units_that_get_zeros(world: World) -> Values:
 
 
 @scenario(2, slow=True, may_wait=WHO_HAS_WHAT)
-def stand_ins(world: World) -> Values:
+def placeholders(world: World) -> Values:
     """``functional_call`` with other values for some parameters, and gradients for these."""
     run = training(world)
     grads = {}
@@ -301,35 +267,27 @@ def other_forward_methods(world: World) -> Values:
     inputs = [world.tensor(ROWS, WIDTH, seed=step) for step in range(4)]
     for step in world.steps(4):
         loss_of(model[1].encode(model[0].encode(inputs[step]))).backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(*model)
 
 
-@scenario(2, slow=True, may_wait=WHO_HAS_WHAT)
-def gradients_of_inputs(world: World) -> Values:
+@each_step(slow=True, may_wait=WHO_HAS_WHAT)
+def gradients_of_inputs(run: Training, step: int) -> Values:
     """``torch.autograd.grad`` of inputs alone, then a backward of the rest."""
-    run = training(world)
-    grads = {}
-    for step in run.steps():
-        x = run.inputs[step].requires_grad_()
-        loss = loss_of(run.model(x))
-        (grads[f"{step}"],) = torch.autograd.grad(loss, x, retain_graph=True)
-        loss.backward()
-        x.grad = None
-        run.update()
-    return run.values(**grads)
+    x = run.inputs[step].requires_grad_()
+    loss = loss_of(run.model(x))
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    x.grad = None
+    run.update()
+    return {"grad": grad}
 
 
-@scenario(2)
-def replaced_parameters(world: World) -> Values:
+@each_step(unsteady=99)  # a group plans again, with numbers from the host
+def replaced_parameters(run: Training, step: int) -> None:
     """Every step a parameter is assigned anew, and adopted by the next forward."""
-    run = training(world)
-    for step in run.steps(unsteady=99):  # a group plans again, with numbers from the host
-        learn(run.model, run.inputs[step])
-        run.update()
-        block = run.model.blocks[1]
-        values = block.up.weight.detach() * 1.5
-        block.up.weight = nn.Parameter(values)
-        run.optim = SGD(run.model.parameters(), lr=LR)
-    return run.values()
+    run.train(step)
+    block = run.model.blocks[1]
+    values = block.up.weight.detach() * 1.5
+    block.up.weight = nn.Parameter(values)
+    run.optim = SGD(run.model.parameters(), lr=LR)

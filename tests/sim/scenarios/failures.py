@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import StateError
 from tests.kit.models import WIDTH, each_block, loss_of
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import ROWS, STACK, learn, training
+from tests.sim.scenarios._training import (
+    ROWS,
+    STACK,
+    Training,
+    each_step,
+    learn,
+    sets,
+    training,
+)
 
 AFTER_A_FAILURE = "after a step that failed the next one begins when the device is idle"
 
@@ -53,8 +61,7 @@ def failing(world: World, how: Callable[[Any, Tensor], None], **kwargs: Any) -> 
         if step % 2:
             how(run.model, run.inputs[step])
             run.model.zero_grad()
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 
@@ -70,7 +77,7 @@ def failed_backwards(world: World) -> Values:
 
 @scenario(2, slow=True, may_wait=AFTER_A_FAILURE)
 def failed_backwards_with_much_memory(world: World) -> Values:
-    return failing(world, in_backward, set_up=lambda model: model.set_memory("fast"))
+    return failing(world, in_backward, set_up=sets(memory="fast"))
 
 
 @scenario(4, slow=True, may_wait=AFTER_A_FAILURE)
@@ -78,17 +85,13 @@ def failed_backwards_of_replicas(world: World) -> Values:
     return failing(world, in_backward, mesh=world.mesh(2, 2))
 
 
-@scenario(2, may_wait=AFTER_A_FAILURE)
-def failures_and_reset(world: World) -> Values:
+@each_step(may_wait=AFTER_A_FAILURE, steps=5)
+def failures_and_reset(run: Training, step: int) -> None:
     """The user cleans up at once."""
-    run = training(world, steps=5)
-    for step in run.steps():
-        if step % 2:
-            in_backward(run.model, run.inputs[step])
-            run.model.reset_iter_state()
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values()
+    if step % 2:
+        in_backward(run.model, run.inputs[step])
+        run.model.reset_iter_state()
+    run.train(step)
 
 
 @scenario(2)
@@ -118,24 +121,20 @@ def exceptions_that_the_model_catches(world: World) -> Values:
     run.model.set_reduce_scatter_unused_params(True)
     for step in run.steps(unsteady=7):
         run.model.skips = step % 2 == 1
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 
-@scenario(2)
-def infinite_losses_skipped(world: World) -> Values:
+@each_step()
+def infinite_losses_skipped(run: Training, step: int) -> None:
     """Gradients of a bad step are dropped on the device, without a look."""
-    run = training(world)
-    for step in run.steps():
-        loss = loss_of(run.model(run.inputs[step]))
-        loss.backward()
-        with torch.no_grad():
-            for param in run.model.parameters():
-                local = param.grad.to_local()
-                local.copy_(torch.where(local.isfinite(), local, 0.0))
-        run.update()
-    return run.values()
+    loss = loss_of(run.model(run.inputs[step]))
+    loss.backward()
+    with torch.no_grad():
+        for param in run.model.parameters():
+            local = param.grad.to_local()
+            local.copy_(torch.where(local.isfinite(), local, 0.0))
+    run.update()
 
 
 @scenario(2)

@@ -12,110 +12,65 @@ from torch import Tensor
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
 from tests.kit import sim
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import WIDTH, Block, each_block
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import learn, train, training
+from tests.sim.scenarios._training import Training, each_step, learn, sets, train, trained, training
 
 LONG = 1e-5  # sums over 20480 elements
 LEARNT = 7  # steps: ranks exchange what they know of parts in the first ones, and then no more
 AGREES = "with little memory the host waits after backward, so that parts are reduced early"
 
 
-@scenario(2)
-def memory_low(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_memory("low"))
+trained("memory_low", set_up=sets(memory="low"))
+trained("memory_balanced", slow=True, set_up=sets(memory="balanced"))
+trained("memory_fast", set_up=sets(memory="fast"))
+trained("memory_of_so_many_bytes", set_up=sets(memory=32768))
+trained("kept_between_forward_and_backward", reshard_after_forward=False)
+# The memory of whole parameters stays: gathers write where backward has read.
+trained("whole_storage_kept", slow=True, set_up=sets(keep_unsharded_storage=True))
+trained(
+    "whole_storage_kept_without_copies",
+    set_up=sets(keep_unsharded_storage=True, copy_free_min_bytes=1),
+)
 
 
-@scenario(2, slow=True)
-def memory_balanced(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_memory("balanced"))
-
-
-@scenario(2)
-def memory_fast(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_memory("fast"))
-
-
-@scenario(2)
-def memory_of_so_many_bytes(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_memory(32768))
-
-
-@scenario(2)
-def kept_between_forward_and_backward(world: World) -> Values:
-    return train(world, reshard_after_forward=False)
-
-
-@scenario(2, slow=True)
-def whole_storage_kept(world: World) -> Values:
-    """The memory of whole parameters stays: gathers write where backward has read."""
-    return train(world, set_up=lambda model: model.set_keep_unsharded_storage(True))
-
-
-@scenario(2)
-def whole_storage_kept_without_copies(world: World) -> Values:
-    def set_up(model: Any) -> None:
-        model.set_keep_unsharded_storage(True)
-        model.set_copy_free_min_bytes(1)
-
-    return train(world, set_up=set_up)
-
-
-@scenario(2, slow=True)
-def kept_after_backward(world: World) -> Values:
+@each_step(
+    slow=True,
+    set_up=sets(reshard_after_backward=False),
+    microbatches=2,
+    reshard_after_forward=False,
+)
+def kept_after_backward(run: Training, step: int) -> None:
     """Units stay whole between the backwards of a step."""
-
-    def set_up(model: Any) -> None:
-        model.set_reshard_after_backward(False)
-
-    run = training(world, set_up=set_up, microbatches=2, reshard_after_forward=False)
-    for step in run.steps():
-        for index in range(2):
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
-    return run.values()
+    run.accumulate(step)
 
 
-@scenario(2, slow=True)
-def whole_at_evaluation(world: World) -> Values:
+@each_step(slow=True, reshard_after_forward=False)
+def whole_at_evaluation(run: Training, step: int) -> Values:
     """Parameters that stay whole between forwards without gradients, and steps in between."""
-    run = training(world, reshard_after_forward=False)
-    seen = {}
-    for step in run.steps():
-        with torch.no_grad():
-            seen[f"first {step}"] = run.model(run.inputs[step])
-            seen[f"second {step}"] = run.model(run.inputs[step])
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values(**seen)
+    with torch.no_grad():
+        first, second = (run.model(run.inputs[step]) for _ in range(2))
+    run.train(step)
+    return {"first": first, "second": second}
 
 
-@scenario(2)
-def without_copies(world: World) -> Values:
-    """Each parameter is gathered right where it is used."""
-    return train(world, set_up=lambda model: model.set_copy_free_min_bytes(1))
-
-
-@scenario(3, slow=True)
-def without_copies_uneven(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_copy_free_min_bytes(1))
-
-
-@scenario(2)
-def without_copies_with_little_memory(world: World) -> Values:
-    def set_up(model: Any) -> None:
-        model.set_copy_free_min_bytes(500)
-        model.set_memory("low")
-
-    return train(world, set_up=set_up, microbatches=2)
-
-
-@scenario(4, slow=True)
-def without_copies_over_a_smaller_mesh(world: World) -> Values:
-    return train(
-        world, set_up=lambda model: model.set_copy_free_min_bytes(1), reshard_after_forward=2
-    )
+# Each parameter is gathered right where it is used.
+trained("without_copies", set_up=sets(copy_free_min_bytes=1))
+trained("without_copies_uneven", 3, slow=True, set_up=sets(copy_free_min_bytes=1))
+trained(
+    "without_copies_with_little_memory",
+    set_up=sets(copy_free_min_bytes=500, memory="low"),
+    microbatches=2,
+)
+trained(
+    "without_copies_over_a_smaller_mesh",
+    4,
+    slow=True,
+    set_up=sets(copy_free_min_bytes=1),
+    reshard_after_forward=2,
+)
 
 
 class LargeRoot(nn.Module):
@@ -144,15 +99,16 @@ class LargeRoot(nn.Module):
         return nn.functional.linear(x, self.head.weight) if self.reads_weight else self.head(x)
 
 
-@scenario(2, tolerance=LONG)
-def parts_of_a_root(world: World) -> Values:
-    """Large parts are groups of their own: reduced and released early, once that is learnt."""
-    return train(world, LargeRoot, steps=8, unsteady=LEARNT)
-
-
-@scenario(2, slow=True, tolerance=LONG, may_wait=AGREES)
-def parts_of_a_root_with_little_memory(world: World) -> Values:
-    return train(world, LargeRoot, set_up=lambda model: model.set_memory("low"))
+# Large parts are groups of their own: reduced and released early, once that is learnt.
+trained("parts_of_a_root", make=LargeRoot, tolerance=LONG, steps=8, unsteady=LEARNT)
+trained(
+    "parts_of_a_root_with_little_memory",
+    make=LargeRoot,
+    slow=True,
+    tolerance=LONG,
+    may_wait=AGREES,
+    set_up=sets(memory="low"),
+)
 
 
 @scenario(2, slow=True, tolerance=LONG)
@@ -161,47 +117,45 @@ def parts_of_a_root_kept(world: World) -> Values:
     return train(world, LargeRoot, steps=8, unsteady=LEARNT, set_up=set_up)
 
 
-@scenario(2, slow=True, tolerance=LONG)
-def parts_of_a_root_read_by_their_weights(world: World) -> Values:
-    """Nothing tells who reads the head: after a few steps ranks ask each other no more."""
-    return train(world, lambda: LargeRoot(reads_weight=True), steps=10, unsteady=LEARNT + 2)
+# Nothing tells who reads the head: after a few steps ranks ask each other no more.
+trained(
+    "parts_of_a_root_read_by_their_weights",
+    make=lambda: LargeRoot(reads_weight=True),
+    slow=True,
+    tolerance=LONG,
+    steps=10,
+    unsteady=LEARNT + 2,
+)
 
 
-@scenario(2, slow=True)
-def gathered_memory_is_given_back(world: World) -> Values:
+@each_step(slow=True)
+def gathered_memory_is_given_back(run: Training, step: int) -> None:
     """Between forward and backward, and after a step, no lane holds what it gathered."""
-    run = training(world)
-    for step in run.steps():
-        loss = run.model(run.inputs[step]).square().sum()
-        assert not held_by_lanes(run.model)
-        loss.backward()
-        assert not held_by_lanes(run.model)
-        run.update()
-    return run.values()
+    loss = run.model(run.inputs[step]).square().sum()
+    assert not held_by_lanes(run.model)
+    loss.backward()
+    assert not held_by_lanes(run.model)
+    run.update()
 
 
 def held_by_lanes(model: nn.Module) -> list[Any]:
     unit = unit_of(model)
-    assert unit is not None
-    assert unit.runtime is not None
     retired = getattr(unit.runtime.context.streams, "_retired", {})
     return [held for lane in retired.values() for held in lane]
 
 
-@scenario(2, slow=True, tolerance=LONG)
-def parts_of_a_root_tied(world: World) -> Values:
-    return train(world, lambda: LargeRoot(True), microbatches=2, steps=8, unsteady=LEARNT)
-
-
-@scenario(2, tolerance=2e-2)
-def wire_dtype(world: World) -> Values:
-    """Gradients travel in bf16 and are summed in fp32: an all-to-all and a local sum."""
-    return train(world, set_up=lambda model: model.set_gradient_wire_dtype(torch.bfloat16))
-
-
-@scenario(2)
-def one_reduction_at_a_time(world: World) -> Values:
-    return train(world, set_up=lambda model: model.set_reduce_scatter_max_input_buffers(1))
+trained(
+    "parts_of_a_root_tied",
+    make=lambda: LargeRoot(True),
+    slow=True,
+    tolerance=LONG,
+    microbatches=2,
+    steps=8,
+    unsteady=LEARNT,
+)
+# Gradients travel in bf16 and are summed in fp32: an all-to-all and a local sum.
+trained("wire_dtype", tolerance=2e-2, set_up=sets(gradient_wire_dtype=torch.bfloat16))
+trained("one_reduction_at_a_time", set_up=sets(reduce_scatter_max_input_buffers=1))
 
 
 @scenario(2, slow=True)
@@ -236,39 +190,27 @@ def backward_that_gathers_nothing(world: World) -> Values:
     )
 
 
-@scenario(2, tolerance=5e-6)  # gradients of a later step: small differences of large numbers
-def gradients_that_users_keep(world: World) -> Values:
+@each_step(tolerance=5e-6)  # gradients of a later step: small differences of large numbers
+def gradients_that_users_keep(run: Training, step: int) -> Values:
     """Gradients of every other step are kept: their memory is not used again."""
-    run = training(world)
-    kept = {}
-    for step in run.steps():
-        learn(run.model, run.inputs[step])
-        if step % 2:
-            for name, param in run.model.named_parameters():
-                kept[f"{step} {name}"] = param.grad.to_local()
-        run.update()
-    return run.values(**kept)
+    run.learn(step)
+    params = dict(run.model.named_parameters()) if step % 2 else {}
+    kept = {name: param.grad.to_local() for name, param in params.items()}
+    run.update()
+    return kept
 
 
-@scenario(2)
-def gradients_that_add_up(world: World) -> Values:
+@each_step(microbatches=2)
+def gradients_that_add_up(run: Training, step: int) -> None:
     """Sharded gradients are not cleared: a second reduction is added to the first."""
-    run = training(world, microbatches=2)
-    for step in run.steps():
-        for index in range(2):
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
-    return run.values()
+    run.accumulate(step)
 
 
-@scenario(2, slow=True)
-def gradients_that_are_zeroed(world: World) -> Values:
-    run = training(world)
-    for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.optim.step()
-        run.optim.zero_grad(set_to_none=False)
-    return run.values()
+@each_step(slow=True)
+def gradients_that_are_zeroed(run: Training, step: int) -> None:
+    run.learn(step)
+    run.optim.step()
+    run.optim.zero_grad(set_to_none=False)
 
 
 @scenario(2, slow=True)
@@ -276,8 +218,7 @@ def averages(world: World) -> Values:
     run = training(world)
     ema = fsdp2.optim.EMA(run.model, 0.9)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         ema.update()
     with ema.swapped():
         seen = {
@@ -293,8 +234,7 @@ def transient_nbytes(world: World, count: int, replicas: int) -> int:
     mesh = shared_mesh((replicas, world.size // replicas), ("replicate", "shard"))
     model: Any = nn.Sequential(*(nn.Linear(width, width) for _ in range(count))).bfloat16()
     policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh, mp_policy=policy)
+    shard_each(*model, model, mesh=mesh, mp_policy=policy)
     x = torch.ones(1, width, dtype=torch.bfloat16)
     for _ in range(3):  # what is learnt in the first steps takes memory once
         model.zero_grad()
@@ -321,4 +261,4 @@ def reductions_of_many_layers_over_replicas(world: World) -> Values:
     for replicas in (1, 2):
         few, many = (transient_nbytes(world, count, replicas) for count in (4, 16))
         assert many - few < 3 * reduced, (replicas, few, many)  # of twelve layers more
-    return train(world, set_up=lambda model: model.set_memory("balanced"))
+    return train(world, set_up=sets(memory="balanced"))

@@ -9,40 +9,36 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import loss_of
 from tests.kit.tensor_parallel import FeedForward, colwise_then_rowwise
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import LR, SGD, STACK, each_block, learn, train, training
+from tests.sim.scenarios._training import (
+    LR,
+    SGD,
+    STACK,
+    each_block,
+    learn,
+    train,
+    trained,
+    training,
+)
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@scenario(3)
-def uneven_ranks(world: World) -> Values:
-    return train(world)
-
-
-@scenario(1)
-def one_rank(world: World) -> Values:
-    return train(world)
-
-
-@scenario(4)
-def replicas(world: World) -> Values:
-    return train(world, mesh=world.mesh(2, 2))
+trained("uneven_ranks", 3)
+trained("one_rank", 1)
+trained("replicas", 4, mesh=(2, 2))
 
 
 def summed_late(world: World, **kwargs: Any) -> Values:
     """Train with an all-reduce that comes with the last of three backwards only."""
     run = training(world, microbatches=3, **kwargs)
     for step in run.steps():
-        for index in range(3):
-            run.model.set_requires_all_reduce(index == 2)
-            learn(run.model, run.inputs[3 * step + index])
-        run.update()
+        run.accumulate(step, "set_requires_all_reduce")
     return run.values()
 
 
@@ -64,14 +60,8 @@ def replicas_only_summed_late(world: World) -> Values:
     return summed_late(world, mesh=world.mesh(2, 1))
 
 
-@scenario(4, slow=True)
-def replicas_without_sync(world: World) -> Values:
-    return train(world, mesh=world.mesh(2, 2), microbatches=3)
-
-
-@scenario(2, slow=True)
-def replicas_only(world: World) -> Values:
-    return train(world, mesh=world.mesh(2, 1))
+trained("replicas_without_sync", 4, slow=True, mesh=(2, 2), microbatches=3)
+trained("replicas_only", slow=True, mesh=(2, 1))
 
 
 @scenario(2, slow=True)
@@ -81,32 +71,25 @@ def data_parallel(world: World) -> Values:
     return train(world, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="data"))
 
 
-@scenario(4, slow=True)
-def smaller_mesh_after_forward(world: World) -> Values:
-    return train(world, reshard_after_forward=2)
-
-
-@scenario(4, slow=True, tolerance=2e-2)
-def smaller_mesh_in_bf16(world: World) -> Values:
-    return train(world, reshard_after_forward=2, mp_policy=BF16, microbatches=2)
-
-
-@scenario(4, slow=True)
-def smaller_mesh_and_replicas(world: World) -> Values:
-    return train(world, mesh=world.mesh(1, 4), reshard_after_forward=2)
-
-
-@scenario(2)
-def sharded_on_dim_one(world: World) -> Values:
-    """Gradients of such parameters travel with that dim first."""
-    return train(
-        world, shard_placement_fn=lambda param: Shard(param.dim() - 1) if param.dim() else None
-    )
-
-
-@scenario(1)
-def sharded_on_dim_one_by_one_rank(world: World) -> Values:
-    return train(world, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+trained("smaller_mesh_after_forward", 4, slow=True, reshard_after_forward=2)
+trained(
+    "smaller_mesh_in_bf16",
+    4,
+    slow=True,
+    tolerance=2e-2,
+    reshard_after_forward=2,
+    mp_policy=BF16,
+    microbatches=2,
+)
+trained("smaller_mesh_and_replicas", 4, slow=True, mesh=(1, 4), reshard_after_forward=2)
+# Gradients of such parameters travel with that dim first.
+trained(
+    "sharded_on_dim_one",
+    shard_placement_fn=lambda param: Shard(param.dim() - 1) if param.dim() else None,
+)
+trained(
+    "sharded_on_dim_one_by_one_rank", 1, shard_placement_fn=lambda param: Shard(param.dim() - 1)
+)
 
 
 @scenario(4, slow=True)
@@ -118,15 +101,13 @@ def parameters_on_other_meshes(world: World) -> Values:
         return ShardPlacementResult(None, small) if param.dim() == 2 else None
 
     model: Any = world.build(STACK)
-    for block in each_block(model):
-        fsdp2.fully_shard(block, mesh=world.mesh(4), shard_placement_fn=place)
+    shard_each(*each_block(model), mesh=world.mesh(4), shard_placement_fn=place)
     world.shard(model, mesh=world.mesh(4))
     optim = SGD(model.parameters(), lr=LR, foreach=False)
     inputs = [world.tensor(3, 13, seed=step) for step in range(4)]
     for step in world.steps(4):
         learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(model)
 
 

@@ -10,9 +10,19 @@ from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.kit.in_turn import advance
 from tests.kit.models import CASES
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import ADAMW, learn, train, train_case, training
+from tests.sim.scenarios._training import (
+    ADAMW,
+    Training,
+    each_step,
+    sets,
+    train,
+    train_case,
+    trained,
+    training,
+)
 
 ON_HOST = "the optimizer runs on the host, and needs the gradients there"
 NOT_PINNED = "the host waits for copies of memory that is not pinned"
@@ -20,93 +30,79 @@ WRITES = "the host may write to shards once a forward is over, and waits until n
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@scenario(2, may_wait=ON_HOST)
-def offloaded(world: World) -> Values:
-    """Shards live in pinned memory of the host."""
-    return train(world, offload_policy=CPUOffloadPolicy())
+# Shards live in pinned memory of the host.
+trained("offloaded", may_wait=ON_HOST, offload_policy=CPUOffloadPolicy())
+trained(
+    "offloaded_not_pinned", may_wait=NOT_PINNED, offload_policy=CPUOffloadPolicy(pin_memory=False)
+)
+trained(
+    "offloaded_in_bf16",
+    slow=True,
+    may_wait=ON_HOST,
+    tolerance=2e-2,
+    offload_policy=CPUOffloadPolicy(),
+    mp_policy=BF16,
+    microbatches=2,
+)
+trained(
+    "offloaded_without_copies",
+    may_wait=ON_HOST,
+    offload_policy=CPUOffloadPolicy(),
+    set_up=sets(copy_free_min_bytes=1),
+)
 
 
-@scenario(2, may_wait=NOT_PINNED)
-def offloaded_not_pinned(world: World) -> Values:
-    return train(world, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-@scenario(2, slow=True, may_wait=ON_HOST, tolerance=2e-2)
-def offloaded_in_bf16(world: World) -> Values:
-    return train(world, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2)
-
-
-@scenario(2, may_wait=ON_HOST)
-def offloaded_without_copies(world: World) -> Values:
-    return train(
-        world,
-        offload_policy=CPUOffloadPolicy(),
-        set_up=lambda model: model.set_copy_free_min_bytes(1),
-    )
-
-
-@scenario(4, slow=True, may_wait=ON_HOST)
-def offloaded_replicas(world: World) -> Values:
+@each_step(
+    4, slow=True, may_wait=ON_HOST, mesh=(2, 2), offload_policy=CPUOffloadPolicy(), microbatches=2
+)
+def offloaded_replicas(run: Training, step: int) -> None:
     """Partial sums stay on the device until the all-reduce."""
-    run = training(world, mesh=world.mesh(2, 2), offload_policy=CPUOffloadPolicy(), microbatches=2)
-    for step in run.steps():
-        for index in range(2):
-            run.model.set_requires_all_reduce(index == 1)
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
-    return run.values()
+    run.accumulate(step, "set_requires_all_reduce")
 
 
-@scenario(4, slow=True, may_wait=ON_HOST)
-def offloaded_over_a_smaller_mesh(world: World) -> Values:
-    return train(world, offload_policy=CPUOffloadPolicy(), reshard_after_forward=2)
+trained(
+    "offloaded_over_a_smaller_mesh",
+    4,
+    slow=True,
+    may_wait=ON_HOST,
+    offload_policy=CPUOffloadPolicy(),
+    reshard_after_forward=2,
+)
 
 
-@scenario(2, slow=True, may_wait=ON_HOST)
-def offloaded_gradients_that_add_up(world: World) -> Values:
-    run = training(world, offload_policy=CPUOffloadPolicy(), microbatches=2)
-    for step in run.steps():
-        for index in range(2):
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
-    return run.values()
+@each_step(slow=True, may_wait=ON_HOST, offload_policy=CPUOffloadPolicy(), microbatches=2)
+def offloaded_gradients_that_add_up(run: Training, step: int) -> None:
+    run.accumulate(step)
 
 
-def written_between(world: World, **kwargs: Any) -> Values:
+def written_between(run: Training, step: int) -> Values:
     """Evaluate, write to the shards on the host, and evaluate again."""
-    run = training(world, offload_policy=CPUOffloadPolicy(), **kwargs)
-    outputs = {}
-    for step in run.steps():
-        with torch.no_grad():
-            outputs[f"{step}"] = run.model(run.inputs[step])
-            for param in run.model.parameters():
-                param.to_local().mul_(1.25)
-    return run.values(**outputs)
+    with torch.no_grad():
+        output = run.model(run.inputs[step])
+        for param in run.model.parameters():
+            param.to_local().mul_(1.25)
+    return {"output": output}
 
 
-@scenario(2, slow=True, may_wait=WRITES)
-def offloaded_evaluation(world: World) -> Values:
-    return written_between(world)
+@each_step(slow=True, may_wait=WRITES, offload_policy=CPUOffloadPolicy())
+def offloaded_evaluation(run: Training, step: int) -> Values:
+    return written_between(run, step)
 
 
-@scenario(2, may_wait=WRITES)
-def offloaded_evaluation_kept_whole(world: World) -> Values:
-    return written_between(world, reshard_after_forward=False)
+@each_step(may_wait=WRITES, offload_policy=CPUOffloadPolicy(), reshard_after_forward=False)
+def offloaded_evaluation_kept_whole(run: Training, step: int) -> Values:
+    return written_between(run, step)
 
 
-@scenario(2, may_wait=WRITES)
-def offloaded_and_gathered_by_hand(world: World) -> Values:
+@each_step(may_wait=WRITES, offload_policy=CPUOffloadPolicy())
+def offloaded_and_gathered_by_hand(run: Training, step: int) -> None:
     """``unshard`` and ``reshard`` of a unit, and writes of the host after it."""
-    run = training(world, offload_policy=CPUOffloadPolicy())
-    for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
-        for block in run.model.blocks:
-            block.unshard()
-            block.reshard()
-            for param in block.parameters():
-                param.detach().to_local().mul_(1.25)
-    return run.values()
+    run.train(step)
+    for block in run.model.blocks:
+        block.unshard()
+        block.reshard()
+        for param in block.parameters():
+            param.detach().to_local().mul_(1.25)
 
 
 @scenario(2, may_wait=ON_HOST)
@@ -126,18 +122,17 @@ def offloaded_optimizer_in_backward(world: World) -> Values:
         optim = torch.optim.SGD([param], lr=0.05)
 
         def step(param: Any, optim: Any = optim) -> None:
-            optim.step()
-            optim.zero_grad()
+            advance(optim)
 
         param.register_post_accumulate_grad_hook(step)
     for step_index in run.steps():
-        learn(run.model, run.inputs[step_index])
+        run.learn(step_index)
     return run.values()
 
 
-@scenario(2, may_wait=ON_HOST)
-def offloaded_and_unused(world: World) -> Values:
-    return train_case(world, "unused_parts", offload_policy=CPUOffloadPolicy())
+trained(
+    "offloaded_and_unused", case="unused_parts", may_wait=ON_HOST, offload_policy=CPUOffloadPolicy()
+)
 
 
 @scenario(2, slow=True, may_wait=ON_HOST, tolerance=1e-5)
@@ -148,9 +143,14 @@ def offloaded_with_local_adamw(world: World) -> Values:
     return train(world, offload_policy=CPUOffloadPolicy(), optimizer=optimizer)
 
 
-@scenario(2, slow=True, may_wait=ON_HOST, tolerance=1e-5)
-def offloaded_with_adamw(world: World) -> Values:
-    return train(world, offload_policy=CPUOffloadPolicy(), optimizer=ADAMW)
+trained(
+    "offloaded_with_adamw",
+    slow=True,
+    may_wait=ON_HOST,
+    tolerance=1e-5,
+    offload_policy=CPUOffloadPolicy(),
+    optimizer=ADAMW,
+)
 
 
 @scenario(2, slow=True, may_wait=ON_HOST)
@@ -169,13 +169,12 @@ def offloaded_and_gathered_before_the_first_forward(world: World) -> Values:
         for param in block.parameters():
             param.detach().to_local().mul_(1.25)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 
 @scenario(2, may_wait=ON_HOST)
-def offloaded_stand_ins(world: World) -> Values:
+def offloaded_placeholders(world: World) -> Values:
     """Shards on the host stand in for parameters of an evaluation, on the device."""
     run = training(world, offload_policy=CPUOffloadPolicy())
     outputs = {}
@@ -184,8 +183,7 @@ def offloaded_stand_ins(world: World) -> Values:
         with torch.no_grad():
             given = {"inp.weight": weight}
             outputs[f"{step}"] = functional_call(run.model, given, (run.inputs[step],))
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     if world.is_simulated:
         with pytest.raises(fsdp2.UnsupportedError, match="a shard on cpu that requires"):
             functional_call(run.model, {"inp.weight": weight.requires_grad_()}, (run.inputs[0],))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import fsdp2
+from tests.kit.in_turn import advance
 from tests.kit.models import TORCH_2_13
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import ADAMW, learn, train, training
+from tests.sim.scenarios._training import ADAMW, Training, train, trained, training
 
 ROUNDS = 1e-5  # what Adam makes of gradients that differ in their last bit
 READS_STEPS = (
@@ -23,40 +25,32 @@ def local(kind: Any, **options: Any) -> Any:
     return functools.partial(fsdp2.optim.local, kind, **options)
 
 
-@scenario(2, tolerance=ROUNDS, may_wait=READS_STEPS)
-def adamw(world: World) -> Values:
-    return train(world, optimizer=ADAMW)
-
-
-@scenario(2, tolerance=ROUNDS, may_wait=READS_STEPS)
-def local_adamw(world: World) -> Values:
-    return train(world, optimizer=local(torch.optim.AdamW, eps=1e-3))
-
-
-@scenario(2, tolerance=ROUNDS)
-def local_adamw_fused(world: World) -> Values:
-    return train(world, optimizer=local(torch.optim.AdamW, eps=1e-3, fused=True))
-
-
-@scenario(2, slow=True, tolerance=ROUNDS)
-def local_adamw_foreach(world: World) -> Values:
-    """Steps are counted on the device; torch's kernels for many tensors."""
-    return train(world, optimizer=local(torch.optim.AdamW, eps=1e-3, foreach=True))
-
-
-@scenario(2, slow=True)
-def local_sgd(world: World) -> Values:
-    return train(world, optimizer=local(torch.optim.SGD, momentum=0.9), microbatches=2)
-
-
-@scenario(2, slow=True)
-def local_sgd_fused(world: World) -> Values:
-    return train(world, optimizer=local(torch.optim.SGD, momentum=0.9, fused=True))
-
-
-@scenario(3, slow=True, tolerance=ROUNDS)
-def local_adam_capturable(world: World) -> Values:
-    return train(world, optimizer=local(torch.optim.Adam, eps=1e-3, foreach=True))
+trained("adamw", tolerance=ROUNDS, may_wait=READS_STEPS, optimizer=ADAMW)
+trained(
+    "local_adamw",
+    tolerance=ROUNDS,
+    may_wait=READS_STEPS,
+    optimizer=local(torch.optim.AdamW, eps=1e-3),
+)
+trained(
+    "local_adamw_fused", tolerance=ROUNDS, optimizer=local(torch.optim.AdamW, eps=1e-3, fused=True)
+)
+# Steps are counted on the device; torch's kernels for many tensors.
+trained(
+    "local_adamw_foreach",
+    slow=True,
+    tolerance=ROUNDS,
+    optimizer=local(torch.optim.AdamW, eps=1e-3, foreach=True),
+)
+trained("local_sgd", slow=True, optimizer=local(torch.optim.SGD, momentum=0.9), microbatches=2)
+trained("local_sgd_fused", slow=True, optimizer=local(torch.optim.SGD, momentum=0.9, fused=True))
+trained(
+    "local_adam_capturable",
+    3,
+    slow=True,
+    tolerance=ROUNDS,
+    optimizer=local(torch.optim.Adam, eps=1e-3, foreach=True),
+)
 
 
 @scenario(2)
@@ -67,12 +61,11 @@ def in_backward(world: World) -> Values:
         optim = torch.optim.SGD([param], lr=0.05)
 
         def step(param: Any, optim: Any = optim) -> None:
-            optim.step()
-            optim.zero_grad()
+            advance(optim)
 
         param.register_post_accumulate_grad_hook(step)
     for index in run.steps():
-        learn(run.model, run.inputs[index])
+        run.learn(index)
     return run.values()
 
 
@@ -82,8 +75,7 @@ def hooks_on_gradients(world: World) -> Values:
     for param in run.model.parameters():
         param.register_hook(lambda grad: grad * 0.5)
     for index in run.steps():
-        learn(run.model, run.inputs[index])
-        run.update()
+        run.train(index)
     return run.values()
 
 
@@ -98,68 +90,71 @@ def clipped(world: World) -> Values:
     return {**train(world, update=update), **{k: v.cpu() for k, v in norms.items()}}
 
 
-@scenario(2)
-def clipped_by_torch(world: World) -> Values:
-    """torch's function: norms of DTensors, and one all-reduce for each parameter."""
+def before_steps(look: Callable[[Any], Any]) -> Callable[[Training], None]:
+    """Return an update that does something with the gradients of a model first."""
 
-    def update(run: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+    def update(run: Training) -> None:
+        look(run.model)
         run.update()
 
-    return train(world, update=update)
+    return update
 
 
-@scenario(2, may_wait=READS)
-def clipped_and_looked_at(world: World) -> Values:
-    def update(run: Any) -> None:
-        fsdp2.clip_grad_norm_(run.model.parameters(), 0.05, error_if_nonfinite=True)
+def clip_values(model: Any) -> None:
+    for param in model.parameters():
+        param.grad.to_local().clamp_(-1e-3, 1e-3)
+
+
+# torch's function: norms of DTensors, and one all-reduce for each parameter.
+trained(
+    "clipped_by_torch",
+    update=before_steps(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)),
+)
+
+
+trained(
+    "clipped_and_looked_at",
+    may_wait=READS,
+    update=before_steps(
+        lambda model: fsdp2.clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
+    ),
+)
+
+
+trained(
+    "clipped_over_replicas",
+    4,
+    slow=True,
+    mesh=(2, 2),
+    update=before_steps(
+        lambda model: fsdp2.clip_grad_norm_(model.parameters(), 0.05, norm_type=3.0)
+    ),
+)
+
+
+trained("clipped_by_value", slow=True, update=before_steps(clip_values))
+
+
+def logged(world: World, look: Callable[[torch.Tensor], Any]) -> Values:
+    run = training(world)
+    losses = []
+    for step in run.steps():
+        loss = run.model(run.inputs[step]).square().mean()
+        loss.backward()
+        losses.append(look(loss))
         run.update()
-
-    return train(world, update=update)
-
-
-@scenario(4, slow=True)
-def clipped_over_replicas(world: World) -> Values:
-    def update(run: Any) -> None:
-        fsdp2.clip_grad_norm_(run.model.parameters(), 0.05, norm_type=3.0)
-        run.update()
-
-    return train(world, mesh=world.mesh(2, 2), update=update)
-
-
-@scenario(2, slow=True)
-def clipped_by_value(world: World) -> Values:
-    def update(run: Any) -> None:
-        for param in run.model.parameters():
-            param.grad.to_local().clamp_(-1e-3, 1e-3)
-        run.update()
-
-    return train(world, update=update)
+    return run.values(losses=torch.stack([torch.as_tensor(loss) for loss in losses]))
 
 
 @scenario(2)
 def loss_gathered_for_a_log(world: World) -> Values:
     """Losses stay on the device until training is over."""
-    run = training(world)
-    losses = []
-    for step in run.steps():
-        loss = run.model(run.inputs[step]).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-        run.update()
-    return run.values(losses=torch.stack(losses))
+    return logged(world, torch.Tensor.detach)
 
 
 @scenario(2, slow=True, may_wait="the user reads the loss on the host in each step")
 def loss_read_in_each_step(world: World) -> Values:
-    run = training(world)
-    losses = []
-    for step in run.steps():
-        loss = run.model(run.inputs[step]).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        run.update()
-    return run.values(losses=torch.tensor(losses))
+    return logged(world, torch.Tensor.item)
 
 
 @scenario(2)
@@ -167,7 +162,6 @@ def learning_rate_changes(world: World) -> Values:
     run = training(world)
     schedule = torch.optim.lr_scheduler.StepLR(run.optim, 1, 0.5)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         schedule.step()
     return run.values()

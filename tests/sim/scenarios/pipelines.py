@@ -14,8 +14,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-import fsdp2
 from tests.behaviour.test_pipelining import MICROBATCHES, PER_MICROBATCH, build, mse
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import shared_mesh
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import LR, SGD
@@ -38,8 +38,7 @@ def pipelined(
     parts = []
     for index in own:
         part = whole[index]
-        for layer in part.layers:
-            fsdp2.fully_shard(layer, mesh=dp, reshard_after_forward=False)
+        shard_each(*part.layers, mesh=dp, reshard_after_forward=False)
         parts.append(world.shard(part, mesh=dp, reshard_after_forward=False, **kwargs))
         set_up(part)
     made = [
@@ -57,8 +56,7 @@ def pipelined(
         args = (inputs[step],) if 0 in own else ()
         target = {"target": torch.zeros_like(inputs[step])} if stages - 1 in own else {}
         run.step(*args, **target)
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(*parts)
 
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-import fsdp2
 from fsdp2 import MixedPrecisionPolicy
+from tests.kit.in_turn import shard_each
 from tests.kit.models import Block as PlainBlock
 from tests.kit.models import loss_of, no_units, stack
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import train, train_case, training
+from tests.sim.scenarios._training import Training, each_step, train, trained, training
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 COARSE = 2e-2  # of bf16: sums are made in another order, and round at 2 ** -8
@@ -21,42 +21,25 @@ FINE = 2e-3  # of fp16
 MIXED = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
-@scenario(2)
-def fp32(world: World) -> Values:
-    return train(world)
-
-
-@scenario(2, tolerance=COARSE)
-def bf16_reduced_in_fp32(world: World) -> Values:
-    return train(world, mp_policy=MIXED)
-
-
-@scenario(2, slow=True, tolerance=COARSE)
-def bf16(world: World) -> Values:
-    """Gradients are reduced in the dtype of the shards, which is fp32."""
-    return train(world, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-
-
-@scenario(2, slow=True, tolerance=COARSE)
-def bf16_throughout(world: World) -> Values:
-    return train(world, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
-
-
-@scenario(2, tolerance=COARSE)
-def bf16_accumulated(world: World) -> Values:
-    return train(world, mp_policy=MIXED, microbatches=3)
-
-
-@scenario(2, tolerance=8e-2)
-def parameters_in_codes(world: World) -> Values:
-    """Codes are encoded and decoded on the gather's lane, and the host waits for neither."""
-    return train(world, mp_policy=MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn))
-
-
-@scenario(2, slow=True)
-def reduced_in_fp64(world: World) -> Values:
-    """Reduced gradients lie in memory of the reduce lane, and are copied to narrower ones."""
-    return train(world, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
+trained("fp32")
+trained("bf16_reduced_in_fp32", tolerance=COARSE, mp_policy=MIXED)
+# Gradients are reduced in the dtype of the shards, which is fp32.
+trained("bf16", slow=True, tolerance=COARSE, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+trained(
+    "bf16_throughout",
+    slow=True,
+    tolerance=COARSE,
+    mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16),
+)
+trained("bf16_accumulated", tolerance=COARSE, mp_policy=MIXED, microbatches=3)
+# Codes are encoded and decoded on the gather's lane, and the host waits for neither.
+trained(
+    "parameters_in_codes",
+    tolerance=8e-2,
+    mp_policy=MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn),
+)
+# Reduced gradients lie in memory of the reduce lane, and are copied to narrower ones.
+trained("reduced_in_fp64", slow=True, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
 
 
 @scenario(2, slow=True, tolerance=COARSE)
@@ -76,8 +59,7 @@ def outputs_in_fp32(world: World) -> Values:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
 
     def prepare(model: Any) -> None:
-        for block in model.blocks:
-            fsdp2.fully_shard(block, mesh=world.mesh(), mp_policy=MIXED)
+        shard_each(*model.blocks, mesh=world.mesh(), mp_policy=MIXED)
 
     return train(world, units=no_units, prepare=prepare, mp_policy=policy)
 
@@ -94,8 +76,7 @@ def some_parameters_in_fp32(world: World) -> Values:
     )
 
     def prepare(model: Any) -> None:
-        for block in model.blocks:
-            fsdp2.fully_shard(block, mesh=world.mesh(), mp_policy=policy)
+        shard_each(*model.blocks, mesh=world.mesh(), mp_policy=policy)
 
     return train(world, stack(CastsItself), units=no_units, prepare=prepare, mp_policy=MIXED)
 
@@ -162,20 +143,21 @@ def buffers_in_bf16(world: World) -> Values:
     return train(world, stack(WithBuffer), mp_policy=policy)
 
 
-@scenario(2, slow=True, tolerance=COARSE)
-def evaluation_in_fp32(world: World) -> Values:
+@each_step(
+    slow=True,
+    tolerance=COARSE,
+    unsteady=99,  # memory of plans is filled from the host
+    mp_policy=MixedPrecisionPolicy(
+        param_dtype=BF16, reduce_dtype=FP32, full_precision_in_eval=True
+    ),
+)
+def evaluation_in_fp32(run: Training, step: int) -> Values:
     """Units are planned again at each change between training and evaluation."""
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, full_precision_in_eval=True)
-    run = training(world, mp_policy=policy)
-    seen = {}
-    for step in run.steps(unsteady=99):  # memory of plans is filled from the host
-        run.model.train()
-        loss_of(run.model(run.inputs[step])).backward()
-        run.update()
-        run.model.eval()
-        with torch.no_grad():
-            seen[f"output {step}"] = run.model(run.inputs[step])
-    return run.values(**seen)
+    run.model.train()
+    run.train(step)
+    run.model.eval()
+    with torch.no_grad():
+        return {"output": run.model(run.inputs[step])}
 
 
 @scenario(2, slow=True, tolerance=FINE)
@@ -205,16 +187,10 @@ def fp16_with_a_scaler(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
-def mixed_dtypes(world: World) -> Values:
-    """Shards of three dtypes in one group."""
-    return train_case(world, "mixed_dtypes", mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
-
-
-@scenario(2, slow=True)
-def quantised(world: World) -> Values:
-    """Frozen int8 and float8 weights, with adapters that are trained."""
-    return train_case(world, "quantised")
+# Shards of three dtypes in one group.
+trained("mixed_dtypes", case="mixed_dtypes", mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
+# Frozen int8 and float8 weights, with adapters that are trained.
+trained("quantised", case="quantised", slow=True)
 
 
 @scenario(2, tolerance=COARSE)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kit.models import WIDTH, Block
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import train
+from tests.sim.scenarios._training import sets, train, trained
 
 
 class Recomputed(nn.Module):
@@ -34,14 +34,8 @@ class Recomputed(nn.Module):
         return x
 
 
-@scenario(2)
-def recomputed(world: World) -> Values:
-    return train(world, lambda: Recomputed(False))
-
-
-@scenario(2)
-def recomputed_reentrant(world: World) -> Values:
-    return train(world, lambda: Recomputed(True))
+trained("recomputed", make=lambda: Recomputed(False))
+trained("recomputed_reentrant", make=lambda: Recomputed(True))
 
 
 @scenario(2, slow=True)
@@ -57,18 +51,19 @@ def recomputed_with_random_numbers(world: World) -> Values:
     return train(world, lambda: Dropping(False))
 
 
-@scenario(2, slow=True)
-def recomputed_and_kept_whole(world: World) -> Values:
-    return train(world, lambda: Recomputed(False), reshard_after_forward=False, microbatches=2)
-
-
-@scenario(2, slow=True)
-def recomputed_without_copies(world: World) -> Values:
-    def set_up(model: Any) -> None:
-        model.set_copy_free_min_bytes(1)
-        model.set_memory("low")
-
-    return train(world, lambda: Recomputed(False), set_up=set_up)
+trained(
+    "recomputed_and_kept_whole",
+    make=lambda: Recomputed(False),
+    slow=True,
+    reshard_after_forward=False,
+    microbatches=2,
+)
+trained(
+    "recomputed_without_copies",
+    make=lambda: Recomputed(False),
+    slow=True,
+    set_up=sets(copy_free_min_bytes=1, memory="low"),
+)
 
 
 @scenario(2, slow=True)

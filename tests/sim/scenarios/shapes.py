@@ -9,21 +9,24 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
+from tests.kit.in_turn import advance
 from tests.kit.models import CASES, WIDTH, loss_of
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import LR, SGD, learn, train, train_case, training
+from tests.sim.scenarios._training import (
+    LR,
+    SGD,
+    Training,
+    each_step,
+    learn,
+    train,
+    train_case,
+    trained,
+)
 from tests.sim.scenarios.control import WHO_HAS_WHAT
 
-
-@scenario(3)
-def one_row(world: World) -> Values:
-    """Three ranks, and parameters of one row or one element: two shards are empty."""
-    return train_case(world, "one_row")
-
-
-@scenario(3, slow=True)
-def few_rows(world: World) -> Values:
-    return train_case(world, "few_rows")
+# Three ranks, and parameters of one row or one element: two shards are empty.
+trained("one_row", 3, case="one_row")
+trained("few_rows", 3, case="few_rows", slow=True)
 
 
 class NoRows(nn.Module):
@@ -43,25 +46,11 @@ class NoRows(nn.Module):
         return self.out(x) + self.more.sum()
 
 
-@scenario(2)
-def no_rows(world: World) -> Values:
-    return train(world, NoRows)
-
-
-@scenario(2)
-def scalars(world: World) -> Values:
-    return train_case(world, "scalars")
-
-
-@scenario(1)
-def not_contiguous_on_one_rank(world: World) -> Values:
-    """Transposed, permuted and channels-last parameters, whose gradients are dense."""
-    return train_case(world, "non_contiguous")
-
-
-@scenario(2)
-def not_contiguous(world: World) -> Values:
-    return train_case(world, "non_contiguous")
+trained("no_rows", make=NoRows)
+trained("scalars", case="scalars")
+# Transposed, permuted and channels-last parameters, whose gradients are dense.
+trained("not_contiguous_on_one_rank", 1, case="non_contiguous")
+trained("not_contiguous", case="non_contiguous")
 
 
 class Convolutions(nn.Module):
@@ -108,50 +97,22 @@ def channels_last_on_replicas(world: World) -> Values:
     return convolutions(world, True, mesh=world.mesh(2, 1))
 
 
-@scenario(2, slow=True)
-def tied_within_a_unit(world: World) -> Values:
-    return train_case(world, "tied_within")
+trained("tied_within_a_unit", case="tied_within", slow=True)
+trained("tied_over_units", case="tied_blocks", slow=True)
+trained("tied_embedding", case="tied_lm")
+trained("block_called_twice", case="shared_block", slow=True)
+trained("partly_frozen", case="partly_frozen")
+trained("frozen_units", case="all_frozen_blocks", slow=True)
 
 
-@scenario(2, slow=True)
-def tied_over_units(world: World) -> Values:
-    return train_case(world, "tied_blocks")
-
-
-@scenario(2)
-def tied_embedding(world: World) -> Values:
-    return train_case(world, "tied_lm")
-
-
-@scenario(2, slow=True)
-def block_called_twice(world: World) -> Values:
-    return train_case(world, "shared_block")
-
-
-@scenario(2)
-def partly_frozen(world: World) -> Values:
-    return train_case(world, "partly_frozen")
-
-
-@scenario(2, slow=True)
-def frozen_units(world: World) -> Values:
-    return train_case(world, "all_frozen_blocks")
-
-
-@scenario(2)
-def frozen_later(world: World) -> Values:
+@each_step(unsteady=99, steps=5)  # a change makes a new plan, with numbers from the host
+def frozen_later(run: Training, step: int) -> None:
     """Parameters are frozen and thawed between steps."""
-    run = training(world, steps=5)
-    for step in run.steps(unsteady=99):  # a change makes a new plan, with numbers from the host
-        run.model.blocks[0].requires_grad_(step % 2 == 0)
-        learn(run.model, run.inputs[step])
-        run.update()
-    return run.values()
+    run.model.blocks[0].requires_grad_(step % 2 == 0)
+    run.train(step)
 
 
-@scenario(2, may_wait=WHO_HAS_WHAT)
-def unused(world: World) -> Values:
-    return train_case(world, "unused_parts")
+trained("unused", case="unused_parts", may_wait=WHO_HAS_WHAT)
 
 
 @scenario(2)
@@ -164,8 +125,7 @@ def unused_that_get_zeros(world: World) -> Values:
     batches = [world.tensor(3, WIDTH, seed=step) for step in range(4)]
     for step in world.steps(4):
         loss_of(model(batches[step])).backward()
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(model)
 
 
@@ -181,44 +141,17 @@ def unused_and_summed_late(world: World) -> Values:
         for index in range(2):
             model.set_requires_all_reduce(index == 1)
             learn(model, batches[2 * step + index])
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(model)
 
 
-@scenario(2, slow=True)
-def embeddings(world: World) -> Values:
-    return train_case(world, "untied_lm")
-
-
-@scenario(2, slow=True)
-def auxiliary_outputs(world: World) -> Values:
-    return train_case(world, "aux_output")
-
-
-@scenario(2, slow=True)
-def containers(world: World) -> Values:
-    return train_case(world, "containers")
-
-
-@scenario(2, slow=True)
-def keyword_arguments(world: World) -> Values:
-    return train_case(world, "kwargs")
-
-
-@scenario(2, slow=True)
-def nested_units(world: World) -> Values:
-    return train_case(world, "nested_units")
-
-
-@scenario(2)
-def one_group_of_many(world: World) -> Values:
-    return train_case(world, "one_group")
-
-
-@scenario(2, slow=True)
-def sequential(world: World) -> Values:
-    return train_case(world, "sequential")
+trained("embeddings", case="untied_lm", slow=True)
+trained("auxiliary_outputs", case="aux_output", slow=True)
+trained("containers", case="containers", slow=True)
+trained("keyword_arguments", case="kwargs", slow=True)
+trained("nested_units", case="nested_units", slow=True)
+trained("one_group_of_many", case="one_group")
+trained("sequential", case="sequential", slow=True)
 
 
 @scenario(3, tolerance=5e-5)  # absolute values near zero: rounding grows fourfold a step
@@ -240,16 +173,10 @@ def matrices_lie_whole(param: nn.Parameter) -> fsdp2.Whole | None:
     return fsdp2.Whole() if param.dim() > 1 else None
 
 
-@scenario(3)
-def owned(world: World) -> Values:
-    """Ranks send pieces of different lengths; matrices are used where they land."""
-    return train_case(world, "stack", shard_placement_fn=matrices_lie_whole)
-
-
-@scenario(2)
-def owned_in_any_order(world: World) -> Values:
-    """Owned parameters whose elements lie in another order are copied once they are there."""
-    return train_case(world, "non_contiguous", shard_placement_fn=matrices_lie_whole)
+# Ranks send pieces of different lengths; matrices are used where they land.
+trained("owned", 3, case="stack", shard_placement_fn=matrices_lie_whole)
+# Owned parameters whose elements lie in another order are copied once they are there.
+trained("owned_in_any_order", case="non_contiguous", shard_placement_fn=matrices_lie_whole)
 
 
 @scenario(4, slow=True)
@@ -268,10 +195,8 @@ def blocks_of_four(param: nn.Parameter) -> fsdp2.Aligned | None:
     return fsdp2.Aligned(0, multiple_of=4) if param.dim() else None
 
 
-@scenario(3)
-def aligned(world: World) -> Values:
-    """Pieces land in memory of their own, and rows of each parameter are copied from several."""
-    return train_case(world, "stack", shard_placement_fn=blocks_of_four)
+# Pieces land in memory of their own, and rows of each parameter are copied from several.
+trained("aligned", 3, case="stack", shard_placement_fn=blocks_of_four)
 
 
 @scenario(2, slow=True, tolerance=8e-2)

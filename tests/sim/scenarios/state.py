@@ -16,10 +16,20 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.checkpoint._background import Saving
+from fsdp2.checkpoint._save import Saving
+from tests.kit.in_turn import advance
 from tests.kit.models import each_block
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import ADAMW, LR, SGD, STACK, learn, training
+from tests.sim.scenarios._training import (
+    ADAMW,
+    LR,
+    SGD,
+    STACK,
+    Training,
+    each_step,
+    learn,
+    training,
+)
 
 BETWEEN = "between steps the host reads what the device has"
 
@@ -60,8 +70,7 @@ def state_dicts(world: World) -> Values:
     run = training(world)
     other = training(world)
     for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         other.model.load_state_dict(run.model.state_dict())
         learn(other.model, other.inputs[step])
         other.update()
@@ -72,8 +81,7 @@ def state_dicts(world: World) -> Values:
 def full_states(world: World) -> Values:
     run, other = training(world), training(world)
     for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         state = fsdp2.checkpoint.full_state(run.model, run.optim)
         fsdp2.checkpoint.load_full_state(other.model, state, other.optim)
         learn(other.model, other.inputs[step])
@@ -97,8 +105,7 @@ def an_owned_one_is_loaded_first(world: World) -> Values:
 def full_states_on_the_device(world: World) -> Values:
     run = training(world, steps=3)
     for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     state = fsdp2.checkpoint.full_state(run.model, rank0_only=False, cpu_offload=False)
     return run.values(**{f"state {name}": value for name, value in state["model"].items()})
 
@@ -109,8 +116,7 @@ def checkpoints(world: World) -> Values:
     run, other = training(world, optimizer=SGD), training(world)
     with shared_folder() as folder:
         for step in run.steps(unsteady=99):
-            learn(run.model, run.inputs[step])
-            run.update()
+            run.train(step)
             if step == 1:
                 fsdp2.checkpoint.save(folder / "saved", run.model, run.optim)
                 fsdp2.checkpoint.load(folder / "saved", other.model, other.optim)
@@ -126,15 +132,13 @@ def saved_in_the_background(world: World) -> Values:
     run, other = training(world, optimizer=ADAMW), training(world, optimizer=ADAMW)
     with shared_folder() as folder:
         for step in run.steps():
-            learn(run.model, run.inputs[step])
-            run.update()
+            run.train(step)
             # held back, because a host that has waited for the copies has ordered what follows
             with held_back(Saving, "write") as go_on:
                 save = fsdp2.checkpoint.save
                 handle = save(folder / "saved", run.model, run.optim, background=True)
                 wanted = [shard(param).clone() for param in run.model.parameters()]
-                learn(run.model, run.inputs[step])
-                run.update()
+                run.train(step)
                 go_on.set()
                 handle.wait()
         fsdp2.checkpoint.load(folder / "saved", other.model, other.optim)
@@ -151,8 +155,7 @@ def safetensors(world: World) -> Values:
     run, other = training(world, steps=2), training(world, steps=2)
     with shared_folder() as folder:
         for step in run.steps(unsteady=99):
-            learn(run.model, run.inputs[step])
-            run.update()
+            run.train(step)
         fsdp2.checkpoint.save_safetensors(folder / "saved", run.model)
         fsdp2.checkpoint.load_safetensors(folder / "saved", other.model)
     return world.values(run.model, other.model)
@@ -162,48 +165,33 @@ def safetensors(world: World) -> Values:
 def local_states(world: World) -> Values:
     run, other = training(world, optimizer=ADAMW), training(world, optimizer=ADAMW)
     for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     state = fsdp2.checkpoint.local_state(run.model, run.optim)
     fsdp2.checkpoint.load_local_state(other.model, state, other.optim)
     return world.values(other.model)
 
 
-@scenario(2)
-def whole_parameters_one_by_one(world: World) -> Values:
-    run = training(world)
-    seen = {}
-    for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
-        for name, value in fsdp2.full_params(run.model, max_bytes=4096):
-            seen[f"{step} {name}"] = value
-    return run.values(**seen)
+@each_step(unsteady=99)
+def whole_parameters_one_by_one(run: Training, step: int) -> Values:
+    run.train(step)
+    return dict(fsdp2.full_params(run.model, max_bytes=4096))
 
 
-@scenario(2, slow=True)
-def summoned(world: World) -> Values:
-    run = training(world)
-    for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
-        with fsdp2.summon_full_params(run.model), torch.no_grad():
-            for param in run.model.parameters():
-                param.mul_(1.01)
-    return run.values()
+@each_step(slow=True, unsteady=99)
+def summoned(run: Training, step: int) -> None:
+    run.train(step)
+    with fsdp2.summon_full_params(run.model), torch.no_grad():
+        for param in run.model.parameters():
+            param.mul_(1.01)
 
 
-@scenario(2)
-def summoned_with_gradients(world: World) -> Values:
-    run = training(world)
-    for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        with fsdp2.summon_full_params(run.model, with_grads=True), torch.no_grad():
-            for param in run.model.parameters():
-                assert param.grad is not None
-                param.grad.clamp_(-1e-3, 1e-3)
-        run.update()
-    return run.values()
+@each_step(unsteady=99)
+def summoned_with_gradients(run: Training, step: int) -> None:
+    run.learn(step)
+    with fsdp2.summon_full_params(run.model, with_grads=True), torch.no_grad():
+        for param in run.model.parameters():
+            param.grad.clamp_(-1e-3, 1e-3)
+    run.update()
 
 
 def init(module: nn.Module) -> None:
@@ -225,8 +213,7 @@ def materialized(world: World) -> Values:
     inputs = [world.tensor(3, 13, seed=step) for step in range(4)]
     for step in world.steps(4):
         learn(model, inputs[step])
-        optim.step()
-        optim.zero_grad()
+        advance(optim)
     return world.values(model)
 
 
@@ -252,8 +239,7 @@ def synced_from_the_first_rank(world: World) -> Values:
 
     run = training(world, mesh=world.mesh(2, 2), steps=3, prepare=prepare)
     for step in run.steps(unsteady=99):
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 

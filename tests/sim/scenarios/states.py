@@ -20,7 +20,7 @@ from fsdp2._core.base.torch_dtensor import local_part
 from fsdp2.optim import _offload
 from tests.kit.models import stack
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import ADAMW, LR, SGD, learn, training
+from tests.sim.scenarios._training import ADAMW, LR, SGD, training
 
 BLOCKS = stack(count=4)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -62,8 +62,7 @@ def states(optim: Any) -> list[Tensor]:
 def stepping(world: World, make: Make, max_bytes: int | None = None, **kwargs: Any) -> Values:
     run = training(world, BLOCKS, optimizer=away(make, max_bytes), steps=5, **kwargs)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     if world.is_simulated:
         assert len(run.optim._batches) > 3
         assert run.optim._memory.nbytes > 0
@@ -139,9 +138,7 @@ def states_that_come_in_one_backward_of_three(world: World) -> Values:
     """Gradients add up over backwards, each of which reduces them."""
     run = training(world, BLOCKS, optimizer=away(ADAMW, 1 << 30), steps=5, microbatches=3)
     for step in run.steps():
-        for place in range(3):
-            learn(run.model, run.inputs[3 * step + place])
-        run.update()
+        run.accumulate(step)
     return run.values()
 
 
@@ -150,8 +147,7 @@ def looked_at(world: World, make: Make) -> Values:
     run = training(world, BLOCKS, optimizer=away(make), steps=5)
     found = {}
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         for place, state in enumerate(states(run.optim)):
             part = local_part(state)
             found[f"{step}.{place}"] = part.clone()
@@ -185,8 +181,7 @@ def saved_and_loaded(world: World, make: Make) -> Values:
             state = fsdp2.checkpoint.sharded_state(run.model, run.optim)
             run.optim = away(make)(run.model.parameters(), lr=LR)
             fsdp2.checkpoint.load_sharded_state(run.model, state, run.optim)
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     found = {f"{place}": local_part(state) for place, state in enumerate(states(run.optim))}
     return run.values(**found)
 
@@ -211,8 +206,7 @@ def states_after_some_steps_on_the_host(world: World) -> Values:
     for step in run.steps():
         if step == 2:
             run.optim = fsdp2.optim.offload_states(run.optim)
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     assert isinstance(run.optim, torch.optim.AdamW)
     assert all(isinstance(state, DTensor) for state in states(run.optim))
     return run.values()

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from tests.kit.models import WIDTH, loss_of
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import learn, train, training
+from tests.sim.scenarios._training import Training, each_step, learn, sets, train, training
 from tests.sim.scenarios.memory import AGREES, LONG, LargeRoot
 
 
@@ -18,27 +18,26 @@ def forward_and_backward_on_a_side_stream(world: World) -> Values:
     """The optimizer runs there, too."""
     run = training(world)
     side = world.stream()
-    side.wait_stream(world.current_stream)
-    with side:
+    with world.beside(side):
         for step in run.steps():
-            learn(run.model, run.inputs[step])
-            run.update()
-    world.current_stream.wait_stream(side)
+            run.train(step)
+    return run.values()
+
+
+def on_a_side_stream(world: World, **kwargs: Any) -> Values:
+    """Forward and backward on a side stream, the optimizer on the default one."""
+    run = training(world, **kwargs)
+    side = world.stream(own=True)
+    for step in run.steps():
+        with world.beside(side):
+            run.learn(step)
+        run.update()
     return run.values()
 
 
 @scenario(2, slow=True)
 def side_stream_and_default_stream(world: World) -> Values:
-    """Forward and backward on a side stream, the optimizer on the default one."""
-    run = training(world)
-    side = world.stream(own=True)
-    for step in run.steps():
-        side.wait_stream(world.current_stream)
-        with side:
-            learn(run.model, run.inputs[step])
-        world.current_stream.wait_stream(side)
-        run.update()
-    return run.values()
+    return on_a_side_stream(world)
 
 
 @scenario(2)
@@ -47,10 +46,8 @@ def forward_on_a_side_stream_alone(world: World) -> Values:
     run = training(world)
     side = world.stream()
     for step in run.steps():
-        side.wait_stream(world.current_stream)
-        with side:
+        with world.beside(side):
             loss = loss_of(run.model(run.inputs[step]))
-        world.current_stream.wait_stream(side)
         loss.backward()
         run.update()
     return run.values()
@@ -61,15 +58,11 @@ def warm_up_on_a_side_stream(world: World) -> Values:
     """As before a capture of graphs: the first steps run beside, the others do not."""
     run = training(world, steps=5)
     side = world.stream()
-    side.wait_stream(world.current_stream)
-    with side:
+    with world.beside(side):
         for step in range(2):
-            learn(run.model, run.inputs[step])
-            run.update()
-    world.current_stream.wait_stream(side)
+            run.train(step)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
     return run.values()
 
 
@@ -79,8 +72,7 @@ def evaluation_on_another_stream(world: World) -> Values:
     seen = {}
     side = world.stream()
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.update()
+        run.train(step)
         side.wait_stream(world.current_stream)
         with side, torch.no_grad():
             seen[f"output {step}"] = run.model(run.inputs[step])
@@ -93,7 +85,7 @@ def optimizer_elsewhere(world: World, own: bool, **kwargs: Any) -> Values:
     run = training(world, **kwargs)
     side = world.stream(own=own)
     for step in run.steps():
-        learn(run.model, run.inputs[step])
+        run.learn(step)
         side.wait_stream(world.current_stream)
         with side:
             run.optim.step()
@@ -117,21 +109,18 @@ def post_optim_event_of_the_devices_class(world: World) -> Values:
 
 @scenario(2, slow=True)
 def post_optim_event_and_much_memory(world: World) -> Values:
-    return optimizer_elsewhere(world, own=True, set_up=lambda model: model.set_memory("fast"))
+    return optimizer_elsewhere(world, own=True, set_up=sets(memory="fast"))
 
 
-@scenario(2, slow=True)
-def event_of_the_compute_stream(world: World) -> Values:
+@each_step(slow=True)
+def event_of_the_compute_stream(run: Training, step: int) -> None:
     """The idiomatic use: what the optimizer was given, and nothing behind it, is waited for."""
-    run = training(world)
-    for step in run.steps():
-        learn(run.model, run.inputs[step])
-        run.optim.step()
-        event = world.event(own=True)
-        event.record()
-        run.model.set_post_optim_event(event)
-        run.optim.zero_grad()
-    return run.values()
+    run.learn(step)
+    run.optim.step()
+    event = run.world.event(own=True)
+    event.record()
+    run.model.set_post_optim_event(event)
+    run.optim.zero_grad()
 
 
 @scenario(2)
@@ -170,12 +159,10 @@ def gradients_read_beside(world: World) -> Values:
     side = world.stream()
     sums = {}
     for step in run.steps():
-        learn(run.model, run.inputs[step])
-        side.wait_stream(world.current_stream)
-        with side:
+        run.learn(step)
+        with world.beside(side):
             grads = [p.grad.to_local().square().sum() for p in run.model.parameters()]
             sums[f"{step}"] = torch.stack(grads)
-        world.current_stream.wait_stream(side)
         run.update()
     return run.values(**sums)
 
@@ -244,21 +231,15 @@ def parts_warmed_up_on_a_side_stream(world: World) -> Values:
         LargeRoot,
         steps=5,
         microbatches=2,
-        set_up=lambda model: model.set_memory("low"),  # parts are reduced early
+        set_up=sets(memory="low"),  # parts are reduced early
     )
     side = world.stream()
 
-    side.wait_stream(world.current_stream)
-    with side:
+    with world.beside(side):
         for step in range(2):
-            learn(run.model, run.inputs[step])
-            run.update()
-    world.current_stream.wait_stream(side)
+            run.train(step)
     for step in run.steps():
-        for index in range(2):
-            run.model.set_requires_gradient_sync(index == 1)
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
+        run.accumulate(step, "set_requires_gradient_sync")
     return run.values()
 
 
@@ -267,16 +248,10 @@ def warmed_up_without_resharding(world: World) -> Values:
     """Parameters stay whole from the side stream to the other one."""
     run = training(world, steps=7, reshard_after_forward=False, microbatches=2)
     side = world.stream()
-    side.wait_stream(world.current_stream)
-    with side:
-        learn(run.model, run.inputs[0])
-        run.update()
+    with world.beside(side):
+        run.train(0)
         with torch.no_grad():
             run.model(run.inputs[0])
-    world.current_stream.wait_stream(side)
     for step in run.steps(unsteady=5):  # turns of microbatches are learnt
-        for index in range(2):
-            run.model.set_requires_gradient_sync(index == 1)
-            learn(run.model, run.inputs[2 * step + index])
-        run.update()
+        run.accumulate(step, "set_requires_gradient_sync")
     return run.values()

@@ -16,14 +16,14 @@ function highest(tabs) {
   return all.reduce((a, b) => Math.max(a, b), 0);
 }
 
-// One scale for all tabs, so that a step from tab to tab compares them.
+// One scale for all tabs, so that they can be compared.
 function scaleOf(tabs) {
   const most = highest(tabs);
   const limits = tabs.map((tab) => tab.limit || 0).filter((limit) => limit <= most * HIGH_LIMIT);
   return byteSteps(Math.max(most, ...limits) * 1.04);
 }
 
-// A peak that lasted no time that is known would have no width: it is drawn from halfway after what was before it.
+// A peak of unknown duration would have no width: it is drawn from the midpoint after the previous moment.
 function spread(moments, sizeOf) {
   moments.forEach((moment, at) => {
     const [before, after] = [moments[at - 1], moments[at + 1]];
@@ -32,7 +32,7 @@ function spread(moments, sizeOf) {
   });
 }
 
-// The last moment that is not after a time: between moments, memory is as it was.
+// The last moment at or before a time: memory is constant between moments.
 function lastUpTo(moments, time) {
   let low = 0, high = moments.length;
   while (low < high) {
@@ -76,14 +76,14 @@ function memorySeries(tab, scale) {
   return areas;
 }
 
-// Which side of a word is at its point: near an edge it grows inwards.
+// The anchor of a label: near an edge it extends inwards.
 function sideOf(tab, moment) {
   const [first] = tab.moments[0], [last] = tab.moments[tab.moments.length - 1];
   const share = (moment[0] - first) / (last - first || 1);
   return share < 0.1 ? "left" : share > 0.9 ? "right" : "center";
 }
 
-// Words on a picture are read on any ground.
+// Labels on a picture must be readable on any background.
 const plate = (ink) => ({
   color: colour(ink), fontWeight: 600, backgroundColor: colour("panel"), padding: [2, 5], borderRadius: 3, distance: 6,
 });
@@ -118,7 +118,7 @@ function memoryOption(tab, scale, width) {
   };
 }
 
-// A click on a kind hides it, so that what lies on it is seen from the ground.
+// A click on a kind hides it, so that the areas above it start at the baseline.
 function memoryLegend(tab, picture) {
   const kinds = tab.kinds.map((kind, at) => [kind, kindColour(kind, at)]).reverse();
   if (tab.measured.length) kinds.push([tab.measuredName, colour("measured")]);
@@ -184,7 +184,7 @@ function showMemory(section, tabs) {
   place.append(...made.map(({panel}) => panel));
 }
 
-// Tabs as WAI-ARIA has them: one is in the order of Tab, arrows go from one to the next.
+// Tabs as specified by WAI-ARIA: one of them is in the tab order, and arrow keys move between them.
 function tabList(names, made) {
   const tabs = names.map((name, at) => element("button", {
     type: "button", role: "tab", id: `memory-tab-${at}`, "aria-controls": `memory-panel-${at}`, onclick: () => choose(at),

@@ -1,7 +1,7 @@
-// The page: what it shows, in which theme, and on paper.
+// The page: its contents, its theme, and printing.
 
 const values = JSON.parse(document.getElementById("values").textContent);
-const paperWidth = 700; // of A4 or Letter between margins, in CSS pixels
+const paperWidth = 700; // A4 or Letter between margins, in CSS pixels
 
 for (const [name, show] of [["units", showUnits], ["memory", showMemory], ["times", showTimes]]) {
   const section = document.getElementById(name);
@@ -23,7 +23,7 @@ theme.addEventListener("click", () => {
 });
 asks.addEventListener("change", () => drawAll());
 
-// Only a change of width needs it: drawing sets the height itself.
+// Only changes of width require a redraw: drawing sets the height itself.
 new ResizeObserver(() => {
   if (isOnPaper()) return;
   const stale = Picture.all.filter(({host, width}) => host.clientWidth && host.clientWidth !== width);

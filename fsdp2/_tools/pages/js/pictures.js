@@ -1,6 +1,6 @@
-// What all pictures share: colours of the theme, drawing again, printing, and zoom along time.
+// Code shared by all pictures: colours of the theme, redrawing, printing, and zoom along time.
 
-// Of `light-dark(one, other)`, as page.css has it, the one that is shown.
+// The active value of `light-dark(one, other)` in page.css.
 function colour(name) {
   const root = document.documentElement;
   const [, light, dark] = /light-dark\((\S+), (\S+)\)/.exec(getComputedStyle(root).getPropertyValue(`--${name}`));
@@ -20,7 +20,7 @@ function isDark() {
 const SERIES = 7; // colours of --series-0 and on, in page.css
 const seriesColour = (index) => colour(index < SERIES ? `series-${index}` : "series-rest");
 
-// Black or white, whichever is read better on a colour (WCAG's relative luminance).
+// Black or white, whichever has more contrast on a colour (WCAG's relative luminance).
 function inkOn(hex) {
   const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
   const [r, g, b] = parts.map((p) => (p <= 0.03928 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4));
@@ -29,7 +29,7 @@ function inkOn(hex) {
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
-// A picture is drawn anew for another theme and for paper: `option(width)` says what, `after(chart)` what it answers to.
+// A picture is redrawn for another theme and for paper: `option(width)` is its content, `after(chart)` adds handlers.
 class Picture {
   constructor(host, label, option, after = () => {}) {
     Object.assign(this, {host, option, after, chart: null, width: 0});
@@ -62,7 +62,7 @@ class Picture {
 }
 Picture.all = [];
 
-// Paper cannot be dragged: no slider, and no room for it.
+// On paper there is no slider, and no space for it.
 function withoutSlider(option) {
   if (!option.dataZoom) return;
   option.dataZoom = option.dataZoom.filter((zoom) => zoom.type !== "slider");
@@ -94,7 +94,7 @@ function axisStyle() {
   };
 }
 
-// Zoom by Ctrl and wheel, and by the slider below. A plain wheel scrolls the page.
+// Zoom with Ctrl and the wheel, or with the slider below. The wheel alone scrolls the page.
 function zoomStyle(axes, slider) {
   const common = {xAxisIndex: axes, filterMode: "none", minSpan: 0.001};
   return [
@@ -118,7 +118,7 @@ function setZoom(chart, start, end) {
   chart.dispatchAction({type: "dataZoom", start: from, end: from + length});
 }
 
-// Shows a box of words beside the pointer: `find(x, y)` makes it, or says with null that nothing is there.
+// Shows a tooltip next to the pointer: `find(x, y)` creates its contents, or returns null for none.
 function answerHover(chart, host, find) {
   const zr = chart.getZr();
   let shown = null;
@@ -136,7 +136,7 @@ function answerHover(chart, host, find) {
   zr.on("globalout", hide);
 }
 
-// Zoom by dragging over a range, back by a double click; by + - 0 and arrows from the keyboard.
+// Zoom by dragging over a range, reset with a double click; + - 0 and arrows on the keyboard.
 function answerZoom(chart, host, isInside) {
   const zr = chart.getZr();
   const band = element("div", {class: "band", hidden: true});

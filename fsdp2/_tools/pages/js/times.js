@@ -1,4 +1,4 @@
-// Time lines: lanes of spans, those of several ranks or settings below each other on one axis of time.
+// Time lines: lanes of spans, stacked for several ranks or settings on one time axis.
 
 const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
 const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, ROW_HEIGHT = 16, BETWEEN = 10; // pixels, as the next ones
@@ -10,12 +10,12 @@ function laneColour(name, index) {
   return Object.hasOwn(LANE_COLOURS, name) ? colour(LANE_COLOURS[name]) : seriesColour(3 + (index % 4));
 }
 
-// What a wait was for, without the unit: a model of a hundred units has a hundred causes of three kinds. What stands
-// before a comma is another rank that was late.
+// The cause of a wait without the unit: a model of a hundred units has a hundred causes of three kinds. A part before a
+// comma names another rank that was late.
 const kindOfCause = (span) => span[CAUSE].split(span[CAUSE].includes(", ") ? ", " : " ", 1)[0];
 const isOfARank = (name) => name.startsWith("rank ");
 
-// Kinds of causes, those with the most time first: they get the colours that differ most.
+// Kinds of causes, by decreasing time: the first ones get the most distinct colours.
 function causesIn(lines) {
   const totals = new Map();
   for (const {spans} of lines) {
@@ -26,13 +26,13 @@ function causesIn(lines) {
   }
   const found = [...totals.entries()].sort(([, a], [, b]) => b - a).map(([name, total]) => ({name, total}));
   let next = 1;
-  // The rank that was late has the strong colour, in a lane of its own; those that wait for it are the quiet ones.
+  // A late rank has a strong colour in a separate lane; the ranks that wait for it have muted ones.
   return found.map((cause) => ({...cause, index: isOfARank(cause.name) ? CAUSES : found.some(({name}) => isOfARank(name)) ? next++ : next++ - 1}));
 }
 
 const causeColour = (index) => colour(index < CAUSES ? `cause-${index}` : "series-rest");
 
-// Stripes in a cause's colour; each cause has a slope or a width of its own, for eyes and printers without colours.
+// Stripes in a cause's colour; each cause also has a distinct slope or width, for colour-blind readers and printers.
 function stripes(index) {
   const size = 8, made = element("canvas", {width: size, height: size});
   const pen = made.getContext("2d");
@@ -71,9 +71,9 @@ function spanHover(line, span) {
   return hoverBox(span[NAME] || span[CAUSE], rows, span[NOTE]);
 }
 
-// The spans of a line that are in sight, as rectangles. Those too narrow for a border, stripes or words are one shape
-// for each colour, and those that begin in one pixel are one of these: so what is drawn is bounded by the width, and a
-// line of thousands of spans is fluid.
+// The visible spans of a line, as rectangles. Spans too narrow for a border, stripes or text are merged into one shape
+// per colour, and those that begin in the same pixel into one rectangle. This bounds the drawn elements by the width, so
+// lines with thousands of spans stay responsive.
 function spansDrawer(line, looks) {
   const height = LANE_HEIGHT - 6;
   return (params, api) => {
@@ -99,7 +99,7 @@ function spansDrawer(line, looks) {
   };
 }
 
-// Of `all_gather blocks.3` as much as fits: all of it, the unit (the lane says what is done to it), or its last word.
+// The part of `all_gather blocks.3` that fits: all of it, the unit (the lane implies the kind), or its last part.
 function wordsFor(name, width) {
   const unit = name.slice(name.lastIndexOf(" ") + 1);
   const shorter = [name, unit, unit.slice(unit.lastIndexOf(".") + 1)];
@@ -129,7 +129,7 @@ function looksOf(line, causes) {
   return (span) => (span[CAUSE] ? byCause.get(kindOfCause(span)) : byLane[span[LANE]]);
 }
 
-// A line's name, and how long its lanes wait for what: on the right, or below where there is no room beside the name.
+// A line's name, and the waiting times of its lanes by cause: on the right, or below the name if there is no space.
 function titlesOf(line, top, width) {
   const waits = causesIn([line]).map(({name, total}) => `${secondsText(total)} for ${name}`);
   const text = waits.length ? `waits ${waits.join(", ")}` : "";
@@ -189,7 +189,7 @@ function timesOption(lines, width, chartOf) {
   };
 }
 
-// The span at a place: of those that are there the shortest, and the nearest where the pointer just misses one.
+// The span at a position: the shortest of several, or the nearest if the pointer just misses one.
 function spanAt(chart, lines, x, y) {
   for (const [at, line] of lines.entries()) {
     if (!chart.containPixel({gridIndex: at}, [x, y])) continue;

@@ -1,8 +1,8 @@
-// The tree of units, bytes as areas.
+// The tree of units as a treemap of bytes.
 
 const MOST_TILES = 400; // more are not read: the tree opens at the depth that has no more
 
-// A tree along dotted names. A name that has parameters of its own and parts gets a leaf for its own.
+// A tree of dotted names. A node with both parameters and children gets a leaf for its own parameters.
 function unitTree(units) {
   const root = {word: "", path: "", parts: new Map(), own: []};
   for (const unit of units) {
@@ -17,7 +17,7 @@ function unitTree(units) {
   return joined(root, true);
 }
 
-// `model` that has nothing but `layers` is one step, `model.layers`: a step with no choice tells nothing.
+// A `model` whose only child is `layers` is merged into one level, `model.layers`.
 function joined(node, isRoot = false) {
   let {word, path, parts, own} = node;
   while (!isRoot && own.length === 0 && parts.size === 1) {
@@ -30,7 +30,7 @@ function joined(node, isRoot = false) {
 
 const likeness = (unit) => [unit.parameters, unit.numel, unit.dtypes, unit.whole, unit.shard].join();
 
-// Units that are alike in all that is drawn have one colour, so one that is not stands out.
+// Units that are equal in everything that is drawn share one colour, so a different one stands out.
 function kindsOfUnits(units) {
   const kinds = new Map();
   for (const unit of units) {
@@ -42,13 +42,13 @@ function kindsOfUnits(units) {
   return new Map(order.map(([key, kind], index) => [key, {...kind, index}]));
 }
 
-// The share of padding: over all ranks' shards together, or of what is whole and its padding.
+// The share of padding in all ranks' shards, or in the unsharded parameters with their padding.
 function paddingShare(unit, measure) {
   const all = measure === "shard" ? unit.shard * unit.ranks : unit.whole + unit.padding;
   return all > 0 ? Math.min(1, unit.padding / all) : 0;
 }
 
-// Parts that are alike and follow each other, as the layers of a model do, are one: `0 to 79, x 80`.
+// Consecutive equal parts, such as the layers of a model, are merged into one: `0 to 79, x 80`.
 function runsOf(parts) {
   const runs = [];
   for (const part of parts) {
@@ -88,14 +88,14 @@ function tile(word, unit, measure, kinds) {
 function tiles(node, measure, kinds) {
   const own = node.own.map((unit) => tile(node.parts.length ? "(own)" : node.word, unit, measure, kinds));
   if (!node.parts.length && own.length === 1) return own[0];
-  // The library puts the last of equals first, and blocks are read from 0 on.
+  // The library puts the last of equals first, but blocks should start with 0.
   const parts = runsOf(node.parts).map((run) =>
     run.length > 1 ? runTile(run, measure, kinds) : tiles(run[0], measure, kinds));
   const children = [...own, ...parts].reverse();
   return {name: node.word, path: node.path, children, ...unlikeTiles(children)};
 }
 
-// A part that is shown closed has the colour of what is most in it.
+// A collapsed part has the colour of its largest content.
 function unlikeTiles(children) {
   const most = children.reduce((a, b) => (sizeOf(b) > sizeOf(a) ? b : a));
   return {itemStyle: {color: most.itemStyle.color}, label: most.label};

@@ -1,4 +1,4 @@
-// Numbers as words, and elements made of text. Nothing here draws.
+// Formatting of numbers, and creation of text elements. Contains no drawing code.
 
 const number = new Intl.NumberFormat("en-US", {maximumSignificantDigits: 4});
 const whole = new Intl.NumberFormat("en-US", {maximumFractionDigits: 0});
@@ -17,7 +17,7 @@ const bytesText = (value) => inUnits(value, BYTES);
 const secondsText = (value) => (value === 0 ? "0 s" : inUnits(value, SECONDS));
 const countText = (value) => inUnits(value, COUNTS).trim();
 
-// A scale for an axis: round steps of binary units, which an axis of powers of ten would not have.
+// A scale for an axis with round steps in binary units, which a decimal axis would not have.
 function byteSteps(most) {
   if (most <= 0) return {max: 1, interval: 1};
   const [scale] = BYTES.find(([scale]) => most >= scale) || [1];
@@ -28,7 +28,7 @@ function byteSteps(most) {
   return {max: Math.ceil(most / interval) * interval, interval};
 }
 
-// Ticks of time, in one unit for all of an axis, with the digits that a range this long needs.
+// Ticks of time, in one unit for the entire axis, with the digits that the range needs.
 function timeTicks(range) {
   const [scale, name] = SECONDS.find(([scale]) => range >= 2 * scale) || SECONDS[SECONDS.length - 1];
   const digits = Math.max(0, 2 - Math.floor(Math.log10(range / scale)));
@@ -36,7 +36,7 @@ function timeTicks(range) {
   return (value) => `${format.format(value / scale)} ${name}`;
 }
 
-// An element with attributes and children. Children that are text stay text: see the note in page.py.
+// An element with attributes and children. Strings become text nodes: see the note in page.py.
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -48,14 +48,14 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// A square in a colour. Style goes through the object: the policy has no inline styles.
+// A coloured square. The style is set through the object, because the policy forbids inline styles.
 function swatch(colour) {
   const made = element("i", {class: "swatch", "aria-hidden": "true"});
   made.style.background = colour;
   return made;
 }
 
-// What is shown where the pointer is: a heading, rows of [swatch or null, name, value], and a last word.
+// The contents of a tooltip: a heading, rows of [swatch or null, name, value], and a final note.
 function hoverBox(heading, rows, word = "") {
   const table = element("table");
   for (const [mark, name, value] of rows) {

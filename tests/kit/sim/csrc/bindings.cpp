@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
+#include "graph.h"
 #include "group.h"
 #include "trace.h"
 
@@ -58,6 +59,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return steps;
   }, "What was done since begin_trace: see trace.h.");
+  py::class_<sim::Graph, std::shared_ptr<sim::Graph>>(m, "Graph")
+      .def("operations", [](const sim::Graph& graph) { return graph.nodes.size(); })
+      .def("replay", [](sim::Graph& graph) { order().replay(graph, sim::current_stream(), sim::here("replay")); });
+  m.def("begin_capture", [] { return order().begin_capture(sim::current_stream()); }, "See graph.h.");
+  m.def("end_capture", [] { order().end_capture(sim::current_stream()); });
+  m.def("is_capturing", [] { return order().captures(sim::current_stream()); }, "If the current stream is.");
   m.def("priority", [](int stream) { return order().priority_of(stream); });
   m.def("reset_peak", [] { order().peak_nbytes = order().live_nbytes; });
 }

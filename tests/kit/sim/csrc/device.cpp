@@ -1,6 +1,7 @@
 // The device as torch sees it: guard, streams and events, allocators, hooks, random numbers.
 
 #include "device.h"
+#include "graph.h"
 
 #include "trace.h"
 
@@ -122,6 +123,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
       order().touch(from, {{reinterpret_cast<uintptr_t>(from->data), reinterpret_cast<uintptr_t>(from->data) + kept}}, current, false, site);
       order().touch(to, {{reinterpret_cast<uintptr_t>(to->data), reinterpret_cast<uintptr_t>(to->data) + kept}}, current, true, site);
       if (!skips(kept)) std::memcpy(to->data, from->data, kept);
+      note(current, site, [to = to->data, from = from->data, kept] { std::memcpy(to, from, kept); });
       auto count = static_cast<int64_t>(kept);
       trace().add({.kind = Kind::KERNEL, .stream = current, .read = count, .written = count}, "resize_");
     }

@@ -5,6 +5,7 @@
 #include "group.h"
 
 #include "device.h"
+#include "graph.h"
 #include "trace.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -76,6 +77,19 @@ at::Tensor joined(const Tensors& tensors) {
   return parts.size() == 1 ? parts[0].contiguous() : at::cat(parts);
 }
 
+// The same memory as tensors that do not keep it: what a capture holds.
+Tensors borrowed(const Tensors& tensors) {
+  Tensors made;
+  for (const at::Tensor& tensor : tensors) {
+    auto& storage = tensor.storage();
+    c10::Storage same(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(const_cast<void*>(storage.data()), device()), nullptr, false);
+    auto view = at::detail::make_tensor<c10::TensorImpl>(std::move(same), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), tensor.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    made.push_back(view);
+  }
+  return made;
+}
+
 void refuse_float8(const at::Tensor& tensor) {
   // torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: float8 is moved, and reduced nowhere.
   TORCH_CHECK(!c10::isFloat8Type(tensor.scalar_type()), "Float8 dtypes are not currently supported for NCCL reductions");
@@ -113,15 +127,15 @@ class SimGroup final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto root = options.rootRank;
-    return run(c10d::OpType::BROADCAST, "broadcast", options.asyncOp, tensors, tensors, [&] {
+    return run(c10d::OpType::BROADCAST, "broadcast", options.asyncOp, tensors, tensors, [this, root, tensors = borrowed(tensors)] {
       at::Tensor all = gather(joined(tensors));
       spread(all.select(0, root), tensors);
     });
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return run(c10d::OpType::ALLREDUCE, "all_reduce", options.asyncOp, tensors, tensors, [&] {
-      for (at::Tensor& tensor : tensors) put(reduced(tensor, options.reduceOp), tensor);
+    return run(c10d::OpType::ALLREDUCE, "all_reduce", options.asyncOp, tensors, tensors, [this, options, tensors = borrowed(tensors)] {
+      for (const at::Tensor& tensor : tensors) put(reduced(tensor, options.reduceOp), tensor);
     });
   }
 
@@ -130,8 +144,8 @@ class SimGroup final : public c10d::Backend {
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return run(c10d::OpType::REDUCE, "reduce", options.asyncOp, tensors, tensors, [&] {
-      for (at::Tensor& tensor : tensors) {
+    return run(c10d::OpType::REDUCE, "reduce", options.asyncOp, tensors, tensors, [this, options, tensors = borrowed(tensors)] {
+      for (const at::Tensor& tensor : tensors) {
         at::Tensor sum = reduced(tensor, options.reduceOp);
         if (getRank() == options.rootRank) put(sum, tensor);
       }
@@ -141,7 +155,9 @@ class SimGroup final : public c10d::Backend {
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     Tensors flat;
     for (Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
-    return run(c10d::OpType::ALLGATHER, "all_gather", options.asyncOp, inputs, flat, [&] {
+    std::vector<Tensors> places;
+    for (const Tensors& list : outputs) places.push_back(borrowed(list));
+    return run(c10d::OpType::ALLGATHER, "all_gather", options.asyncOp, inputs, flat, [this, outputs = places, inputs = borrowed(inputs)] {
       for (size_t i = 0; i < inputs.size(); i++) {
         bool even = true;
         for (const at::Tensor& output : outputs[i]) even = even && output.nbytes() == inputs[i].nbytes();
@@ -168,7 +184,7 @@ class SimGroup final : public c10d::Backend {
       TORCH_CHECK(inputs[i].scalar_type() == outputs[i].scalar_type(), "output tensor must have the same type as input tensor");
       TORCH_CHECK(inputs[i].numel() * getSize() == outputs[i].numel(), "output tensor size must be equal to world_size times input tensor size");
     }
-    return run(c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor", options.asyncOp, inputs, outputs, [&] {
+    return run(c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor", options.asyncOp, inputs, outputs, [this, inputs = borrowed(inputs), outputs = borrowed(outputs)] {
       at::Tensor all = gather(joined(inputs));
       int64_t begin = 0;
       for (size_t i = 0; i < inputs.size(); i++) {
@@ -189,7 +205,7 @@ class SimGroup final : public c10d::Backend {
       TORCH_CHECK(inputs[i].scalar_type() == outputs[i].scalar_type(), "input tensor must be the same type as the output tensor.");
       TORCH_CHECK(inputs[i].numel() == outputs[i].numel() * getSize(), "input tensor must be the same size as output size times world size");
     }
-    return run(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", options.asyncOp, inputs, outputs, [&] {
+    return run(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", options.asyncOp, inputs, outputs, [this, options, inputs = borrowed(inputs), outputs = borrowed(outputs)] {
       for (size_t i = 0; i < inputs.size(); i++) {
         at::Tensor sum = reduced(inputs[i], options.reduceOp);
         put(sum.reshape({-1}).narrow(0, getRank() * outputs[i].numel(), outputs[i].numel()), outputs[i]);
@@ -199,8 +215,10 @@ class SimGroup final : public c10d::Backend {
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
     Tensors flat;
+    std::vector<Tensors> lists;
     for (Tensors& list : inputs) flat.insert(flat.end(), list.begin(), list.end());
-    return run(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", options.asyncOp, flat, outputs, [&] {
+    for (const Tensors& list : inputs) lists.push_back(borrowed(list));
+    return run(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", options.asyncOp, flat, outputs, [this, options, inputs = lists, outputs = borrowed(outputs)] {
       for (size_t i = 0; i < outputs.size(); i++) {
         for (int rank = 0; rank < getSize(); rank++) {
           at::Tensor sum = reduced(inputs[i][rank], options.reduceOp);
@@ -283,6 +301,7 @@ class SimGroup final : public c10d::Backend {
   }
 
   WorkPtr barrier(const c10d::BarrierOptions&) override {
+    order().refuse_in_capture("a barrier");
     if (host_) host_->barrier()->wait();
     return c10::make_intrusive<SimWork>(getRank(), c10d::OpType::BARRIER, current_stream(), Tensors{}, Tensors{}, true);
   }
@@ -293,6 +312,10 @@ class SimGroup final : public c10d::Backend {
     sequence_++;
     // NCCL makes a communicator at the first operation, which waits for all ranks of the group. Only
     // a pair that is not in a batch gets one of its own (ProcessGroupNCCL::pointToPoint).
+    bool is_simple = type != c10d::OpType::ALLTOALL && type != c10d::OpType::ALLTOALL_BASE && type != c10d::OpType::SCATTER &&
+        type != c10d::OpType::GATHER && type != c10d::OpType::SEND && type != c10d::OpType::RECV;
+    TORCH_CHECK(is_simple || !captures(), "sim: ", name, " is not captured yet");
+    if (!connected_ && captures()) order().refuse_in_capture("a communicator that is made");
     bool is_pair = !coalescing_ && (type == c10d::OpType::SEND || type == c10d::OpType::RECV);
     if (!connected_ && !is_pair) {
       connected_ = true;
@@ -324,7 +347,15 @@ class SimGroup final : public c10d::Backend {
       keep_own_end(type, inputs, outputs);
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
-      move();
+      if (captures(stream)) {
+        note(stream, site, [move] {
+          at::AutoDispatchBelowADInplaceOrView below;
+          move();
+        });
+      } else {
+        if (captures()) order().refuse_in_capture("a collective in a stream outside of the capture", site);
+        move();
+      }
     }
     Tensors held;
     if (asynchronous) {

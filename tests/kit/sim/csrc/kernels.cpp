@@ -5,6 +5,7 @@
 // a kernel of its own, with the source of the difference.
 
 #include "device.h"
+#include "graph.h"
 
 #include "trace.h"
 
@@ -182,17 +183,17 @@ class Call {
       run_without_values(given, data_decides, facts);
       return;
     }
-    {
-      // Nothing above the host's kernels may see the host's views.
-      at::AutoDispatchBelowADInplaceOrView below;
-      c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &host_stack);
-    }
+    Stack kept;
+    bool is_captured = captures(stream_) && !makes_view;
+    if (captures() && data_decides) order().refuse_in_capture("a size that is in data", site_);
+    if (is_captured) kept = fixed(host_stack);
+    run_on_host(op_, host_stack);
     for (auto& [ours, host] : resized_) {
       if (host.numel() == 0) {  // of another shape, perhaps
         ours.unsafeGetTensorImpl()->set_sizes_contiguous(host.sizes());
         continue;
       }
+      TORCH_CHECK(!is_captured, "sim: an operation that makes a tensor larger cannot be captured");
       at::Tensor target = ours;
       at::Tensor memory = empty_like_host(host);
       std::memcpy(memory.mutable_data_ptr(), host.data_ptr(), host.nbytes());
@@ -212,10 +213,55 @@ class Call {
       }
     }
     if (!makes_view) tell(facts, given);
+    if (is_captured) note(stream_, site_, again(std::move(kept), host_stack));
     if (data_decides || tells_host) order().wait_for_stream(stream_, "data", site_);
   }
 
  private:
+  // Nothing above the host's kernels may see the host's views.
+  static void run_on_host(const c10::OperatorHandle& op, Stack& stack) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  }
+
+  // Arguments as a capture keeps them: what is the host's has the values that it has now.
+  Stack fixed(const Stack& stack) const {
+    Stack kept;
+    for (const c10::IValue& value : stack) {
+      bool is_hosts = value.isTensor() && value.toTensor().defined() && views_.owner(value.toTensor()) == nullptr;
+      kept.push_back(is_hosts ? c10::IValue(value.toTensor().clone()) : value);
+    }
+    return kept;
+  }
+
+  // What a replay does: the same kernel, and its results to where they were put.
+  std::function<void()> again(Stack kept, const Stack& results) {
+    std::vector<std::vector<at::Tensor>> places;
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      const auto* alias = schema_.returns()[i].alias_info();
+      places.emplace_back();
+      if (alias != nullptr && alias->isWrite()) continue;
+      const c10::IValue& made = (*stack_)[stack_->size() - schema_.returns().size() + i];
+      std::vector<at::Tensor> list;
+      if (made.isTensor()) list.push_back(made.toTensor());
+      if (made.isTensorList()) list = made.toTensorVector();
+      for (const at::Tensor& tensor : list) {
+        places.back().push_back(is_here(tensor) && tensor.storage().nbytes() > 0 ? HostViews().of(tensor) : at::Tensor());
+      }
+    }
+    return [op = op_, kept = std::move(kept), places = std::move(places)] {
+      Stack stack = kept;
+      run_on_host(op, stack);
+      for (size_t i = 0; i < places.size(); i++) {
+        std::vector<at::Tensor> made;
+        if (stack[i].isTensor()) made = {stack[i].toTensor()};
+        if (stack[i].isTensorList()) made = stack[i].toTensorVector();
+        for (size_t j = 0; j < places[i].size(); j++) if (places[i][j].defined()) places[i][j].copy_(made[j]);
+      }
+    };
+  }
+
   std::string full_name() const {
     return schema_.overload_name().empty() ? schema_.name() : schema_.name() + "." + schema_.overload_name();
   }
@@ -470,6 +516,19 @@ bool is_pinned(const at::Tensor& tensor) {
   return tensor.numel() > 0 && order().is_pinned(tensor.const_data_ptr());
 }
 
+// A copy beside the host, again; ``host`` is the address there.
+void copy_beside(const at::Tensor& source, const at::Tensor& target, bool to_device, uintptr_t host, Site site) {
+  int stream = current_stream();
+  size_t nbytes = source.nbytes();
+  if (!to_device) {
+    order().copy_to_host(host, static_cast<const char*>(source.const_data_ptr()), nbytes, stream, site);
+    return;
+  }
+  order().read_pinned(host, nbytes, stream, site);
+  order().copy_from_host(host, nbytes, stream, site);
+  target.copy_(source);
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   int stream = current_stream();
@@ -496,6 +555,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       facts.writes(to);
       facts.tell(stream, "aten::copy_");
       if (!is_skipped) target.copy_(source);
+      note(stream, site, [target, source] { target.copy_(source); });
       return to;
     }
     Step moved{.kind = Kind::COPY, .stream = stream, .written = static_cast<int64_t>(to.nbytes())};
@@ -503,6 +563,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (is_skipped) {
       source = source.narrow(0, 0, 0);
       target = target.narrow(0, 0, 0);
+    }
+    if (captures(stream)) {
+      if (!beside) order().refuse_in_capture("a copy for which the host waits, or from pageable memory", site);
+      note(stream, site, [=] {
+        auto* place = reinterpret_cast<const char*>((is_here(from) ? target : source).const_data_ptr());
+        copy_beside(source, target, !is_here(from), reinterpret_cast<uintptr_t>(place), site);
+      });
+      return to;
     }
     if (beside && is_here(from)) {
       auto* data = static_cast<const char*>(source.const_data_ptr());
@@ -600,9 +668,10 @@ at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, a
     }
     return out;
   }
-  at::Tensor result = at::_chunk_cat(host, dim, chunks);
+  at::Tensor result = at::_chunk_cat(host, dim, chunks), place = views.of(out);
   TORCH_CHECK(result.sizes() == out.sizes(), "sim: _chunk_cat expected out of ", result.sizes(), ", found ", out.sizes());
-  views.of(out).copy_(result);
+  place.copy_(result);
+  note(stream, site, [=] { place.copy_(at::_chunk_cat(host, dim, chunks)); });
   return out;
 }
 
@@ -644,7 +713,12 @@ void split_with_sizes_copy_out(const at::Tensor& self, c10::IntArrayRef sizes, i
     facts.tell(stream, "aten::split_with_sizes_copy");
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  auto parts = views.of(self).split_with_sizes(sizes, dim);
+  at::Tensor whole = views.of(self);
+  auto parts = whole.split_with_sizes(sizes, dim);
+  note(stream, site, [=, lengths = sizes.vec()] {
+    auto again = whole.split_with_sizes(lengths, dim);
+    for (size_t i = 0; i < host.size(); i++) host[i].copy_(again[i]);
+  });
   for (size_t i = 0; i < host.size(); i++) {
     TORCH_CHECK(host[i].sizes() == parts[i].sizes(), "sim: split_with_sizes_copy found out of another shape");
     if (!skips(host[i].nbytes())) host[i].copy_(parts[i]);

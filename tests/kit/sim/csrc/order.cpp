@@ -2,6 +2,7 @@
 
 #include "order.h"
 
+#include "graph.h"
 #include "trace.h"
 
 #include <sys/mman.h>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <stdexcept>
 
 namespace sim {
 
@@ -90,6 +92,7 @@ std::string Order::name_of(int stream) const { return names_.at(stream); }
 
 Count Order::begin(int stream) {
   operations++;
+  if (captures(stream)) capture->touched.clear();
   Clock& clock = clocks_.at(stream);
   clock.join(host_);  // what the host has seen was over before it issued this
   return clock.tick(stream);
@@ -101,6 +104,7 @@ void Order::record(Event& event, int stream) {
   event.clock.join(host_);
   event.recorded = true;
   event.asked = false;
+  event.capture = captures(stream) ? captures_ : 0;
   if (trace().on) {
     event.mark = trace().next_mark();
     trace().add({.kind = Kind::RECORD, .stream = stream, .mark = event.mark});
@@ -109,6 +113,7 @@ void Order::record(Event& event, int stream) {
 
 void Order::block(int stream, const Event& event) {
   std::lock_guard lock(mutex);
+  if (event.recorded) join_capture(stream, event);
   if (event.recorded) clocks_.at(stream).join(event.clock);
   if (event.mark >= 0) trace().add({.kind = Kind::BLOCK, .stream = stream, .mark = event.mark});
 }
@@ -117,6 +122,7 @@ void Order::block(int stream, const Event& event) {
 
 void Order::note_wait(const std::string& kind, Site site) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("a wait of the host (" + kind + ")", site);
   for (Wait& known : waits) {
     if (known.site == site && known.kind == kind) {
       known.times++;
@@ -128,6 +134,7 @@ void Order::note_wait(const std::string& kind, Site site) {
 
 void Order::wait_for(const Event& event, const std::string& kind, Site site) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("a wait of the host (" + kind + ")", site);
   if (!kind.empty()) note_wait(kind, site);
   if (event.recorded) host_.join(event.clock);
   if (event.mark >= 0) trace().add({.kind = Kind::WAIT, .mark = event.mark});
@@ -136,6 +143,7 @@ void Order::wait_for(const Event& event, const std::string& kind, Site site) {
 
 void Order::wait_for_stream(int stream, const std::string& kind, Site site) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("a wait of the host (" + kind + ")", site);
   if (!kind.empty()) note_wait(kind, site);
   host_.join(clocks_.at(stream));
   trace().add({.kind = Kind::WAIT, .stream = stream});
@@ -144,6 +152,7 @@ void Order::wait_for_stream(int stream, const std::string& kind, Site site) {
 
 void Order::wait_for_all(const std::string& kind, Site site) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("a wait of the host (" + kind + ")", site);
   if (!kind.empty()) note_wait(kind, site);
   for (const Clock& clock : clocks_) host_.join(clock);
   trace().add({.kind = Kind::WAIT});
@@ -152,6 +161,8 @@ void Order::wait_for_all(const std::string& kind, Site site) {
 
 bool Order::query(Event& event) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("a query of an event");
+  if (event.capture != 0) throw std::runtime_error("sim: a query of an event of a capture");
   if (!event.recorded) return true;
   bool known = true;
   for (int stream = 0; stream < streams(); stream++) {
@@ -168,6 +179,7 @@ bool Order::query(Event& event) {
 
 bool Order::query_stream(int stream) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("a query of a stream");
   const Clock& clock = clocks_.at(stream);
   for (int other = 0; other < streams(); other++) {
     if (clock.of(other) > host_.of(other)) return false;
@@ -197,6 +209,8 @@ Block* Order::allocate(size_t nbytes, int stream, Site site) {
   ghosts.erase(std::remove_if(ghosts.begin(), ghosts.end(), is_over), ghosts.end());
   auto* block = new Block{data, nbytes, stream, now.of(stream), site, {}, {}, ghosts};
   blocks_[reinterpret_cast<uintptr_t>(data)] = block;
+  block->number = ++allocations_;
+  if (capture != nullptr) note_allocation(block, site);
   return block;
 }
 
@@ -208,12 +222,21 @@ void Order::free(Block* block, Site site) {
   for (const Access& access : block->accesses) {
     if (access.count > next.of(access.stream) && !block->recorded.count(access.stream)) running.push_back(access);
   }
-  if (!running.empty()) {
+  bool is_idle = block->graph != nullptr && block->graph != capture.get();  // in a pool that nothing else gets
+  if (!running.empty() && !is_idle) {
     ghosts_[block->stream].push_back(std::make_shared<Ghost>(
         Ghost{block->nbytes, block->stream, block->site, site, std::move(running)}));
   }
-  blocks_.erase(reinterpret_cast<uintptr_t>(block->data));
+  if (block->graph != nullptr) {
+    note_free(block, site);
+    return;
+  }
   live_nbytes -= block->nbytes;
+  release(block);
+}
+
+void Order::release(Block* block) {
+  blocks_.erase(reinterpret_cast<uintptr_t>(block->data));
   if (!trace().clocked) std::memset(block->data, NAN_BYTE, block->nbytes);
   give_back(block->data, block->nbytes);
   delete block;
@@ -238,6 +261,7 @@ void Order::touch(
   if (trace().clocked) return;  // the order is checked in scenarios, on models of a size that fits
   std::lock_guard lock(mutex);
   accesses++;
+  if (captures(stream)) note_touch(block, spans, writes);
   const Clock& clock = clocks_.at(stream);
   Access now{{0, 0}, stream, clock.of(stream), writes, site};
   if (stream != block->stream && clock.of(block->stream) < block->born && !spans.empty()) {
@@ -287,6 +311,7 @@ void Order::touch(
 
 void* Order::pin(size_t nbytes) {
   std::lock_guard lock(mutex);
+  refuse_in_capture("an allocation of pinned memory");
   char* data = take(nbytes);
   pinned_[reinterpret_cast<uintptr_t>(data)] = {data, nbytes};
   return data;

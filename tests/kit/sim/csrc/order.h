@@ -39,6 +39,7 @@ struct Event {
   int64_t mark = -1;  // its number in the trace
   bool recorded = false;
   bool asked = false;  // a query was answered with "not yet" once
+  int64_t capture = 0;  // the capture that it was recorded in
 };
 
 struct Access {
@@ -57,6 +58,8 @@ struct Ghost {
   std::vector<Access> accesses;
 };
 
+class Graph;
+
 // Memory that the device's allocator gave away.
 struct Block {
   char* data;
@@ -67,6 +70,9 @@ struct Block {
   std::set<int> recorded;  // streams whose work, at the time of the free, delays it
   std::vector<Access> accesses;
   std::vector<std::shared_ptr<Ghost>> ghosts;  // whose memory it may be
+  int64_t number = 0;  // no other block has it
+  Graph* graph = nullptr;  // whose pool it is of
+  bool is_free = false;  // in that pool
 };
 
 // Memory of the host from which the device copies beside the host.
@@ -133,6 +139,15 @@ class Order {
   // What an operation of a stream reads in pinned memory has arrived, or it is a race.
   void read_pinned(uintptr_t host, size_t nbytes, int stream, Site site);
 
+  // Captures, see graph.h.
+  std::shared_ptr<Graph> capture;  // that is under way
+  bool captures(int stream) const;
+  void refuse_in_capture(const std::string& what, Site site = -1);
+  std::shared_ptr<Graph> begin_capture(int stream);
+  void end_capture(int stream);
+  void replay(Graph& graph, int stream, Site site);
+  void drop(Graph& graph);
+
   std::vector<Report> reports;
   std::vector<Wait> waits;
   size_t live_nbytes = 0, peak_nbytes = 0;
@@ -145,6 +160,11 @@ class Order {
   void report(const std::string& kind, const std::string& text, Site first, Site second);
   void look_for_writes(const Copy& copy);
   void complete_copies();
+  void join_capture(int stream, const Event& event);
+  void note_allocation(Block* block, Site site);
+  void note_free(Block* block, Site site);
+  void note_touch(Block* block, const std::vector<Span>& spans, bool writes);
+  void release(Block* block);
   std::string describe(const Access& access) const;
   std::string name_of(int stream) const;
 
@@ -156,6 +176,8 @@ class Order {
   std::map<uintptr_t, Pinned> pinned_;
   std::map<int, std::vector<std::shared_ptr<Ghost>>> ghosts_;  // by stream
   std::vector<Copy> copies_;
+  int64_t captures_ = 0;  // that were begun
+  int64_t allocations_ = 0;
 };
 
 Order& order();

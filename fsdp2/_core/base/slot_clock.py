@@ -1,0 +1,161 @@
+"""The current slot of the global batch, and its random numbers, for ``fsdp2.reproducible``.
+
+Owns the counts of slots and steps, and the generators during a slot's forward. Independent of
+sharding and gradients: the code that takes a slot's gradients reports it.
+
+[Note: random numbers of a slot]
+The random numbers of a forward depend on the seed, the step and the slot, but not on the rank or on
+earlier work. The generators have a separate state during the forward only, so numbers drawn between
+forwards are the same as without slots. Recomputed forwards use the state that activation
+checkpointing restores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+clocks: weakref.WeakKeyDictionary[nn.Module, SlotClock] = weakref.WeakKeyDictionary()
+"""The models that are currently reproducible. While there is one, norms are summed exactly."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state in a checkpoint: the seed, and the number of completed global batches."""
+
+    seed: int
+    steps: int
+
+    @staticmethod
+    def unpacked(kept: object) -> State:
+        """Parse the result of ``SlotClock.packed``.
+
+        Raises:
+            ValueError: the value has another format.
+        """
+        if not isinstance(kept, bytes):
+            raise ValueError("the state of slots is invalid")
+        seed, steps = map(int, kept.split())
+        return State(seed, steps)
+
+
+loaded: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
+"""States loaded from checkpoints into models that were not reproducible yet."""
+
+
+class SlotClock:
+    """The position of one rank in its cycle of slots.
+
+    ``listener`` is called with each slot's gradients, group by group, before they are summed.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        mine: range,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots
+        self.mine = mine
+        self.seed = seed
+        self.step = 0  # global batches before this one
+        self.place = 0  # index of the current slot in ``mine``
+        self.batch = 0  # includes dropped batches
+        self.is_begun = False  # the forward of the current slot has begun
+        self.is_done = False  # some gradients of the current slot have been taken
+        self.listener: Callable[..., None] | None = None
+        self._generators = [_Generator(torch.get_rng_state, torch.set_rng_state, _seed_host)]
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device.type)
+            self._generators.append(
+                _Generator(module.get_rng_state, module.set_rng_state, module.manual_seed)
+            )
+
+    @property
+    def slot(self) -> int:
+        return self.mine[self.place]
+
+    @property
+    def is_last(self) -> bool:
+        """True if gradients are reduced after the current slot."""
+        return self.place == len(self.mine) - 1
+
+    def begin_forward(self, was_dropped: bool) -> None:
+        """Begin a training forward. ``was_dropped``: gradients of earlier slots were dropped."""
+        if was_dropped:
+            self.place, self.is_begun, self.is_done = 0, False, False
+            self.batch += 1
+        elif self.is_done:
+            self.is_begun = self.is_done = False
+            self.step += self.is_last
+            self.batch += self.is_last
+            self.place = 0 if self.is_last else self.place + 1
+        seed = None if self.is_begun else self._mixed_seed()
+        self.is_begun = True
+        for generator in self._generators:
+            generator.enter(seed)
+
+    def end_forward(self) -> None:
+        for generator in self._generators:
+            generator.leave()
+
+    def _mixed_seed(self) -> int:
+        text = f"{self.seed} {self.step} {self.slot}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    def packed(self) -> bytes:
+        """Return the state as bytes for a checkpoint."""
+        return b"%d %d" % (self.seed, self.step + (self.is_done and self.is_last))
+
+    def go_on(self, state: State) -> None:
+        """Continue at the first slot of the global batch that follows a checkpoint."""
+        self.seed, self.step = state.seed, state.steps
+        self.place, self.is_begun, self.is_done = 0, False, False
+        self.batch += 1
+
+
+def load(model: nn.Module, state: State) -> None:
+    """Apply a checkpoint's state, now or when the model becomes reproducible."""
+    if model in clocks:
+        clocks[model].go_on(state)
+    else:
+        loaded[model] = state
+
+
+def _seed_host(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+class _Generator:
+    """The generator of a device type, with a separate state during a slot's forward."""
+
+    def __init__(
+        self,
+        get: Callable[[], Tensor],
+        put: Callable[[Tensor], Any],
+        seed: Callable[[int], Any],
+    ) -> None:
+        self._get, self._put, self._seed = get, put, seed
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None  # the state at the end of the slot's last forward
+
+    def enter(self, seed: int | None) -> None:
+        self._outside = self._get()
+        if seed is not None:
+            self._seed(seed)
+        elif self._inside is not None:
+            self._put(self._inside)
+
+    def leave(self) -> None:
+        if self._outside is not None:
+            self._inside = self._get()
+            self._put(self._outside)
+            self._outside = None

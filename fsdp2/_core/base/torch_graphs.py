@@ -1,0 +1,45 @@
+"""Device graphs: capture, and cleanup after a failed capture.
+
+A forbidden call invalidates a capture. torch's ``capture_end`` then raises before it restores the
+current stream, the allocator's memory pool, and the random number generator, which would refuse to
+draw outside of a capture from then on. ``capture`` restores all three.
+``_cuda_endAllocateToPool`` is private in torch 2.11 to 2.15. Other devices do not need this call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def graphs_of(device: torch.device) -> Any:
+    """Return torch's module for a device, such as ``torch.cuda``, if it has graphs; else None."""
+    module = torch.get_device_module(device.type)
+    return module if hasattr(module, "CUDAGraph") else None
+
+
+@contextlib.contextmanager
+def capture(graph: Any, module: Any, stream: Any) -> Iterator[None]:
+    """Capture the operations inside on a stream, with a separate memory pool."""
+    pool = module.graph_pool_handle()
+    generators = list(getattr(module, "default_generators", ()))[stream.device_index :][:1]
+    before = [generator.clone_state() for generator in generators]
+    try:
+        # The outer context restores the stream even if the inner one does not. "thread_local",
+        # because NCCL's watchdog queries events in another thread meanwhile.
+        with (
+            module.stream(module.current_stream()),
+            module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            yield
+    except BaseException:
+        for generator, state in zip(generators, before, strict=True):
+            generator.graphsafe_set_state(state)
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if module is torch.cuda and end is not None:
+            with contextlib.suppress(RuntimeError):  # the capture did end
+                end(stream.device_index, pool)
+        raise

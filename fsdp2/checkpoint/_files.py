@@ -1,0 +1,644 @@
+"""The files of a sharded checkpoint: a part from each rank, and the metadata over all of them.
+
+The format is that of ``torch.distributed.checkpoint``, with checksums after the metadata. Each rank
+writes its part and a *report* of it, and the first rank makes the metadata from all reports. Blocks
+of tensors are assembled from saved parts, one in memory at a time. Independent of models.
+
+[Note: reports]
+A part is a sequence of values, each as ``torch.save`` writes it. For each common value, in the
+order known to all ranks (see ``_contents``), the report has its length and its CRC-32: twelve
+bytes. Values that only some ranks have are described in full, in JSON. A report is renamed to its
+final name when it is complete, and ends with its own checksum.
+
+[Note: placeholders]
+The metadata is a pickle of a few small classes of torch. Each of them is read into a placeholder,
+which has the pickle's data and no behaviour; ``read`` checks every value of it before use. So a
+pickle can reach only the names in the table below, and torch's checkpoint module is not imported.
+
+[Note: sums]
+After the pickle, where other readers do not look, are the checksums of every value of every file,
+and one over all of this: see ``_checksums``. A file that declares checksums but lacks them was
+truncated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import struct
+import uuid
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from fsdp2._core.base.errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._core.base.fitting import require_representable
+from fsdp2._core.base.names import printable
+from fsdp2._core.base.regular_files import is_hollow, open_regular, read_regular
+from fsdp2._core.transfer.chunk_plan import Region, overlap
+from fsdp2.checkpoint._checksums import DamagedError, damaged, said, split, sum_of_part, tail_of
+from fsdp2.checkpoint._contents import Content, Contents, Piece, problem_of
+from fsdp2.checkpoint._pickle_machine import (
+    DTYPES,
+    Placeholder,
+    RefusedError,
+    not_plain,
+    plain_names,
+    unpickle,
+)
+from fsdp2.checkpoint._place import METADATA, Stamp, file_in, plain_name
+from fsdp2.checkpoint._torch_files import DEPTH, View, read_torch_file, shared
+
+SUMMED = "fsdp2-sums-"  # prefix of a save's id if its metadata has checksums
+DIMS = 64  # maximum dims of a tensor: the limit of torch's operations
+CUT_DIMS = 5  # maximum dims along which a tensor is divided: a part has 2 ** dims corners
+
+# classes in a pickle of metadata
+CLASSES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A value, or a block of a tensor, in a file."""
+
+    region: Region | None
+    file: str
+    offset: int
+    length: int
+    sum: int | None  # None: not recorded
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value, under its flat key, and its path in the saved dict."""
+
+    key: str
+    path: tuple[Any, ...]
+    shape: tuple[int, ...] | None  # None: not a tensor
+    dtype: torch.dtype | None
+    parts: tuple[Part, ...]
+
+    def is_under(self, key: str) -> bool:
+        return len(self.path) > 1 and self.path[0] == key
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The contents of a checkpoint."""
+
+    folder: Path
+    entries: tuple[Entry, ...]
+    sizes: dict[str, int] | None  # size of each file; None without checksums
+    digest: str  # hash of the metadata
+    stamp: Stamp
+
+
+def _names() -> dict[tuple[str, str], Any]:
+    def nothing(*args: Any) -> None:
+        """Placeholder for unused descriptions: layouts, memory formats, the path saved to."""
+
+    where, plain = "torch.distributed.checkpoint", plain_names()
+    # an older name of tensors' properties, which torch still writes
+    older = "torch.distributed._shard.sharded_tensor.metadata"
+    classes = [(f"{where}.metadata", name) for name in CLASSES]
+    classes.append((f"{where}.filesystem", "_StorageInfo"))
+    classes += [(older, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")]
+    paths = ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath")
+    return {
+        **{(module, name): type(name, (Placeholder,), {}) for module, name in classes},
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+        ("torch", "Size"): plain["torch", "Size"],
+        ("torch.serialization", "_get_layout"): nothing,
+        ("builtins", "getattr"): nothing,  # Python 3.11 looks up enum members with it
+        ("collections", "OrderedDict"): plain["collections", "OrderedDict"],
+        **{(m, name): nothing for m in ("pathlib", "pathlib._local") for name in paths},
+    }
+
+
+def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
+    """Read a folder's metadata. FileNotFoundError: another save has replaced it meanwhile."""
+    path = file_in(folder, METADATA, "load", trust=trust)
+    stamp = Stamp.of(path)
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise damaged("load", f"{path} cannot be read: {error.strerror}.") from error
+    try:
+        content, told = split(data, verify=verify)
+        loaded = unpickle(content, _names(), trust=trust)
+        if type(loaded).__name__ != "Metadata":
+            raise DamagedError(f"it contains a {type(loaded).__name__}")
+        save_id = getattr(loaded.__dict__.get("storage_meta"), "save_id", None)
+        if told is None and str(save_id).startswith(SUMMED):
+            raise DamagedError("it ends too early")
+        entries = _Metadata(loaded, told, str(folder / METADATA)).entries()
+        sizes = None if told is None else {n: int(f["size"]) for n, f in told.items()}
+    except RefusedError as error:
+        raise ConfigError(
+            "FS616",
+            f"load: {folder / METADATA} needs {error}, which no checkpoint metadata needs: loading "
+            "it could run arbitrary code. Pass trust=True if you trust its author.",
+        ) from error
+    except (ConfigError, UnsupportedError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise damaged("load", f"{folder / METADATA} is damaged: {said(error)}.") from error
+    # use SHA-256: a CRC is constant for data that ends with its own CRC
+    return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest(), stamp)
+
+
+class _Metadata:
+    """Converts unpickled metadata, which is untrusted, to entries."""
+
+    def __init__(self, metadata: Any, told: Any, where: str) -> None:
+        self._metadata = metadata
+        self._told = told
+        self._where = where
+        self._left = len(metadata.storage_data)  # number of parts that may still be listed
+        self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+        for index, info in metadata.storage_data.items():
+            offset = getattr(index, "offset", None)
+            self._infos[index.fqn, None if offset is None else _ints(offset)] = info
+        self._sums: dict[tuple[str, int], tuple[int, int]] = {
+            (name, offset): (length, found)
+            for name, file in (told or {}).items()
+            for offset, length, found in file["sums"]
+        }
+
+    def entries(self) -> list[Entry]:
+        paths = self._metadata.planner_data
+        paths = paths if isinstance(paths, dict) else {}
+        found = []
+        for key, meta in self._metadata.state_dict_metadata.items():
+            path = paths.get(key, (key,))
+            path = tuple(path) if type(path) in (tuple, list) and len(path) <= DEPTH else path
+            if problem := problem_of(path) if isinstance(key, str) else "has no name":
+                raise DamagedError(f"the path of {printable(key)} {problem}")
+            if type(meta).__name__ == "BytesStorageMetadata":
+                found.append(Entry(key, path, None, None, (self._part(key, None, None),)))
+            else:
+                found.append(self._tensor(key, path, meta))
+        _require_tree(found)
+        _require_apart(found)
+        return found
+
+    def _tensor(self, key: str, path: tuple[Any, ...], meta: Any) -> Entry:
+        dtype = meta.properties.args[0]
+        if not isinstance(dtype, torch.dtype):
+            raise DamagedError(f"{key} has no dtype")
+        shape = _ints(meta.size)
+        self._left -= len(meta.chunks)
+        if self._left < 0:
+            raise DamagedError(f"it lists more parts of {printable(key)} than locations")
+        parts = []
+        for chunk in meta.chunks:
+            region = Region(_ints(chunk.offsets), _ints(chunk.sizes))
+            if len(region.starts) != len(shape) or len(region.sizes) != len(shape):
+                raise DamagedError(f"a part of {key} has a different number of dims")
+            ends = [s + n for s, n in zip(region.starts, region.sizes, strict=True)]
+            if any(end > n for end, n in zip(ends, shape, strict=True)):
+                raise DamagedError(f"a part of {key} extends beyond it")
+            if region.numel:
+                part = self._part(key, region.starts, region)
+                if part.length < region.numel * dtype.itemsize:  # torch does not compress
+                    raise DamagedError(f"a part of {key} has more elements than bytes")
+                parts.append(part)
+        return Entry(key, path, shape, dtype, tuple(parts))
+
+    def _part(
+        self,
+        key: str,
+        offset: tuple[int, ...] | None,
+        region: Region | None,
+    ) -> Part:
+        info = self._infos.get((key, offset))
+        if info is None:
+            raise DamagedError(f"it has no location for {key}")
+        if getattr(info, "transform_descriptors", None):
+            raise UnsupportedError(
+                "FS619",
+                f"load: {key} was written with the transforms {info.transform_descriptors}. Load "
+                "it with torch.distributed.checkpoint, and save it again without them.",
+            )
+        name = plain_name(info.relative_path, self._where)
+        start, length = _ints((info.offset, info.length))
+        found = None
+        if self._told is not None:
+            noted, found = self._sums[name, start]
+            if noted != length:
+                raise DamagedError(f"it has two lengths for {key}")
+        return Part(region, name, start, length, found)
+
+
+def _require_tree(entries: list[Entry]) -> None:
+    """Raise unless each path ends at one value, and no path continues inside of a value."""
+    paths = {entry.path for entry in entries}
+    lengths = sorted({len(path) for path in paths})
+    inside = (path[:end] in paths for path in paths for end in lengths if end < len(path))
+    if len(paths) != len(entries) or any(inside):
+        raise DamagedError("it has two values at one path of the saved dict")
+
+
+def _require_apart(entries: list[Entry]) -> None:
+    """Raise if two values share bytes: a small file could contain any number of them."""
+    parts = ((part.file, part.offset, part.length) for entry in entries for part in entry.parts)
+    for file, offset, _ in shared(parts):
+        raise DamagedError(f"two values share byte {offset} of {file}")
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list) or len(values) > DIMS:
+        found = f"{len(values)} sizes" if isinstance(values, tuple | list) else "another type"
+        raise DamagedError(f"it has {found} where up to {DIMS} sizes are expected")
+    if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
+        raise DamagedError("it has a size that is not a 63-bit int")
+    return tuple(values)
+
+
+class Reader(contextlib.ExitStack):
+    """Reads values of one checkpoint; a context manager. With ``trust``, values may run code."""
+
+    def __init__(self, saved: Saved, *, verify: bool, trust: bool) -> None:
+        super().__init__()
+        self._saved = saved
+        self.entries = saved.entries
+        self._verify = verify
+        self.trust = trust
+        self._files: dict[str, IO[bytes]] = {}
+
+    def whole(self, entry: Entry) -> Any:
+        if entry.shape is None:
+            (part,) = entry.parts
+            return self._load(entry, part)
+        region = Region((0,) * len(entry.shape), entry.shape)
+        self._require_covered(entry, region)  # the shape is untrusted; its covered size is not
+        made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self.fill(entry, region, made)
+        return made
+
+    def fill(self, entry: Entry, region: Region, out: Tensor) -> None:
+        """Copy a region of a saved tensor into ``out``, which has its shape."""
+        self._require_covered(entry, region)
+        for part in entry.parts:
+            assert part.region is not None
+            both = overlap(part.region, region)
+            if both is None:
+                continue
+            found = self._load(entry, part)
+            if (
+                not isinstance(found, Tensor)
+                or found.dtype is not entry.dtype
+                or tuple(found.shape) != part.region.sizes
+            ):
+                raise self._damaged_part(entry, part, "it has an unexpected shape or dtype")
+            source = found[both.inside(part.region)]
+            require_representable("load", entry.key, source, out.dtype)
+            with torch.no_grad():
+                out[both.inside(region)].copy_(source)
+
+    def _require_covered(self, entry: Entry, region: Region) -> None:
+        """Raise StateError unless each element of a region is in exactly one part."""
+        inside = [overlap(part.region, region) for part in entry.parts]
+        found = [both for both in inside if both is not None]
+        covered, key = sum(both.numel for both in found), printable(entry.key)
+        cut = [d for d, size in enumerate(region.sizes) if any(b.sizes[d] < size for b in found)]
+        if len(cut) > CUT_DIMS:
+            problem = f"it splits {key} along {len(cut)} dims, expected at most {CUT_DIMS}"
+        elif covered != region.numel:
+            problem = f"it covers {covered} of {region.numel} elements of a part of {key}"
+        elif covered and corners(found, cut) != corners([region], cut):
+            problem = f"two parts of {key} cover the same elements"
+        else:
+            return
+        raise self.damaged(f"{self._saved.folder / METADATA} is damaged: {problem}.")
+
+    def _load(self, entry: Entry, part: Part) -> Any:
+        is_summed = part.sum is not None and self._verify
+        try:
+            file = self._open(part.file)
+            told = os.fstat(file.fileno())
+            if part.offset + part.length > told.st_size:
+                raise DamagedError("it ends too early")
+            if part.region is None and not self.trust and is_hollow(told):
+                raise DamagedError("it is mostly holes")
+            if is_summed and sum_of_part(file, part.offset, part.length) != part.sum:
+                raise DamagedError("its checksum does not match")
+            if not self.trust:
+                verify = self._verify and not is_summed
+                return read_torch_file(file, part.offset, part.length, verify=verify)
+        except RefusedError as error:
+            raise not_plain(printable(entry.key), error) from error
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:  # a damaged file may raise anything
+            raise self._damaged_part(entry, part, said(error)) from error
+        view = io.BufferedReader(View(file, part.offset, part.length))
+        try:
+            return torch.load(view, map_location="cpu", weights_only=False)
+        except Exception as error:
+            if is_summed:  # the file is intact: code in it raised
+                raise
+            raise self._damaged_part(entry, part, said(error)) from error
+
+    def _open(self, name: str) -> IO[bytes]:
+        if name not in self._files:
+            saved = self._saved
+            path = file_in(saved.folder, name, str(saved.folder / METADATA), trust=self.trust)
+            file = self.enter_context(open_regular(path))
+            size = os.fstat(file.fileno()).st_size
+            if saved.sizes is not None and self._verify and size != saved.sizes[name]:
+                raise DamagedError(f"it has {size} bytes, expected {saved.sizes[name]}")
+            self._files[name] = file
+        return self._files[name]
+
+    def _damaged_part(self, entry: Entry, part: Part, why: str) -> StateError:
+        path = self._saved.folder / part.file
+        return self.damaged(
+            f"cannot read {printable(entry.key)} from {path}: {why}. The file is missing or "
+            "damaged."
+        )
+
+    @contextlib.contextmanager
+    def making_sense(self) -> Iterator[None]:
+        """Convert errors in this context to StateError, except with ``trust``."""
+        try:
+            yield
+        except (FSDPError, MemoryError):
+            raise
+        except Exception as error:  # a number for a dict, a list for a name, ...
+            if self.trust:
+                raise
+            where = self._saved.folder / METADATA
+            raise self.damaged(f"the contents of {where} are invalid: {said(error)}.") from error
+
+    def damaged(self, problem: str) -> StateError:
+        if self._saved.stamp.is_replaced:
+            return StateError(
+                "FS626",
+                f"load: another save replaced {self._saved.folder} while it was read. Call load "
+                f"again; nothing was changed. (Found: {problem})",
+            )
+        return damaged("load", problem)
+
+
+def corners(regions: Iterable[Region], dims: Sequence[int]) -> Counter[tuple[int, ...]]:
+    """Count the corners of regions: 1, or -1 for the end along an odd number of dims. These are the
+    differences, along all dims, of the coverage of elements: equal counts mean equal coverage."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for region in regions:
+        begins, sizes = region.starts, region.sizes
+        ends = (((begins[d], 1), (begins[d] + sizes[d], -1)) for d in dims)
+        for corner in itertools.product(*ends):
+            found[tuple(at for at, _ in corner)] += math.prod(sign for _, sign in corner)
+    return found
+
+
+# Writing files.
+
+REPORT = ".told-"  # prefix of the names of reports; the rank's number follows
+RANK = ".rank-"  # prefix of the names of the files that ranks keep locked while they write
+ROW = struct.Struct("<QI")
+HEAD = struct.Struct("<II")
+SUM = struct.Struct("<I")
+WRITE_NBYTES = 1 << 20  # per write: then progress is updated, and other threads may run
+
+
+def part_name(number: int) -> str:
+    return f"__{number}_0.distcp"
+
+
+@dataclass
+class Progress:
+    written_nbytes: int = 0
+    nbytes: int = 0
+
+
+def write_part(
+    folder: Path,
+    contents: Contents,
+    pieces: Sequence[Piece],
+    told: Progress,
+) -> None:
+    """Write this rank's part and its report; OSError names the file."""
+    common: list[bytes] = []
+    rest: list[dict[str, Any]] = []
+    path = folder / part_name(contents.number)
+    if pieces:
+        with naming(path) as said, path.open("wb") as file:
+            stream = _SummedStream(file, said)
+            for piece in pieces:
+                stream.begin()
+                if isinstance(piece.value, bytes):
+                    stream.write(piece.value)
+                else:
+                    torch.save(_alone(piece.value), stream)  # type: ignore[arg-type]  # it writes
+                if piece.is_common:
+                    common.append(ROW.pack(stream.length, stream.sum))
+                else:
+                    sizes = {"length": stream.length, "sum": stream.sum}
+                    rest.append(_description(piece) | sizes)
+                told.written_nbytes += piece.nbytes
+            file.flush()
+            os.fsync(file.fileno())
+    body = json.dumps(rest, separators=(",", ":")).encode()
+    data = HEAD.pack(len(common), len(body)) + b"".join(common) + body
+    report = folder / f"{REPORT}{contents.number}"
+    unnamed = report.with_name(f"{report.name}.new")
+    with naming(unnamed):
+        unnamed.write_bytes(data + SUM.pack(zlib.crc32(data)))
+        os.replace(unnamed, report)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor in a storage of its own size: ``torch.save`` writes whole storages."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return tensor.clone()
+    return tensor
+
+
+def _description(piece: Piece) -> dict[str, Any]:
+    """Describe a value completely for the report: the first rank may not have it."""
+    content = piece.content
+    told: dict[str, Any] = {"path": list(content.path)}
+    if piece.region is not None:
+        told |= {"shape": content.shape, "dtype": str(content.value.dtype).removeprefix("torch.")}
+        told |= {"starts": piece.region.starts, "sizes": piece.region.sizes}
+    return told
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[list[OSError]]:
+    """Add the file's name to system errors. The first one in the yielded list is raised instead of
+    a caught one, because torch's archives replace it by a misleading one."""
+    told: list[OSError] = []
+    try:
+        yield told
+    except Exception as error:
+        first = told[0] if told else error
+        if isinstance(first, OSError) and first.errno is not None and first.filename is None:
+            raise OSError(first.errno, first.strerror, os.fspath(path)) from error
+        raise
+
+
+class _SummedStream:
+    """A file for writing, with the length and checksum of the data written since ``begin``."""
+
+    def __init__(self, file: IO[bytes], said: list[OSError]) -> None:
+        self._file = file
+        self._said = said
+        self.length = self.sum = 0
+
+    def begin(self) -> None:
+        self.length = self.sum = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), WRITE_NBYTES):
+            part = view[start : start + WRITE_NBYTES]
+            self.sum = zlib.crc32(part, self.sum)
+            try:
+                self._file.write(part)
+            except OSError as error:
+                self._said.append(error)
+                raise
+        self.length += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """No-op: the file is flushed once, after all values."""
+
+
+def write_metadata(
+    folder: Path,
+    ranks: int,
+    common: Iterable[tuple[Content, Region | None, int]] = (),
+    *,
+    save_id: str = "",
+) -> dict[str, int]:
+    """Write the metadata of all ranks' reports, on the first rank; return the sizes of their files.
+    ``common``: blocks that reports do not describe, each with its rank, in order."""
+    reports = [_Report(folder, number) for number in range(ranks)]
+    found: dict[str, tuple[Entry, dict[Any, Part]]] = {}
+
+    def add(entry: Entry) -> None:
+        (part,) = entry.parts
+        first, parts = found.setdefault(entry.key, (entry, {}))
+        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # skips other values' parts
+            parts.setdefault(part.region and part.region.starts, part)
+
+    for content, region, number in common:
+        shape, dtype = (None, None) if region is None else (content.shape, content.value.dtype)
+        part = reports[number].next_part(region)
+        add(Entry(content.key, content.path, shape, dtype, (part,)))
+    for report in reports:
+        for entry in report.rest():
+            add(entry)
+    entries = [replace(entry, parts=tuple(parts.values())) for entry, parts in found.values()]
+    content_of_file = _pickled(entries, save_id or str(uuid.uuid4()))
+    written = [report for report in reports if report.nbytes]
+    told_sums = {each.name: {"size": each.nbytes, "sums": each.sums} for each in written}
+    path = folder / METADATA
+    with naming(path), path.open("wb") as file:
+        file.write(content_of_file)
+        file.write(tail_of(content_of_file, told_sums))
+        file.flush()
+        os.fsync(file.fileno())
+    return {report.name: report.nbytes for report in written}
+
+
+class _Report:
+    def __init__(self, folder: Path, number: int) -> None:
+        self.name = part_name(number)
+        self.nbytes = 0
+        self.sums: list[list[int]] = []
+        path = folder / f"{REPORT}{number}"
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            data = b""
+        body = data[: -SUM.size]
+        if len(data) < HEAD.size + SUM.size or SUM.pack(zlib.crc32(body)) != data[-SUM.size :]:
+            raise StateError(
+                "FS613",
+                f"save: {path}, the report of a rank's files, is missing or damaged on the first "
+                "rank. Save to a file system that all ranks share. The previous checkpoint, if "
+                "any, is unchanged.",
+            )
+        count, _ = HEAD.unpack_from(body)
+        end = HEAD.size + count * ROW.size
+        self._rows = ROW.iter_unpack(body[HEAD.size : end])
+        self._rest: list[dict[str, Any]] = json.loads(body[end:])
+
+    def next_part(self, region: Region | None) -> Part:
+        return self._placed(region, *next(self._rows))
+
+    def rest(self) -> Iterator[Entry]:
+        """Yield the entries that only some ranks have. Called after the common ones were read."""
+        assert next(self._rows, None) is None, "ranks did not divide the same contents"
+        for told in self._rest:
+            region = shape = dtype = None
+            if "shape" in told:
+                region = Region(tuple(told["starts"]), tuple(told["sizes"]))
+                shape, dtype = tuple(told["shape"]), getattr(torch, told["dtype"])
+            path = tuple(told["path"])
+            part = self._placed(region, told["length"], told["sum"])
+            yield Entry(".".join(map(str, path)), path, shape, dtype, (part,))
+
+    def _placed(self, region: Region | None, length: int, found: int) -> Part:
+        place, self.nbytes = self.nbytes, self.nbytes + length
+        self.sums.append([place, length, found])
+        return Part(region, self.name, place, length, found)
+
+
+def _pickled(entries: Sequence[Entry], save_id: str) -> bytes:
+    # a slow import, needed on the first rank only
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from fsdp2._core.base.torch_tensors import storage_info
+
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for entry in entries:
+        chunks: list[Any] = []
+        for part in entry.parts:
+            index = MetadataIndex(entry.key)
+            if part.region is not None:
+                starts, sizes = torch.Size(part.region.starts), torch.Size(part.region.sizes)
+                index = MetadataIndex(entry.key, part.region.starts, len(chunks))
+                chunks.append(ChunkStorageMetadata(starts, sizes))
+            stored[index] = storage_info(part.file, part.offset, part.length)
+        described[entry.key] = BytesStorageMetadata()
+        if entry.shape is not None and entry.dtype is not None:
+            properties, size = TensorProperties(entry.dtype), torch.Size(entry.shape)
+            described[entry.key] = TensorStorageMetadata(properties, size, chunks)
+    paths = {entry.key: entry.path for entry in entries}
+    meta = StorageMeta(save_id=f"{SUMMED}{save_id}")
+    return pickle.dumps(
+        Metadata(described, planner_data=paths, storage_data=stored, storage_meta=meta)
+    )

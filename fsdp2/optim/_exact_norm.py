@@ -1,0 +1,67 @@
+"""Norms that do not depend on the division of gradients, from order-independent integer sums.
+
+Owns the integers that represent a local tensor. Independent of ranks and parameters: ``_clip`` sums
+the integers over process groups.
+
+[Note: exact sums]
+Given the largest magnitude of all elements, each power |g|^p is represented by two integers of 30
+bits: one in units of 2^-30 of a bound, and the remainder in units of 2^-60. Integer sums are exact,
+so neither the number of ranks nor the order of additions matters. Each element loses less than
+2^-60 of the largest one, so the error over 2^33 elements is below the rounding of a norm in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp2._core.base import torch_tensors
+
+BITS = 30
+PIECE_NUMEL = 1 << 22
+"""Elements processed at a time, few enough that their sums are exact in fp64."""
+
+
+def unit_of(largest: Tensor, order: float) -> Tensor:
+    """Return a power of two above the largest |g|^p, 0-dim in fp64."""
+    bound = largest.to(torch.float64) ** int(order)
+    mantissa = torch.frexp(bound).mantissa
+    return torch.where(bound > 0, bound / mantissa, 1.0)
+
+
+def integers_of(grads: Sequence[Tensor], order: float, unit: Tensor) -> Tensor:
+    """Return the two integer sums ``[2]`` of local tensors. See [Note: exact sums]."""
+    found = torch.zeros(2, dtype=torch.int64, device=unit.device)
+    for piece in _pieces(grads):
+        powers = piece.to(torch.float64)
+        powers = powers.square_() if order == 2 else powers.abs_()
+        powers.mul_(2.0**BITS / unit.to(powers.device))
+        high = powers.floor()
+        low = powers.sub_(high).mul_(2.0**BITS).floor_()
+        found += torch.stack([high.sum(), low.sum()]).to(found)
+    return found
+
+
+def norm_of(integers: Tensor, order: float, unit: Tensor) -> Tensor:
+    """Return the norm, 0-dim in fp64, from the total of all ranks' integers."""
+    high, low = integers.to(torch.float64).unbind()
+    total = (high + low * 2.0**-BITS) * 2.0**-BITS * unit
+    return total.sqrt() if order == 2 else total
+
+
+def _pieces(grads: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield all elements as flat copies of bounded size; small tensors are concatenated."""
+    real = [
+        torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads
+    ]
+    for alike in torch_tensors.by_kind(real).values():
+        waiting: list[Tensor] = []
+        for part in (part for grad in alike for part in grad.reshape(-1).split(PIECE_NUMEL)):
+            if waiting and sum(map(len, waiting)) + len(part) > PIECE_NUMEL:
+                yield torch.cat(waiting)
+                waiting = []
+            waiting.append(part)
+        if waiting:
+            yield torch.cat(waiting)

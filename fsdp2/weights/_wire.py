@@ -1,0 +1,399 @@
+"""Links between trainers and engine ranks: a process group, files, or the caller's transport.
+
+Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensors' names,
+parameters and plans.
+
+Ranks of a transfer are numbered: trainers from 0, followed by engine ranks.
+
+[Note: order of messages]
+Both sides of a pair process their messages in the same order: by phase, round, sender, receiver. A
+transport with blocking sends therefore cannot deadlock. After a rank is lost, the others skip it
+and continue, so that each of them learns at the end that the version did not arrive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import Tensor
+
+from fsdp2._core.base import torch_comm
+from fsdp2._core.base.errors import (
+    LostRank,
+    StateError,
+    carrying,
+    check_count,
+    check_number,
+    check_path,
+    wrong_type,
+)
+from fsdp2._core.comm.process_mesh import wire_device
+from fsdp2._core.params.layout import align
+from fsdp2.weights._route import ALIGNED, Buffer
+
+BLOCK = 256
+"""Bytes of a block, the unit that is compared and sent again if it changed."""
+_AT_ONCE = 512
+
+WHOLE, PART, STOPPED = 0, 1, 2
+"""Kinds of buffers: complete; only changed blocks; none from now on, as the sender failed."""
+
+
+class Head(NamedTuple):
+    """The header sent before a buffer."""
+
+    plan: int
+    version: int
+    round: int
+    kind: int
+    nbytes: int
+    check: int
+
+
+class Rooms:
+    """Memory for the buffers of two rounds; ``rounds`` are buffers by the other rank."""
+
+    def __init__(self, buffers: Mapping[int, Sequence[Buffer]], device: torch.device) -> None:
+        self.rounds = [
+            {other: some[number] for other, some in buffers.items() if number < len(some)}
+            for number in range(max(map(len, buffers.values()), default=0))
+        ]
+        self._device = device
+
+    @functools.cached_property
+    def slabs(self) -> Tensor:
+        """Memory for two rounds, each as large as the largest one: ``[rounds, bytes]``."""
+        sizes = [[align(one.nbytes, ALIGNED) for one in due.values()] for due in self.rounds]
+        most = max(map(sum, sizes), default=0)
+        return torch.empty(len(self.rounds[:2]), most, dtype=torch.uint8, device=self._device)
+
+    def of(self, number: int) -> dict[int, Tensor]:
+        """Return the memory of each buffer of a round; it reuses that of two rounds before."""
+        found, start = {}, 0
+        for other, buffer in self.rounds[number].items():
+            found[other] = self.slabs[number % 2][start : start + buffer.nbytes]
+            start += align(buffer.nbytes, ALIGNED)
+        return found
+
+
+def view_in(memory: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a view of a buffer's bytes as a tensor."""
+    end = offset + math.prod(shape) * dtype.itemsize
+    return memory[offset:end].view(dtype).view(tuple(shape))
+
+
+class Transport(Protocol):
+    """Interface of an object that a caller may pass instead of a process group.
+
+    ``rank`` is the peer's number: trainers count from 0, engine ranks have the numbers in
+    ``receivers`` of ``Plan.send`` (by default they follow the trainers). Buffers are uint8 tensors
+    on the host. A send may return after copying the buffer, or after the peer has received it.
+    """
+
+    def send(self, rank: int, buffer: Tensor) -> None: ...
+
+    def receive(self, rank: int, buffer: Tensor) -> None:
+        """Receive the rank's next message into the buffer, which has the size of the message."""
+
+
+# Checksums.
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Return pseudorandom odd 64-bit numbers, one per word of a block."""
+    random = bytearray(hashlib.shake_128(b"fsdp2 weights").digest(2 * BLOCK))
+    numbers = torch.frombuffer(random, dtype=torch.int64) | 1
+    return numbers.to(device)
+
+
+def digests_of(buffer: Tensor) -> Tensor:
+    """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
+
+    The sum modulo 2**64 of 32-bit words times random odd numbers. A single changed word always
+    changes it; several are missed in one case of 2**33, or far fewer if low bits differ.
+    """
+    found = []
+    for part in buffer.split(_AT_ONCE * BLOCK):  # needs little memory relative to the buffer
+        rest = -part.numel() % BLOCK
+        words = (functional.pad(part, (0, rest)) if rest else part).view(torch.int32)
+        products = words.to(torch.int64).view(-1, BLOCK // 4).mul_(_factors(buffer.device))
+        found.append(products.sum(1))
+    return torch.cat(found)
+
+
+# Blocks that changed.
+
+
+def pack_changed(buffer: Tensor, changed: Tensor) -> int:
+    """Move the changed blocks to the start of a buffer, in place, followed by the bytes after the
+    last full block and a map of the changed blocks. Return the bytes of all: 0 if nothing changed,
+    the buffer's size if packing saves too little.
+    """
+    if not changed.any():
+        return 0
+    blocks, last = _blocks_of(buffer)
+    where = changed[: len(blocks)].nonzero().flatten()
+    moved, rest = where.numel() * BLOCK, torch.cat([last, changed.to(torch.uint8)])
+    nbytes = moved + rest.numel()
+    if 2 * nbytes > buffer.numel():
+        return buffer.numel()
+    for start in range(0, where.numel(), _AT_ONCE):  # never overwrites a block still to be moved
+        some = where[start : start + _AT_ONCE]
+        blocks[start : start + some.numel()] = blocks[some]
+    buffer[moved:nbytes] = rest
+    return nbytes
+
+
+def unpack_changed(packed: Tensor, buffer: Tensor) -> None:
+    """Write the changed blocks into a buffer of the previous values."""
+    if packed.numel():
+        blocks, last = _blocks_of(buffer)
+        changed = packed[packed.numel() + -buffer.numel() // BLOCK :]
+        where = changed[: len(blocks)].nonzero().flatten()
+        moved = where.numel() * BLOCK
+        blocks[where] = packed[:moved].view(-1, BLOCK)
+        last.copy_(packed[moved : moved + last.numel()])
+
+
+def _blocks_of(buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the full blocks of a buffer, and the remaining bytes."""
+    whole = buffer.numel() // BLOCK
+    return buffer[: whole * BLOCK].view(whole, BLOCK), buffer[whole * BLOCK :]
+
+
+# Links.
+
+
+class Row(NamedTuple):
+    """A rank's entry in the handshake."""
+
+    is_engine: int
+    number: int
+    plan: int
+    version: int  # the version that a trainer sends (0: the next), or an engine rank has
+    since: int = 0
+    others: tuple[int, ...] = ()  # the positions at which a trainer expects the engine ranks
+
+
+Messages = Mapping[int, Tensor]
+"""Buffers of bytes by the number of the other rank."""
+Flight = list[tuple[list[int], Any, object]]
+"""Sends and receives in flight: the others' numbers, their work, and tensors to keep alive."""
+
+
+class Link:
+    """The connection of one rank to the others, over the caller's ``Transport``: synchronous.
+
+    ``number`` counts trainers from 0, followed by engine ranks; ``lost`` has the errors of ranks
+    that can no longer be reached, by number.
+    """
+
+    def __init__(self, group: Any, device: torch.device, names: Sequence[int], *ranks: int) -> None:
+        trainers, engines, number = ranks
+        self.trainers, self.number = range(trainers), number
+        self.engines = range(trainers, trainers + engines)
+        self._group, self.device = group, device
+        self.lost: dict[int, Exception] = {}
+        self._names = {each: each for each in range(trainers + engines)}  # ranks in the group
+        self._names.update(zip(self.engines, names, strict=False))
+        getattr(group, "begin", lambda _: None)(self._names[number])
+
+    def meet(self, row: Row) -> list[Row]:
+        """Exchange rows; return all those received, and this rank's own. Collective. All ranks that
+        compare these rows raise StateError if plans differ.
+        """
+        rows = self._exchange(row)
+        plans = sorted({each.plan for each in rows})
+        if len(plans) > 1:
+            raise StateError(
+                "FS634",
+                f"weights: ranks do not take part in the same transfer: found plans {plans}. Give "
+                "engine ranks the to_json() of the trainers' plan.",
+            )
+        return rows
+
+    def post(self, sends: Messages, receives: Messages | None = None) -> Flight:
+        """Start sends and receives, except to and from lost ranks; ``wait`` for them later."""
+        due: list[tuple[Any, int, Tensor]] = [(dist.isend, *one) for one in sends.items()]
+        due += [(dist.irecv, *one) for one in (receives or {}).items()]
+        due = [each for each in due if each[1] not in self.lost and each[2].numel()]
+        flight: Flight = []
+        # a device's backend starts a batch together; single calls on the host show which one failed
+        for some in [[each] for each in due] if self.device.type == "cpu" else [due] if due else []:
+            others = [other for _, other, _ in some]
+            try:
+                flight += [(others, work, some) for work in self._start(some)]
+            except Exception as error:
+                self.lost |= dict.fromkeys(others, error)
+        return flight
+
+    def wait(self, flight: Flight) -> None:
+        """Wait for all; peers whose operation fails are added to ``lost``."""
+        for others, work, _ in flight:
+            try:
+                with carrying():
+                    work.wait()
+            except Exception as error:
+                self.lost |= {o: error for o in others if o not in self.lost}
+
+    def ints(self, numbers: Sequence[int]) -> Tensor:
+        """Return ints as a tensor of bytes."""
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device).view(torch.uint8)
+
+    def tell(self, numbers: Sequence[int], others: Iterable[int]) -> None:
+        """Send a few ints to others."""
+        self.wait(self.post(dict.fromkeys(others, self.ints(numbers))))
+
+    def hear(self, count: int, others: Iterable[int]) -> dict[int, list[int]]:
+        """Receive a few ints from each of the others; omit those that are lost."""
+        rooms = {o: torch.zeros(count, dtype=torch.int64, device=self.device) for o in others}
+        self.wait(self.post({}, {o: room.view(torch.uint8) for o, room in rooms.items()}))
+        return {o: room.tolist() for o, room in rooms.items() if o not in self.lost}
+
+    def _exchange(self, row: Row) -> list[Row]:
+        own = [*row[:5], *(row.others or [-1] * len(self.engines))]
+        others = self.trainers if row.is_engine else self.engines
+        if not row.is_engine:
+            self.tell(own, others)
+        heard = self.hear(len(own), others).values()
+        rows = [Row._make([*flat[:5], tuple(flat[5:])]) for flat in heard]
+        for each in rows:
+            told = zip(self.engines, each.others, strict=True)
+            self._names |= {number: name for number, name in told if name >= 0}
+        if row.is_engine:
+            self.tell(own, others)
+        if self.lost:
+            raise next(iter(self.lost.values()))
+        return [row, *rows]
+
+    def _start(self, messages: Sequence[tuple[Any, int, Tensor]]) -> Sequence[Any]:
+        """Start messages, of ``dist.isend`` or ``dist.irecv``; return works to wait for."""
+        for act, other, data in messages:
+            start = self._group.send if act is dist.isend else self._group.receive
+            try:
+                start(self._names[other], data)
+            except Exception as error:
+                raise LostRank(f"{type(error).__name__}: {error}") from error
+        return ()
+
+
+class GroupLink(Link):
+    """A link over a process group of exactly the ranks of the transfer."""
+
+    def _exchange(self, row: Row) -> list[Row]:
+        ranks = dist.get_process_group_ranks(self._group)
+        given = [*row.others, *[-1] * len(ranks)][: len(ranks)]  # same length on every rank
+        own = torch.tensor([*row[:5], *given], device=self.device)
+        rows = [torch.empty_like(own) for _ in ranks]
+        with carrying():
+            dist.all_gather(rows, own, group=self._group)
+        flat = [each.tolist() for each in rows]
+        found = [Row._make([*f[:5], tuple(one for one in f[5:] if one >= 0)]) for f in flat]
+        numbers = [each.number + len(self.trainers) * each.is_engine for each in found]
+        self._names = dict(zip(numbers, ranks, strict=True))
+        engines = tuple(self._names.get(number, -1) for number in self.engines)
+        is_right = {each.others for each in found} <= {(), engines}
+        if not is_right or sorted(self._names) != [*self.trainers, *self.engines]:
+            raise StateError(
+                "FS634",
+                f"weights: the group has the ranks {ranks}, but the plan has "
+                f"{len(self.trainers)} trainers and {len(self.engines)} engine ranks, found at "
+                f"{self._names}. On all of them, pass a group of exactly these ranks, and as "
+                "`receivers` the global rank of each engine rank, in the order of the destination.",
+            )
+        return found
+
+    def _start(self, messages: Sequence[tuple[Any, int, Tensor]]) -> Sequence[Any]:
+        ops = [
+            dist.P2POp(act, data, self._names[other], self._group) for act, other, data in messages
+        ]
+        with carrying():
+            return dist.batch_isend_irecv(ops)
+
+
+def link_of(
+    who: str, group: object, receivers: Sequence[int], device: torch.device, *ranks: int
+) -> Link:
+    """Return the link over a process group or the caller's transport."""
+    host = torch.device("cpu")
+    if isinstance(group, dist.ProcessGroup):
+        found = wire_device(group, device)
+        is_host = torch_comm.is_gloo(group, found.type)
+        return GroupLink(group, host if is_host else found, (), *ranks)
+    if not callable(getattr(group, "send", None)) or not callable(getattr(group, "receive", None)):
+        raise wrong_type(who, "group", "a process group, or an object with send and receive", group)
+    return Link(group, host, receivers, *ranks)
+
+
+class Files:
+    """A transport over files in a folder, for jobs on one node (in ``/dev/shm``: shared memory).
+
+    A rank writes a buffer for a peer into the folder, and continues when the peer has read it.
+
+    Args:
+        folder: the same on all ranks; created if missing.
+        timeout: seconds to wait for a peer.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], timeout: float = 300.0) -> None:
+        self.folder = Path(check_path("Files", "folder", folder))
+        self.timeout = check_number("Files", "timeout", timeout, "seconds", 0.0)
+        self._me = -1
+
+    def begin(self, rank: int) -> None:
+        """Set this rank's number; remove files of an earlier process that was killed."""
+        self._me = check_count("Files", "rank", rank, 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(f"{rank}-to-*"):
+            path.unlink(missing_ok=True)
+
+    def send(self, rank: int, buffer: Tensor) -> None:
+        place = self._path(rank, buffer, sends=True)
+        part = place.with_suffix(".part")
+        part.write_bytes(_memory(buffer.contiguous()))
+        part.rename(place)
+        try:
+            self._wait(rank, lambda: not place.exists())
+        finally:  # otherwise a later transfer could read it
+            place.unlink(missing_ok=True)
+
+    def receive(self, rank: int, buffer: Tensor) -> None:
+        place = self._path(rank, buffer, sends=False)
+        self._wait(rank, place.exists)
+        with open(place, "rb") as file:
+            found = file.readinto(_memory(buffer))
+            if found != buffer.numel() or file.read(1):
+                raise EOFError(f"{place} does not have the expected size of {buffer.numel()} B")
+        place.unlink()
+
+    def _path(self, rank: int, buffer: object, *, sends: bool) -> Path:
+        """Return the path of a message; check the arguments."""
+        check_count("Files", "rank", rank, 0)
+        if not isinstance(buffer, Tensor) or buffer.dtype != torch.uint8:
+            raise wrong_type("Files", "buffer", "a tensor of torch.uint8", buffer)
+        sender, receiver = (self._me, rank) if sends else (rank, self._me)
+        return self.folder / f"{sender}-to-{receiver}"
+
+    def _wait(self, rank: int, there: Any) -> None:
+        due, pause = time.monotonic() + self.timeout, 1e-4
+        while not there():
+            if time.monotonic() > due:
+                raise TimeoutError(f"rank {rank}: timed out after {int(self.timeout * 1000)} ms")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+
+
+def _memory(buffer: Tensor) -> Any:
+    return memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr()))

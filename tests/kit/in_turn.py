@@ -1,0 +1,32 @@
+"""What bodies do to several units, optimizers or parameters, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import fsdp2
+from tests.kit.parity import whole
+
+
+def shard_each(*units: Any, library: Any = fsdp2, **kwargs: Any) -> Any:
+    """Shard units in this order, with the same arguments, and return the last: often the root."""
+    made = None
+    for unit in units:
+        made = library.fully_shard(unit, **kwargs)
+    return made
+
+
+def advance(*optimizers: Any) -> None:
+    """Step, and clear the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same_bits(actual: nn.Module, expected: nn.Module) -> None:
+    """Assert that the parameters of two models are equal, each of them whole."""
+    for one, other in zip(actual.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(whole(one), whole(other))
