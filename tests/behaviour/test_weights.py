@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2 import weights
 from fsdp2._core.base.errors import LostRank, StateError
+from fsdp2.checkpoint._save import Room
 from fsdp2.weights import Box, Spec
 from tests.kit.engine import (
     Net,
@@ -116,6 +117,13 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
         thread.join(60)
         assert not thread.is_alive()
     return found
+
+
+class Full(Room):
+    """Host memory that is exhausted."""
+
+    def copies_of(self, tensors: Any) -> Any:
+        raise MemoryError
 
 
 class Job:
@@ -252,6 +260,16 @@ def test_in_the_background_the_moment_of_the_call_is_sent() -> None:
     job.check(found)
 
 
+def test_after_a_copy_in_the_background_fails_the_next_send_works() -> None:
+    job = Job(2)
+    room, job.plan._room = job.plan._room, Full()
+    with pytest.raises(MemoryError):
+        job.plan.send(job.trainer, background=True)
+    job.plan._room = room
+    job.check(job.update())
+    assert job.plan.version == 1
+
+
 def test_ranks_of_another_plan_are_told() -> None:
     job = Job(2)
     other = weights.plan(job.model, engine_layout(2, FP32), max_bytes=4096)
@@ -314,18 +332,18 @@ def test_receivers_are_one_rank_for_each_engine_rank(receivers: list[int]) -> No
 # On ranks: see also test_weights_on_ranks.py.
 
 
+@pytest.mark.parametrize("trainers", [1, 2])  # of a group of three: one too many, and enough
 @ranks(3)
-def test_a_group_that_is_not_the_plans_is_an_error_on_all(rank: int) -> None:
+def test_a_group_that_is_not_the_plans_is_an_error_on_all(rank: int, trainers: int) -> None:
     layout = engine_layout(1, BF16)
     text: list[Any] = [None]
-    if rank < 2:
-        model = fsdp2.fully_shard(Net(), mesh=DeviceMesh("cpu", range(2)))
+    mesh = DeviceMesh("cpu", list(range(trainers)))
+    if rank < trainers:
+        model = fsdp2.fully_shard(Net(), mesh=mesh)
         plan = weights.plan(model, layout, max_bytes=4096)
         text = [plan.to_json()]
-    else:
-        DeviceMesh("cpu", range(2))
     dist.broadcast_object_list(text, src=0)
-    if rank < 2:
+    if rank < trainers:
         part = lambda: plan.send(dist.group.WORLD, [1])  # noqa: E731
     else:
         part = lambda: weights.Receiver(text[0], 0).receive(dist.group.WORLD)  # noqa: E731
