@@ -73,7 +73,7 @@ def flat(state: Mapping[str, Any]) -> dict[Path, Any]:
         if path and (problem := problem_of(path)):
             raise ConfigError(
                 "FS102",
-                f"save: the path {printable(path)} in the state {problem}. Use extra for the value.",
+                f"save: path {printable(path)} in the state {problem}. Save the value in extra.",
             )
         if isinstance(value, Mapping):
             for key, item in value.items():
