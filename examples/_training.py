@@ -101,7 +101,7 @@ def _is_inside(parameter_name: str, unit_name: str) -> bool:
 
 
 def print_plan(model: nn.Module) -> None:
-    print(f"{'unit':<16}{'tensors':>8}{'elements':>14}{'shard bytes':>16}{'whole bytes':>16}")
+    print(f"{'unit':<16}{'tensors':>8}{'elements':>14}{'shard bytes':>16}{'full bytes':>16}")
     units = list_units(model)
     for unit in units:
         print(

@@ -111,7 +111,7 @@ class OrderCheck:
         self._handles = []
 
     def _enter(self, unit: Unit, name: str) -> None:
-        if torch_autograd.graph_task_id() != -1:  # recomputation
+        if torch_autograd.graph_task_id() != -1:  # recomputed in backward
             return
         if self._entered is None:
             self._entered, self._running = unit, []

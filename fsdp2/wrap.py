@@ -54,7 +54,7 @@ from fsdp2._core.params.param import OwnerMark
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 
 _SHARDING = Asking(
-    "shard_model", "it becomes a single unit", "True, False, or a dict of keywords of fully_shard"
+    "shard_model", "the model becomes a unit", "True, False, or a dict of keywords of fully_shard"
 )
 
 DEFAULTS = {  # defaults of fully_shard's keywords

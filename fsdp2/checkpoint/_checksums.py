@@ -55,9 +55,9 @@ def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
     buffer = memoryview(bytearray(min(BLOCK_NBYTES, max(length, 1))))
     file.seek(offset)
     while left:
-        count: int = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]  # binary files have it
+        count: int = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]  # binary files have readinto
         if not count:
-            raise DamagedError(f"it ends {left} bytes too early")
+            raise DamagedError(f"it is {left} bytes too short")
         found = zlib.crc32(buffer[:count], found)
         left -= count
     return found

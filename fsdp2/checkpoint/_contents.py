@@ -291,7 +291,7 @@ def agree(
     main = grids.main
     settle_state(optimizer)
     with main.together(what) as same:
-        if optimizer is not None:  # a rank may have states that others lack
+        if optimizer is not None:  # ranks may have different states
             state["optimizer"] = named = named_state(model, optimizer)
             named["state"] = _without_tuples(named["state"])
         beside = packed(extra, main.is_first) if extra is not None else {}

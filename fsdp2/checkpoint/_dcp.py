@@ -109,7 +109,7 @@ def load(
 
 
 class _Content(Source):
-    """The contents of a checkpoint for a model and an optimizer, and its ``extra``."""
+    """Maps the contents of a checkpoint to a model and an optimizer, and reads its ``extra``."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
             raise DamagedError(f"it contains a {type(loaded).__name__}")
         save_id = getattr(loaded.__dict__.get("storage_meta"), "save_id", None)
         if told is None and str(save_id).startswith(SUMMED):
-            raise DamagedError("it ends too early")
+            raise DamagedError("it is truncated")
         entries = _Metadata(loaded, told, str(folder / METADATA)).entries()
         sizes = None if told is None else {n: int(f["size"]) for n, f in told.items()}
     except RefusedError as error:
@@ -335,7 +335,7 @@ class Reader(contextlib.ExitStack):
             file = self._open(part.file)
             told = os.fstat(file.fileno())
             if part.offset + part.length > told.st_size:
-                raise DamagedError("it ends too early")
+                raise DamagedError("it is truncated")
             if part.region is None and not self.trust and is_hollow(told):
                 raise DamagedError("it is mostly holes")
             if is_summed and sum_of_part(file, part.offset, part.length) != part.sum:
@@ -448,7 +448,7 @@ def write_part(
                 if isinstance(piece.value, bytes):
                     stream.write(piece.value)
                 else:
-                    torch.save(_alone(piece.value), stream)  # type: ignore[arg-type]  # has write()
+                    torch.save(_alone(piece.value), stream)  # type: ignore[arg-type]  # needs only write()
                 if piece.is_common:
                     common.append(ROW.pack(stream.length, stream.sum))
                 else:
@@ -541,7 +541,7 @@ def write_metadata(
     def add(entry: Entry) -> None:
         (part,) = entry.parts
         first, parts = found.setdefault(entry.key, (entry, {}))
-        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # else not the same tensor
+        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # ignore a different value
             parts.setdefault(part.region and part.region.starts, part)
 
     for content, region, number in common:

@@ -195,7 +195,7 @@ class NeighbourCopies:
         self._settle()
         with self._world.together("NeighbourCopies.remove"):
             self._room = Room()
-        with self._world.together("NeighbourCopies.remove"):  # after all ranks: they share it
+        with self._world.together("NeighbourCopies.remove"):  # after all ranks have settled
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _settle(self) -> None:

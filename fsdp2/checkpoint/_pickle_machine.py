@@ -338,7 +338,7 @@ def _registered(machine: Machine) -> None:
 
 def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
     def step(machine: Machine) -> None:
-        made = make(machine)  # may replace the stack
+        made = make(machine)  # may replace ``machine._stack``
         machine._stack.append(made)
 
     return step
@@ -515,4 +515,4 @@ def not_plain(what: str, error: RefusedError) -> ConfigError:
 
 def _require_kind(given: Any, kinds: tuple[type, ...]) -> None:
     if type(given) not in kinds:
-        raise UnpicklingError(f"it makes a container from a {type(given).__name__}")
+        raise UnpicklingError(f"it creates a container from a {type(given).__name__}")

@@ -1,4 +1,4 @@
-"""Write folders next to their final path (their *place*) and rename them, with concurrent saves.
+"""Write a folder next to its final path (its *place*) and rename it, despite concurrent saves.
 
 Independent of the files' contents.
 
@@ -7,7 +7,7 @@ A save writes to a separate folder ``.NAME.tmp-TOKEN`` with a unique token. A fi
 as long as the process that created it is alive, so a later save removes only folders of dead saves.
 A lock file next to the place serialises renames: the place always has one complete checkpoint, that
 of the last save. Where locks are inconclusive (another host, a file system without locks), folders
-of other saves are kept for an hour. Without locks, a save retries renames that others disturb.
+of other saves are kept for an hour. Without locks, a save retries if another save interferes.
 
 [Note: atomic saves]
 When every rank has reported its part, the first rank checks that it sees all files with the sizes

@@ -322,7 +322,7 @@ class _Files(Source, contextlib.ExitStack):
         for name in index.files:
             path = file_in(self._folder, name, f"{self._folder / INDEX}", trust=self._trust)
             try:
-                with open_regular(path) as looked_at:  # the safetensors package would map any file
+                with open_regular(path) as looked_at:  # safetensors itself would map any file
                     if is_hollow(os.fstat(looked_at.fileno())) and not self._trust:
                         raise DamagedError("it is mostly holes")
                 file = self.enter_context(package.safe_open(str(path), framework="pt"))

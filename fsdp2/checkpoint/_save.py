@@ -194,9 +194,9 @@ WhenBusy = Literal["wait", "refuse"]
 FAILED = ".failed-"  # file name prefix of error reports
 LOOK_EVERY_S = 0.02
 LOOK_FOR_THE_DEAD_EVERY_S = 0.5
-LEFT_AFTER_S = 30.0  # maximum time without writes that an exiting process waits
-LINK_S = 5.0  # maximum time that other ranks wait for the link after the checkpoint's rename
-HANGS_AFTER_S = 600.0  # maximum time without writes by a live rank (it may sync a large file)
+LEFT_AFTER_S = 30.0  # an exiting process waits this long while no rank writes
+LINK_S = 5.0  # the other ranks wait this long for ``latest`` after the checkpoint's rename
+HANGS_AFTER_S = 600.0  # a live rank may write nothing for this long, e.g. to sync a large file
 
 
 class SaveHandle:
@@ -269,7 +269,7 @@ class SaveHandle:
     def _run(self) -> None:
         """Write the save, in a thread."""
         try:
-            with contextlib.suppress(OSError, AttributeError):  # lower its priority (Linux)
+            with contextlib.suppress(OSError, AttributeError):  # lower thread priority (Linux)
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             self._saving.write()
             if self._number == 0:

@@ -71,7 +71,7 @@ def checked(
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return opened parameters and persistent buffers (one object if tied), and extra states."""
+    """Return a model's tensors by name (tied: one object) as in ``opened``, and extra states."""
     found = cleaned(model.state_dict(keep_vars=True))
     tensors = {
         name: value
@@ -156,7 +156,7 @@ def full_state(
     if optimizer is not None:
         settle_state(optimizer)
         with Grids([*tensors.values()]).main.together("full_state"):
-            named = named_state(model, optimizer)  # a rank may have states that others lack
+            named = named_state(model, optimizer)  # ranks may have different states
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             given.append((f"{name}.{key}", value))

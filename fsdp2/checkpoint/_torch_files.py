@@ -53,7 +53,7 @@ STORAGES = {
 
 
 class View(io.RawIOBase):
-    """A byte range of a file, as a file. Reads allocate no more than the bytes that exist."""
+    """A byte range of a file, as a file. A read allocates at most the bytes left in the range."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class View(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = max(0, min(len(buffer), self._length - self._place))
         self._file.seek(self._offset + self._place)
-        count: int = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]  # binary files have it
+        count: int = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]  # binary files have readinto
         self._place += count
         return count
 
@@ -165,7 +165,7 @@ class _TorchFile:
         self._top = tops[0]
         order = self._entries.get(f"{self._top}/byteorder")
         if order is not None and self._bytes(order) != sys.byteorder.encode():
-            raise DamagedError("a machine with another byte order wrote it")
+            raise DamagedError("it was written on a machine with another byte order")
         data = self._bytes(self._entries[self._top + PICKLE])
         found = unpickle(data, {**plain_names(), **tensor_names()}, persistent=self._storage)
         _require_tree(found)
@@ -179,7 +179,7 @@ class _TorchFile:
 
     def _check(self, entry: _Stored, data: bytes | memoryview) -> None:
         if len(data) != entry.length:
-            raise DamagedError("it ends too early")
+            raise DamagedError("it is truncated")
         # torch can be configured to write no checksums
         if self._verify and entry.sum and zlib.crc32(data) != entry.sum:
             raise DamagedError("the checksum of an entry of its archive does not match")
