@@ -32,7 +32,7 @@ def damaged(what: str, problem: str) -> StateError:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of an error's message, after its class unless we raised the error."""
+    """Return the first line of an error's message, with its class if fsdp2 did not raise it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])

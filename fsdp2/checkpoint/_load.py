@@ -545,7 +545,7 @@ def load_sharded_state(
     Parameters on the meta device are allocated.
 
     Raises:
-        ConfigError: as for ``load_full_state``; placements differ. Nothing was changed.
+        ConfigError: as for ``load_full_state``, or placements differ. Nothing was changed.
         StateError: inside a forward or a backward.
     """
     return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
@@ -558,8 +558,8 @@ def load_local_state(
     """Load a state that ``local_state`` returned on this rank.
 
     Raises:
-        ConfigError: as for ``load_full_state``; a rank's shards now have another position or size.
-            Nothing was changed.
+        ConfigError: as for ``load_full_state``, or a rank's shards now have another position or
+            size. Nothing was changed.
     """
     _load_parts("load_local_state", model, state, optimizer, True, is_local=True)
 

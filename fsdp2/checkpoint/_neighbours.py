@@ -270,7 +270,7 @@ class NeighbourCopies:
 
 
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
-    """Return the newest complete generation after a time; warn if all are lost. Collective."""
+    """Return the newest complete generation after a time; warn if none is complete. Collective."""
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):

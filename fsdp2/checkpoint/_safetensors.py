@@ -131,7 +131,7 @@ class _Writer:
             (self._folder / stale).unlink(missing_ok=True)
 
     def _take_names(self) -> list[str]:
-        """Rename several files to the standard names if all are free, else to unique ones."""
+        """Rename the files to the standard names if all are free, else to unique names."""
         count = len(self._files)
         finals = _names_of_several("model", count)
         taken: list[Path] = []

@@ -74,7 +74,7 @@ class Room:
         self._kept: list[Tensor] = []
 
     def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
-        """Return the pieces with copied tensors, and an event after the copies from a device."""
+        """Return the pieces with copied tensors, and the event recorded after device copies."""
         kept, event = self.copies_of([p.value for p in pieces if isinstance(p.value, Tensor)])
         kept_ones = iter(kept)
         copied = [
