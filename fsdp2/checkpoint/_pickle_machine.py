@@ -476,7 +476,7 @@ def plain_names() -> dict[tuple[str, str], Any]:
 
 
 def _maker(kind: Any, kinds: tuple[type, ...] = (object,)) -> Callable[..., Any]:
-    """Return a function that calls ``kind``, with a first argument of one of the types ``kinds``."""
+    """Return a function that calls ``kind`` with a first argument of one of the types ``kinds``."""
 
     def make(*args: Any) -> Any:
         for first in args[:1]:
