@@ -1,4 +1,4 @@
-"""The manifest of the example's checkpoints: the settings that a run must share to resume.
+"""The manifest of the example's checkpoints: the settings that must match to resume a run.
 
 Checkpoints are stored as `step-<n>/` in a folder; `fsdp2.checkpoint` writes, finds and checks them.
 """
@@ -19,10 +19,10 @@ MUST_AGREE = ("size", "sequence_length", "batch_size", "seed", "corpus_fingerpri
 
 @dataclass(frozen=True)
 class Manifest:
-    """Position of a run, and the settings that another run must share to resume from there.
+    """The position of a run, and the settings that must match to resume it.
 
-    Contains no random generator state: the initial weights, the batch of a step and the sample are
-    functions of the seed and the step, and training draws no random numbers.
+    Contains no random generator state: the initial weights, the batch of a step and the sample
+    depend only on the seed and the step, and training draws no random numbers.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Manifest:
     optimizer: str
 
     def as_extra(self) -> dict[str, Any]:
-        """Return it as plain data, which `load_latest` returns without `trust=True`."""
+        """Return the manifest as plain data, which `load_latest` loads without `trust=True`."""
         return asdict(self)
 
     @staticmethod
@@ -48,7 +48,7 @@ class Manifest:
         return Manifest(**extra)
 
     def differences(self, other: Manifest) -> Iterator[Difference]:
-        """Yield the differences that keep `other` from resuming; the position may differ."""
+        """Yield the differences that prevent `other` from resuming; the position may differ."""
         for name in MUST_AGREE:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -65,7 +65,7 @@ class Difference:
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of the newest checkpoint, or None if there is none.
 
-    Independent of other ranks: for a module without parameters, only `extra` is loaded.
+    Not collective: for a module without parameters, only `extra` is loaded.
     """
     extra = checkpoint.load_latest(folder, nn.Identity(), strict=False)
     return None if extra is None else Manifest.of_extra(extra)

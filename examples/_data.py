@@ -1,8 +1,7 @@
-"""Real text that every machine has: the source of Python's standard library, as memory-mapped
-bytes.
+"""A corpus that every machine has: the source of Python's standard library, as memory-mapped bytes.
 
-Whole files go either to training or to the held-out set. The bytes are concatenated once into two
-cache files and mapped from there; nothing is ever read into Python lists.
+Each source file belongs either to the training set or to the held-out set. The files of each set
+are concatenated once into a cache file, which is memory-mapped rather than read into Python lists.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Tests repeat themselves, and the tables in `encodings` are not text.
+# Tests are repetitive, and the tables in `encodings` are not text.
 SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -29,7 +28,7 @@ SKIPPED_FOLDERS = {
     "idle_test",
 }
 HELD_OUT_ONE_IN = 20
-# No source file holds a zero byte, so it can mark where one begins.
+# No source file contains a zero byte, so this marks the beginning of each file.
 FILE_MARK = b"\0"
 FORMAT = b"1"
 
@@ -44,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """The two cache files, and a name for the list of sources they were made from."""
+    """The two cache files, and a fingerprint of their sources."""
 
     train: Path
     held_out: Path
@@ -53,7 +52,7 @@ class CorpusFiles:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The mapped bytes, uint8 [N] each."""
+    """The memory-mapped bytes, uint8 [N] each."""
 
     train: Tensor
     held_out: Tensor
@@ -68,7 +67,7 @@ def standard_library() -> Path:
 
 
 def list_sources(root: Path) -> list[Path]:
-    """Every `.py` file below `root`, sorted, without the skipped folders."""
+    """Return all `.py` files below `root`, sorted, except those in skipped folders."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
@@ -84,8 +83,8 @@ def is_held_out(relative_path: str) -> bool:
 def build_cache(root: Path, cache_dir: Path) -> CorpusFiles:
     """Write the two cache files unless they exist.
 
-    Any number of processes may call this at once: a file appears under its name only when it is
-    whole. The fingerprint covers the names and sizes of the sources.
+    Processes may call this concurrently: a file gets its final name when it is complete. The
+    fingerprint covers the names and sizes of the sources.
     """
     train: list[Path] = []
     held_out: list[Path] = []
@@ -131,8 +130,8 @@ def train_batch(
 ) -> Batch:
     """Return `rows` of the global batch of `step`.
 
-    What a step reads depends on the seed and the step alone, so there is no reader state to save,
-    and the ranks of any mesh together read the same global batch.
+    The global batch depends only on the seed and the step, so it is the same on any mesh, and there
+    is no reader state to save.
     """
     generator = torch.Generator().manual_seed((seed << 32) + step)
     starts = torch.randint(corpus.train.numel() - length, (batch_size,), generator=generator)
@@ -142,7 +141,7 @@ def train_batch(
 def held_out_batch(
     corpus: Corpus, *, index: int, batches: int, rows: range, batch_size: int, length: int
 ) -> Batch:
-    """Return `rows` of held-out batch `index`; `batches` of them spread evenly over the text."""
+    """Return `rows` of held-out batch `index`. All `batches` are spread evenly over the text."""
     positions = torch.arange(index * batch_size + rows.start, index * batch_size + rows.stop)
     starts = positions * (corpus.held_out.numel() - length - 1) // (batches * batch_size)
     return _windows(corpus.held_out, starts, length)

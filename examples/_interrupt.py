@@ -1,10 +1,9 @@
-"""Handling of Ctrl-C. Imported before torch, so that it applies from the start; stdlib only.
+"""Handling of Ctrl-C. Imported before torch, so that it is active from the start; stdlib only.
 
-In the process that the user starts, Ctrl-C ends the program with status 130. In a rank that trains,
-it only sets a flag: the loop reads `is_requested` once a step, and all ranks agree on the step
-after which they stop. A rank that does not train yet has nothing to save, and ends: it may be
-waiting for a rank that is gone. torchrun passes SIGINT and SIGTERM on to the ranks and waits for
-them.
+In the process that the user starts, Ctrl-C exits with status 130. In a rank that is training, it
+only sets a flag: the training loop reads `is_requested` in every step, and all ranks stop after the
+same step. A rank that has not begun to train has nothing to save, so it exits: it may be waiting
+for a rank that has exited. torchrun forwards SIGINT and SIGTERM to the ranks and waits for them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def is_rank() -> bool:
 
 
 def is_requested() -> bool:
-    """Return True once this rank was asked to stop."""
+    """Return True if this rank has received a signal to stop."""
     return _requested
 
 
@@ -40,7 +39,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 
 def only_ask() -> None:
-    """Make signals set the flag of this rank instead of ending it."""
+    """Make signals set this rank's flag instead of ending the process."""
     for number in SIGNALS:
         signal.signal(number, _ask)
 

@@ -44,7 +44,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate the two halves of each head of `x` [B, H, T, K] against each other."""
+        """Apply the rotary embedding to `x` [B, H, T, K], whose heads are rotated in two halves."""
         length = x.shape[-2]
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
         first, second = x.chunk(2, dim=-1)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
-        """[B, T, D] -> [B, T, D]; a position sees itself and what came before it."""
+        """Causal self-attention, [B, T, D] -> [B, T, D]."""
         heads = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(rotary(query), rotary(key), value, is_causal=True)
@@ -101,21 +101,21 @@ class Transformer(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw normal weights of variance 1 / inputs, smaller where a block adds to the stream."""
-        # The head is the embedding, so a position first predicts its own byte; a small norm weight
-        # keeps that guess weak, and the first loss near that of a uniform guess, log 256.
+        """Initialise weights with variance 1 / inputs, and less in projections to the residual."""
+        # The head is tied to the embedding, so a position initially predicts its own byte. A small
+        # norm weight weakens this, so the first loss is near log 256, that of a uniform prediction.
         nn.init.constant_(self.final_norm.weight, self.config.width**-0.5)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # The embedding is the head too, so its scale is that of a matrix with D inputs.
+            # The embedding is also the head, so it is scaled like a matrix with D inputs.
             scale = parameter.shape[1] ** -0.5
             if name.endswith(("out.weight", "down.weight")):
                 scale *= (2 * self.config.layers) ** -0.5
             nn.init.normal_(parameter, std=scale)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood of `targets`, in nats a byte; both are [B, T]."""
+        """Return the mean negative log-likelihood of `targets` [B, T], in nats per byte."""
         return F.cross_entropy(self._logits(tokens).float().flatten(0, 1), targets.flatten())
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -130,9 +130,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Continue `prompt` [T] by `new_bytes` sampled bytes and return both, [T + new_bytes].
 
-        It never goes through `forward`, so it has to be registered with
-        `register_fsdp_forward_method` before it may run on sharded parameters. All ranks must call
-        it together, with generators in the same state.
+        It does not call `forward`, so a sharded model needs `register_fsdp_forward_method` for it.
+        All ranks must call it together, with generators in the same state.
         """
         tokens = prompt
         for _ in range(new_bytes):

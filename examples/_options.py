@@ -1,4 +1,4 @@
-"""The command line: every option, its default, and every check that needs no ranks."""
+"""Command-line options, their defaults, and the checks that need no process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from _model import ModelConfig
 
 @dataclass(frozen=True)
 class Preset:
-    """A model and the batch and learning rate that suit it."""
+    """A model size, with a suitable batch size and learning rate."""
 
     width: int
     layers: int
@@ -90,7 +90,7 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error once, whatever the number of ranks."""
+    """Reports an error on one rank only."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
@@ -112,30 +112,30 @@ def _build_parser() -> _Parser:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fsdp2-examples")
     parser = _Parser(
         prog="train_lm.py",
-        description="Train a byte-level transformer, sharded with fsdp2, on Python's own source.",
+        description="Train a byte-level transformer, sharded with fsdp2, on Python source code.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    where = parser.add_argument_group("where it runs").add_argument
-    where("--ranks", type=int, help="processes; default: one for each GPU, or 2 on a CPU")
+    where = parser.add_argument_group("execution").add_argument
+    where("--ranks", type=int, help="number of processes; default: one per GPU, or 2 on a CPU")
     where("--mesh", type=_mesh, help="4: shard over 4 ranks; 2x2: replicate over 2, shard over 2")
     where(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto: GPUs, if there are any",
+        help="auto: GPUs if available",
     )
     where(
         "--dtype",
         choices=("fp32", "bf16", "fp8"),
         default="fp32",
-        help="bf16: compute in it, reduce in fp32; fp8: the same, and parameters travel in 8 bits",
+        help="bf16: compute in bf16, reduce in fp32; fp8: the same, but gather parameters in fp8",
     )
     where(
         "--gradients",
         choices=("fp32", "bf16", "int8", "fp8"),
         default="fp32",
-        help="in what gradients travel; 8 bits: with scales of blocks, and error feedback",
+        help="dtype in which gradients are sent, with error feedback if it is not fp32",
     )
     where(
         "--compile",
@@ -148,20 +148,20 @@ def _build_parser() -> _Parser:
         "--timeout",
         type=float,
         default=300,
-        help="seconds that a rank waits for the others before it gives up",
+        help="timeout of collectives, in seconds",
     )
-    where("--deterministic", action="store_true", help="CUDA: only kernels that repeat bit for bit")
-    what = parser.add_argument_group("what it trains; the default depends on --size").add_argument
+    where("--deterministic", action="store_true", help="use only deterministic CUDA kernels")
+    what = parser.add_argument_group("training; some defaults depend on --size").add_argument
     what(
         "--size",
         choices=tuple(PRESETS),
         default="small",
-        help="in parameters: small 0.9 M, base 86 M, large 1.2 B",
+        help="number of parameters: small 0.9 M, base 86 M, large 1.2 B",
     )
-    what("--steps", type=int, help="steps that the learning-rate schedule spans")
-    what("--stop-at", type=int, help="end this run after that step, with a checkpoint")
-    what("--batch-size", type=int, help="sequences a step, over all ranks")
-    what("--sequence-length", type=int, help="bytes of a sequence")
+    what("--steps", type=int, help="length of the learning-rate schedule, in steps")
+    what("--stop-at", type=int, help="save a checkpoint and exit after this step")
+    what("--batch-size", type=int, help="sequences per step, over all ranks")
+    what("--sequence-length", type=int, help="bytes per sequence")
     what("--lr", type=float, help="peak learning rate")
     what(
         "--optimizer",
@@ -169,10 +169,10 @@ def _build_parser() -> _Parser:
         default="adamw",
         help="muon: Muon for the matrices of blocks, AdamW for the rest",
     )
-    what("--warmup-steps", type=int, help="default: a twentieth of the steps")
-    what("--weight-decay", type=float, default=0.1, help="of matrices")
-    what("--clip-norm", type=float, default=1.0, help="most of the norm of all gradients")
-    what("--seed", type=int, default=0, help="of weights, of batches, and of the sample")
+    what("--warmup-steps", type=int, help="default: a twentieth of --steps")
+    what("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
+    what("--clip-norm", type=float, default=1.0, help="maximum norm of all gradients")
+    what("--seed", type=int, default=0, help="seed of weights, batches and the sample")
     files = parser.add_argument_group("files").add_argument
     files(
         "--corpus",
@@ -180,44 +180,42 @@ def _build_parser() -> _Parser:
         default=standard_library(),
         help="read the .py files below this folder",
     )
-    files("--cache-dir", type=Path, default=cache, help="where the joined text is kept")
-    files("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="where they are")
+    files("--cache-dir", type=Path, default=cache, help="folder for the concatenated corpus")
+    files("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="checkpoint folder")
     files(
         "--resume",
         nargs="?",
         const="must",
         choices=("must", "auto", "no"),
-        help="go on from the newest checkpoint in --checkpoint-dir; auto: if there is one; "
-        "default: auto under torchrun, which starts ranks again, else no",
+        help="continue from the newest checkpoint in --checkpoint-dir; auto: if there is one; "
+        "default: auto under torchrun, which may restart ranks, else no",
     )
     files(
         "--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end"
     )
-    files("--keep-last", type=int, default=2, help="how many checkpoints stay")
+    files("--keep-last", type=int, default=2, help="number of checkpoints to keep")
     files(
         "--metrics",
         type=Path,
-        help="append one JSON line a step; of a repeated step the last one counts",
+        help="append one JSON line per step; for a repeated step, the last line is valid",
     )
     files(
         "--recorded-steps",
         type=int,
         default=8,
-        help="how many of the last steps a page shows; 0: draw no pages",
+        help="number of last steps that the pages show; 0: write no pages",
     )
-    files("--pages-dir", type=Path, help="default: --checkpoint-dir with -pages behind it")
+    files("--pages-dir", type=Path, help="default: --checkpoint-dir with the suffix -pages")
     add("--log-every", type=int, default=25, help="steps between progress lines")
-    add("--held-out-batches", type=int, default=32, help="batches of the last evaluation")
-    add("--sample-bytes", type=int, default=240, help="length of the text that the model writes")
-    add(
-        "--temperature", type=float, default=0.7, help="of that text: low is likely, high is random"
-    )
-    add("--prompt", default="def read_lines(path):\n", help="what that text begins with")
+    add("--held-out-batches", type=int, default=32, help="batches per evaluation")
+    add("--sample-bytes", type=int, default=240, help="length of the generated sample")
+    add("--temperature", type=float, default=0.7, help="sampling temperature")
+    add("--prompt", default="def read_lines(path):\n", help="prompt of the sample")
     return parser
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Return checked options, or end the program with status 2 and one message on stderr."""
+    """Return valid options, or exit with status 2 and one message on stderr."""
     parser = _build_parser()
     given = parser.parse_args(arguments)
     preset = PRESETS[given.size]
@@ -295,7 +293,7 @@ def _check_numbers(parser: _Parser, given: argparse.Namespace) -> None:
 
 
 def _choose_ranks(parser: _Parser, given: argparse.Namespace, device_type: str) -> int:
-    """Take the count from torchrun, else from --ranks, --mesh or the machine; all must agree."""
+    """Return the number of ranks: from torchrun, else --ranks, --mesh or the machine."""
     if device_type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here; use --device cpu")
     gpus = torch.cuda.device_count() if device_type == "cuda" else 0
@@ -305,10 +303,10 @@ def _choose_ranks(parser: _Parser, given: argparse.Namespace, device_type: str) 
     launched = int(os.environ["WORLD_SIZE"]) if _interrupt.is_rank() else None
     ranks: int = launched or given.ranks or (in_mesh if given.mesh else gpus or 2)
     if given.ranks is not None and given.ranks != ranks:
-        parser.error(f"--ranks {given.ranks}, but torchrun started {ranks}: leave --ranks out")
+        parser.error(f"--ranks {given.ranks}, but torchrun started {ranks}: omit --ranks")
     if given.mesh and in_mesh != ranks:
         shape = "x".join(map(str, given.mesh))
-        parser.error(f"--mesh {shape} needs {in_mesh} ranks, found {ranks}: make the two agree")
+        parser.error(f"--mesh {shape} needs {in_mesh} ranks, found {ranks}: pass another mesh")
     if device_type == "cuda" and launched is None and ranks > gpus:
         parser.error(
             f"{ranks} ranks need {ranks} GPUs, found {gpus}: lower --ranks or use --device cpu"
@@ -322,13 +320,13 @@ def _prepare_corpus(parser: _Parser, given: argparse.Namespace) -> CorpusFiles:
     try:
         files = build_cache(given.corpus, given.cache_dir)
     except OSError as error:
-        parser.error(f"cannot keep the text in --cache-dir {given.cache_dir}: {error}")
+        parser.error(f"cannot write the corpus to --cache-dir {given.cache_dir}: {error}")
     needed = given.sequence_length + 2
     for split, path in (("train on", files.train), ("hold out", files.held_out)):
         if path.stat().st_size < needed:
             parser.error(
                 f"--corpus {given.corpus} has {path.stat().st_size} bytes of .py files to {split}, "
-                f"and one sequence needs {needed}: name a folder with more of them"
+                f"but one sequence needs {needed}: pass a folder with more .py files"
             )
     return files
 
@@ -342,7 +340,7 @@ def _check_files(parser: _Parser, options: Options) -> None:
         if options.metrics is not None:
             options.metrics.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"cannot make a folder for the results: {error}")
+        parser.error(f"cannot create a folder for the results: {error}")
     if not os.access(folder, os.W_OK | os.X_OK):
         parser.error(f"--checkpoint-dir {folder} is not writable")
 
@@ -357,10 +355,10 @@ def _check_resumable(parser: _Parser, options: Options) -> None:
         if options.resume == "auto":
             return
         parser.error(
-            f"--resume: no checkpoint in {folder}; start without --resume, or name its folder"
+            f"--resume: no checkpoint in {folder}; omit --resume, or pass another --checkpoint-dir"
         )
     for change in saved.differences(options.manifest(saved.step)):
         parser.error(
-            f"--resume: the checkpoint in {folder} was made with {change.name} {change.saved}, "
-            f"this run has {change.asked}: make the two equal, or name another --checkpoint-dir"
+            f"--resume: the checkpoint in {folder} was saved with {change.name} {change.saved}, "
+            f"but this run has {change.asked}: pass equal values, or another --checkpoint-dir"
         )

@@ -1,6 +1,6 @@
-"""Pages of a run: the plan of a step, and a recording of the last steps.
+"""HTML pages of a run: the plan of a step, and a recording of the last steps.
 
-Owns their paths and the choice of recorded steps. Contains no training code.
+Defines their paths, and which steps are recorded. Contains no training code.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Pages:
         self._options = options
         self._policy = policy
         self._steps = options.pages_dir / "steps"
-        # The compiled step is one graph: there is nothing in it to record.
+        # A compiled step cannot be recorded, because it is one graph.
         self.is_recorded = options.recorded_steps > 0 and options.backend is None
 
     @property
     def first_step(self) -> int:
-        """The step before which recording begins."""
+        """The number of completed steps when the recording begins."""
         return max(self._options.stop_at - self._options.recorded_steps, 0)
 
     def recording(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Record the following steps; replaces the recordings of an earlier run."""
+        """Record the following steps, and replace the recordings of an earlier run."""
         if not self.is_recorded:
             return contextlib.nullcontext()
         if dist.get_rank() == 0:
@@ -46,7 +46,7 @@ class Pages:
 
     def draw(self) -> list[Path]:
         """Write the pages on the first rank, and return their paths."""
-        dist.barrier()  # every rank has written what it recorded
+        dist.barrier()  # every rank has written its recording
         if dist.get_rank() != 0 or self._options.recorded_steps == 0:
             return []
         folder = self._options.pages_dir

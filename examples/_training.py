@@ -1,6 +1,6 @@
 """One rank's part of the run: shard the model, train, evaluate, save, generate.
 
-What fsdp2 does is in `shard_transformer`; the rest is a training loop as for one device.
+The model is sharded in `shard_transformer`; the rest is a training loop as for a single device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
     checkpoint,
-    compile,  # noqa: A004  # torch's name for it
+    compile,  # noqa: A004  # as in torch
     fully_shard,
     optim,
     register_comm_hook,
@@ -42,7 +42,7 @@ from fsdp2 import (
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together, as one rank holds them."""
+    """Sizes of the parameters of a unit, and of one rank's shards of them."""
 
     name: str
     parameters: int
@@ -52,7 +52,7 @@ class Unit:
 
 
 def precision_of(dtype: str) -> MixedPrecisionPolicy:
-    """Return what computes in a dtype and reduces in fp32."""
+    """Return the policy that computes in a dtype and reduces in fp32."""
     if dtype == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -101,7 +101,7 @@ def _is_inside(parameter_name: str, unit_name: str) -> bool:
 
 
 def print_plan(model: nn.Module) -> None:
-    print(f"{'unit':<16}{'tensors':>8}{'elements':>14}{'shard bytes':>16}{'whole bytes':>16}")
+    print(f"{'unit':<16}{'tensors':>8}{'elements':>14}{'shard bytes':>16}{'full bytes':>16}")
     units = list_units(model)
     for unit in units:
         print(
@@ -123,12 +123,12 @@ def build_optimizer(model: Transformer, options: Options) -> Optimizer:
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if options.optimizer == "muon":  # for what lies between embedding and head
+    if options.optimizer == "muon":  # for the matrices of blocks
         inner = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
         for group in groups:
             group["params"] = [p for p in group["params"] if all(p is not one for one in inner)]
             group |= {"cls": AdamW, "betas": (0.9, 0.95), "lr": options.learning_rate}
-        # updates as large as AdamW's, so that both go by one learning rate
+        # scale updates like AdamW's, so that one learning rate suits both
         muon = {"params": inner, "adjust_lr_fn": "match_rms_adamw", "lr": options.learning_rate}
         groups.append({**muon, "weight_decay": options.weight_decay})
         optimizer: Optimizer = optim.whole(Muon, groups)
@@ -137,14 +137,14 @@ def build_optimizer(model: Transformer, options: Options) -> Optimizer:
 
 
 def learning_rate_at(step: int, options: Options) -> float:
-    """Rise linearly over the warm-up, then fall linearly towards zero at the last step."""
+    """Return the learning rate: a linear warm-up, then a linear decay towards zero."""
     rising = (step + 1) / (options.warmup_steps + 1)
     falling = (options.steps - step) / max(1, options.steps - options.warmup_steps)
     return options.learning_rate * min(1.0, rising, falling)
 
 
 class Trainer:
-    """The model, the optimizer and the step they have reached, on one rank."""
+    """The model, the optimizer and the current step, on one rank."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options = options
@@ -156,7 +156,7 @@ class Trainer:
         self.corpus = Corpus.open(options.corpus)
         axis_names = ("replicate", "shard")[-len(options.mesh) :]
         mesh = init_device_mesh(device.type, options.mesh, mesh_dim_names=axis_names)
-        # The same whole weights on every rank, before they are sharded.
+        # Every rank initialises the same full weights, which are then sharded.
         torch.manual_seed(options.seed)
         self.model = Transformer(options.model).to(device)
         policy = precision_of(options.dtype)
@@ -175,7 +175,7 @@ class Trainer:
         self.saving: checkpoint.SaveHandle | None = None
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint that is whole; stay at step 0 if there is none."""
+        """Continue from the newest intact checkpoint, or start at step 0 if there is none."""
         folder = self.options.checkpoint_dir
         extra = checkpoint.load_latest(folder, self.model, self.optimizer)
         if extra is not None:
@@ -189,7 +189,7 @@ class Trainer:
             print(line, flush=True)
 
     def train(self) -> bool:
-        """Train up to `--stop-at`; return False if one rank was asked to stop, so that all did."""
+        """Train up to `--stop-at`. Return False if ranks stopped early because one was asked to."""
         _interrupt.only_ask()
         options, start_step = self.options, self.step
         start_s = window_s = time.perf_counter()
@@ -237,8 +237,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
 
-        # One small all-reduce carries both numbers, so that the ranks always stop after the same
-        # step.
+        # One all-reduce for the loss and the stop flags: all ranks stop after the same step.
         asked = torch.tensor(float(_interrupt.is_requested()), device=self.device)
         totals = torch.stack((loss.detach(), asked))
         dist.all_reduce(totals)
@@ -258,7 +257,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean held-out loss in nats a byte; the windows are the same on any mesh."""
+        """Return the mean held-out loss in nats per byte. The batches are the same on any mesh."""
         options = self.options
         self.model.eval()
         total = torch.zeros((), device=self.device)
@@ -275,11 +274,11 @@ class Trainer:
         self.model.train()
         dist.all_reduce(total)
         loss = total.item() / (self.world_size * options.held_out_batches)
-        self.say(f"held-out loss after step {self.step}: {loss:.4f} nats a byte")
+        self.say(f"held-out loss after step {self.step}: {loss:.4f} nats per byte")
         return loss
 
     def save(self) -> None:
-        """Copy the state, and have it written while training goes on."""
+        """Save a checkpoint in the background, while training continues."""
         if self.step == self.saved_step:
             return
         self.saving = checkpoint.save(
@@ -293,13 +292,13 @@ class Trainer:
         self.saved_step = self.step
 
     def wait_for_save(self) -> None:
-        """Return when the last checkpoint is there, or raise what kept it from being written."""
+        """Wait until the last checkpoint is complete, or raise the error of its save."""
         if self.saving is not None:
             self.saving.wait()
             self.say(f"saved {self.saving.path}")
 
     def sample(self) -> None:
-        """Print a sample; all ranks generate it, since each needs the shards of the others."""
+        """Print a sample. All ranks generate it, because each needs the shards of the others."""
         options = self.options
         if not options.sample_bytes:
             return
@@ -315,23 +314,23 @@ class Trainer:
 
 
 def peak_nbytes(device: torch.device) -> int:
-    """Return the most memory this rank has held: on CUDA in tensors, on a CPU the whole process."""
+    """Return this rank's peak memory: that of CUDA tensors, or that of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Kibibytes everywhere but on macOS, where it is bytes.
+    # `ru_maxrss` is in KiB, but in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def threads_for(ranks: int) -> int:
-    """Return each rank's share of the cores, when that many ranks share this machine."""
+    """Return the number of threads of each rank, if `ranks` ranks share this machine's cores."""
     can_ask = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
     return max(1, cores // ranks)
 
 
 def run_rank(options: Options) -> int:
-    """Do one rank's part of the whole run and return its exit status."""
+    """Run one rank from start to end, and return its exit status."""
     device = torch.device(options.device_type)
     timeout = timedelta(seconds=options.timeout_s)
     if device.type == "cuda":
@@ -361,6 +360,6 @@ def run_rank(options: Options) -> int:
         for page in trainer.pages.draw():
             trainer.say(f"drew {page}: open it in a browser")
     else:
-        trainer.say(f"interrupted after step {trainer.step}; go on with --resume")
+        trainer.say(f"interrupted after step {trainer.step}; continue with --resume")
     dist.destroy_process_group()
     return 0 if is_complete else _interrupt.STATUS

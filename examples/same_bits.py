@@ -1,4 +1,4 @@
-"""Train a small model, and record digests of what it computes: docs/guides/same-bits.md."""
+"""Train a small model, and record digests of its values: see docs/guides/same-bits.md."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.dropout(F.gelu(self.up(self.norm(x))), 0.1)
         if "kernel" in defects and clock == (3, 5):
-            hidden = hidden * (1 + 1e-6)  # stands for a kernel that adds in another order
+            hidden = hidden * (1 + 1e-6)  # simulates a kernel that sums in another order
         return x + self.down(hidden)
 
 

@@ -2,16 +2,16 @@
 
     python examples/train_lm.py                       # 2 ranks on a CPU, about two minutes
     python examples/train_lm.py --mesh 2x2            # replicate over 2, shard over 2
-    python examples/train_lm.py --resume              # go on from the last checkpoint
+    python examples/train_lm.py --resume              # continue from the last checkpoint
     python examples/train_lm.py --compile             # one graph forward, one backward
     torchrun --nproc-per-node 8 examples/train_lm.py --size base --dtype bf16
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
         --rdzv-endpoint first-machine:29500 --rdzv-id lm examples/train_lm.py   # on each machine
 
-Started manually, this file checks its arguments and starts torchrun on itself; started by torchrun,
-it is a rank, and resumes from the newest checkpoint if there is one. The parts: `_model` (the
-transformer), `_data` (the text), `_options` (the command line), `_checkpoint` (metadata of
-checkpoints), `_training` (sharding and the loop: the one to read first) and `_interrupt` (Ctrl-C).
+If run directly, this file checks its arguments and starts torchrun on itself. If run by torchrun,
+it is a rank, and resumes from the newest checkpoint if there is one. Read `_training` (sharding and
+the training loop) first. The other parts are `_model` (the transformer), `_data` (the corpus),
+`_options` (the command line), `_checkpoint` (metadata of checkpoints) and `_interrupt` (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from _options import Options, parse_options
 from _training import run_rank, threads_for
 
-# A rank that is asked to stop finishes its step and saves; torchrun's own limit is 30 s.
+# A rank that receives a signal finishes its step and saves; torchrun's default limit is 30 s.
 SHUTDOWN_LIMIT_S = 120
 
 
 def quieten_torchrun() -> None:
-    """Keep torchrun's warnings about a Ctrl-C off the terminal; each module has its own level."""
+    """Hide torchrun's warnings about Ctrl-C. Each of its modules has a separate log level."""
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic."):
             logging.getLogger(name).setLevel(logging.ERROR)

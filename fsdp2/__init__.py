@@ -1,9 +1,9 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and its companions.
 
 [Note: names that load later]
-Every rank and every worker process imports this file, so it loads only what a step needs. The other
-public names, and the submodules, are loaded on first access (``__getattr__``) and then stored in
-this module's ``__dict__``.
+Every rank and every worker process imports this file, so it imports only the code that a training
+step needs. The other public names, and the submodules, are imported on first access
+(``__getattr__``) and then cached in this module's ``__dict__``.
 """
 
 import importlib as _importlib
@@ -12,7 +12,7 @@ import sys as _sys
 import typing as _typing
 
 if _sys.argv[:2] == ["-m", "explain"] and "fsdp2" in _sys.orig_argv:
-    # `python -m fsdp2 explain`: the text of an error needs no torch, which takes seconds to load
+    # `python -m fsdp2 explain` runs without importing torch, which takes seconds
     _importlib.import_module("fsdp2._core.base.paragraphs").main(_sys.argv[2:])
     _sys.exit()
 
@@ -43,7 +43,7 @@ from fsdp2._core.base.policy import (
 )
 from fsdp2._core.comm.comms import AllGather, Comm, ReduceScatter
 
-if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
+if _typing.TYPE_CHECKING:  # shows type checkers and editors the lazily imported names
     from fsdp2 import checkpoint as checkpoint
     from fsdp2 import debug as debug
     from fsdp2 import optim as optim
@@ -51,7 +51,7 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2 import recordings as recordings
     from fsdp2 import weights as weights
     from fsdp2 import wrap as wrap
-    from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
+    from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # as in torch
     from fsdp2._core.api.activations import offload_activations
     from fsdp2._core.api.reproducible import mean_over_slots, reproducible
     from fsdp2._core.transfer.materialize import materialize, sync_from_rank0
@@ -62,7 +62,7 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2.optim._clip import clip_grad_norm_
     from fsdp2.optim._graphed import GraphedStep, graphed
 
-_sys.modules[_pickles.PLACE] = _pickles  # old pickles name this module
+_sys.modules[_pickles.PLACE] = _pickles  # old pickles refer to this module name
 
 __all__ = [
     "Aligned",
@@ -113,7 +113,7 @@ __version__ = "0.1.0"
 
 for _name in __all__:  # show a class in tracebacks and reprs under its public name
     _value = globals().get(_name)
-    if isinstance(_value, type) and _value is not FSDPModule:  # annotations need its module
+    if isinstance(_value, type) and _value is not FSDPModule:  # annotations resolve in its module
         _value.__module__ = __name__
 
 _SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "weights", "wrap")
@@ -136,12 +136,12 @@ _LATER = {  # mirrors the TYPE_CHECKING imports above: name -> defining module
     "sync_from_rank0": "_core.transfer.materialize",
 }
 
-if not _typing.TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
+if not _typing.TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
 
     def __getattr__(name: str) -> object:
-        """Load a name on first access: [Note: names that load later]."""
+        """Import a name on first access: see [Note: names that load later]."""
         if name in _SUBMODULES:
-            return _importlib.import_module(f"{__name__}.{name}")  # binds the name here, too
+            return _importlib.import_module(f"{__name__}.{name}")  # also sets the attribute
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
@@ -153,5 +153,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_SUBMODULES, *_LATER})
 
 
-if _os.environ.get(_REPLACES) == "1":  # started by `python -m fsdp2 program`
+if _os.environ.get(_REPLACES) == "1":  # set by `python -m fsdp2 program`
     replace_torch()

@@ -1,16 +1,16 @@
 """``python -m fsdp2 [-m] program args...``: run a program with fsdp2 in place of torch's FSDP2.
 
-The program itself is not changed: see ``fsdp2.replace_torch``. Python processes that it starts
-(rank launchers, ``multiprocessing`` with spawn) inherit the replacement. Under a launcher:
+The program needs no changes: see ``fsdp2.replace_torch``. Its Python child processes (rank
+launchers, ``multiprocessing`` with spawn) inherit the replacement. With a launcher:
 ``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
 
-``python -m fsdp2 plan module:factory --mesh 8x64`` predicts the effect of sharding a model, and
-``python -m fsdp2 report folder`` summarises recordings of ``fsdp2.record``; both have ``--help``.
-``python -m fsdp2 compare run1 run2`` reports where two runs recorded by ``fsdp2.debug.record_bits``
-differ first.
-``python -m fsdp2 explain FS104`` explains a message code, and
-``torchrun --nproc-per-node 8 -m fsdp2 doctor`` checks these ranks for problems. To run a program
-with one of these names, write ``./plan``.
+``python -m fsdp2 plan module:factory --mesh 8x64`` predicts the time and memory of a sharded model,
+and ``python -m fsdp2 report folder`` summarises recordings of ``fsdp2.record``; both accept
+``--help``. ``python -m fsdp2 compare run1 run2`` reports the first difference between two runs that
+``fsdp2.debug.record_bits`` recorded.
+``python -m fsdp2 explain FS104`` explains the code of an error or warning, and
+``torchrun --nproc-per-node 8 -m fsdp2 doctor`` checks the launched ranks for problems. If a program
+has the name of a command, pass its path: ``./plan``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ COMMANDS = ("plan", "report", "explain", "doctor", "compare")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program or a command. Exit with 2 if there is none, else as the program does."""
+    """Run a command or a program. Exit with status 2 if ``arguments`` contain neither."""
     is_module = list(arguments[:1]) == ["-m"]
     program, *rest = arguments[is_module:] or [""]
     if program in ("-h", "--help"):
         print(f"{__doc__}\n{USAGE}")
         return
     if program in COMMANDS and not is_module:
-        # Imported here, since every rank of a program starts here and needs no plans or recordings.
+        # Imported lazily: ranks of a program also call `main`, and use no plans or recordings.
         from fsdp2._tools import commands
 
         commands.run(program, rest)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    if not getattr(sys.flags, "safe_path", False):  # Python itself does this for scripts
+    if not getattr(sys.flags, "safe_path", False):  # as Python does for scripts
         sys.path[0] = str(Path(program).resolve().parent)
     runpy.run_path(program, run_name="__main__")
 

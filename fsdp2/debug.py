@@ -1,6 +1,6 @@
-"""Debugging tools for a run: its order, the cost of communication, its bits. No cost while off.
+"""Debugging tools: execution order, cost of communication, bitwise comparison. Free while unused.
 
-Also exports the types of ``fsdp2.units``. Contains no code that a step needs.
+Also exports the result types of ``fsdp2.units``. A training step does not import this module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "without_communication",
 ]
 
-SHOWN = 12  # units of an execution order that an error lists
+SHOWN = 12  # maximum number of units that an error lists for each rank
 
 
 def check_order(
@@ -52,10 +52,9 @@ def check_order(
 ) -> OrderCheck:
     """Check that a model's units run in the same order on all ranks.
 
-    In the first ``steps`` forwards, ranks compare each unit before it runs and communicates, so a
-    difference is an error and not a hang. In later forwards each rank compares with the order of
-    the last of these, and warns once for each unit that runs out of order. Recomputed forwards do
-    not count.
+    In the first ``steps`` forwards, ranks compare each unit before it communicates, so a difference
+    is an error rather than a hang. In later forwards, each rank compares its order with the last
+    compared one, and warns once for each unit out of order. Recomputation in backward is ignored.
 
     Args:
         model: a model that contains units; all of them are checked.
@@ -67,12 +66,13 @@ def check_order(
         An ``OrderCheck``; call its ``remove()`` to end the check.
 
     Raises:
-        ConfigError: ``model`` contains no unit; ``steps`` is not an int of at least 1; not a
-            process group.
-        StateError: (from a forward, on every rank) ranks run different units; lists all orders.
+        ConfigError: ``model`` contains no unit; ``steps`` is not a positive int;
+            ``process_group`` is not a process group.
+        StateError: raised by a forward, on every rank, if ranks run different units. Lists the
+            order of each rank.
 
-    On a CPU, ranks always compare collectives before their data can mix (docs/architecture.md). On
-    a device, only this check does.
+    On a CPU, ranks always compare their collectives before they exchange data
+    (docs/architecture.md). On a device, they do so only with this check.
 
     Source: the execution-order check of torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
     """
@@ -85,7 +85,7 @@ def check_order(
 
 
 class OrderCheck:
-    """An active ``check_order``. ``order``: unit names of the last forward that ranks compared."""
+    """An active ``check_order``. ``order`` lists the unit names of the last compared forward."""
 
     def __init__(
         self, units: Sequence[tuple[str, Unit]], steps: int, pg: dist.ProcessGroup | None
@@ -111,7 +111,7 @@ class OrderCheck:
         self._handles = []
 
     def _enter(self, unit: Unit, name: str) -> None:
-        if torch_autograd.graph_task_id() != -1:  # recomputation
+        if torch_autograd.graph_task_id() != -1:  # recomputed in backward
             return
         if self._entered is None:
             self._entered, self._running = unit, []
@@ -141,8 +141,8 @@ class OrderCheck:
             self._entered = None
             raise StateError(
                 "FS401",
-                f"{self._running[-1]}: ranks run different units, or in a different order ({did}; "
-                f"| marks the start of a forward). No data was corrupted yet. {SAME_ON_EVERY_RANK}",
+                f"{self._running[-1]}: ranks run different units, or in different orders ({did}; "
+                f"| marks the start of a forward). No data was corrupted. {SAME_ON_EVERY_RANK}",
             )
 
     def _warn(self) -> None:
@@ -159,7 +159,7 @@ class OrderCheck:
 
 
 class _Hook:
-    """A hook (before a forward, if named; else after), which copies of the module copy."""
+    """A forward pre-hook if it has a name, else a forward hook. Copied with its module."""
 
     def __init__(
         self,
@@ -188,9 +188,9 @@ def without_communication(
 ) -> Iterator[None]:
     """Skip the collectives of a model's units, to measure their cost.
 
-    The rest of a step runs: packing, copies, casts, scaling. Other ranks' parameters, and
-    gradients, are uninitialised memory, so results are wrong; a warning reports this. Do not step
-    an optimizer whose parameters you want to keep. Custom collectives and reduction hooks are
+    The rest of a step runs: packing, copies, casts, scaling. Shards of other ranks, and reduced
+    gradients, are uninitialised memory, so results are wrong; a warning states this. Do not step
+    the optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
     skipped too; collectives of ``clip_grad_norm_`` and of your own code still run. All ranks must
     enter and leave the context together.
 
@@ -209,8 +209,8 @@ def without_communication(
     if not gathers and not reductions:
         raise ConfigError(
             "FS505",
-            "without_communication: found gathers=False and reductions=False, which skip "
-            "nothing. Pass at most one of them.",
+            "without_communication: found gathers=False and reductions=False, so nothing would be "
+            "skipped. Omit one of them.",
         )
     units = sharded_units("without_communication", "model", model)
     refuse_during_step("without_communication", units)
@@ -245,14 +245,14 @@ REDUCTIONS = ("reduce_scatter", "reduce_scatter_uneven", "all_reduce")
 
 
 class _NoWire(Wire):
-    """A wire that skips some or all collectives, on the buffers of the wire that it replaces."""
+    """A wire that skips some or all collectives. Uses the buffers of the wire that it replaces."""
 
     carries: ClassVar[bool] = False
 
     def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
         super().__init__()
         self.take_over(wire)
-        self.is_separate = False  # otherwise copies would derive process groups from it
+        self.is_separate = False  # otherwise copies of the model would create process groups
         skipped: tuple[str, ...] = GATHERS if gathers else ()
         if reductions:
             skipped += REDUCTIONS

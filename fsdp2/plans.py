@@ -1,4 +1,4 @@
-"""``fsdp2.plans``: types that ``fsdp2.plan`` returns, and ``Hardware``, a machine's description."""
+"""``fsdp2.plans``: result types of ``fsdp2.plan``, and ``Hardware``, which describes a machine."""
 
 from fsdp2._tools.pages.content import Advice
 from fsdp2._tools.plan.budget import Suggestion

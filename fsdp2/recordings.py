@@ -1,4 +1,4 @@
-"""``fsdp2.recordings``: types that ``fsdp2.record`` and ``fsdp2.read_recordings`` return."""
+"""``fsdp2.recordings``: result types of ``fsdp2.record`` and ``fsdp2.read_recordings``."""
 
 from fsdp2._tools.record.align import Arrivals, ClockOffset
 from fsdp2._tools.record.recording import Recording

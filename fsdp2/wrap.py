@@ -1,14 +1,14 @@
-"""Choose units by policy: ``shard_model``, and the meshes of FSDP1's sharding strategies.
+"""Shard a model by a wrap policy (``shard_model``); meshes for FSDP1's sharding strategies.
 
-Interprets wrap policies and the launcher's environment, and calls ``fully_shard`` as a user would.
+Interprets wrap policies and the launcher's environment variables, and applies ``fully_shard``.
 
-[Note: what a policy picks]
-A policy is called once for each module below the root, whatever its names. It is a collection of
-classes; a function of a module that returns a bool or keywords of ``fully_shard``; or a recursive
-FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``, which is called on the way down to
-decide whether to recurse, and on the way up to decide whether to shard the remainder. A module
-without parameters is never picked. A container without a ``forward`` has no call that would gather
-its parameters, so a choice for it applies to each of its modules.
+[Note: modules that a policy selects]
+A policy is applied once to each module below the root, even if the module has several names. It is
+a collection of classes; a function of a module that returns a bool or keywords of ``fully_shard``;
+or a recursive FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``, which is called before a
+module's children to decide whether to recurse, and after them to decide whether to shard the rest
+of the module. A module without parameters is never selected. A container without a ``forward`` is
+never called, so no hook could gather its parameters: its choice applies to each child instead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fsdp2._core.params.param import OwnerMark
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 
 _SHARDING = Asking(
-    "shard_model", "it becomes a single unit", "True, False, or a dict of keywords of fully_shard"
+    "shard_model", "the model becomes a unit", "True, False, or a dict of keywords of fully_shard"
 )
 
 DEFAULTS = {  # defaults of fully_shard's keywords
@@ -76,7 +76,7 @@ _OF_FSDP1 = {
 def shard_model(
     model: nn.Module, policy: WrapPolicy, **fully_shard_kwargs: Any
 ) -> dict[str, dict[str, Any]]:
-    """Apply ``fully_shard`` to the modules that a policy picks, innermost first, and to the root.
+    """Apply ``fully_shard`` to the modules that a policy selects, innermost first, and to the root.
 
     Args:
         model: the root, changed in place. It always becomes a unit.
@@ -84,34 +84,34 @@ def shard_model(
 
             - a set (or list) of module classes, or torch's ``ModuleWrapPolicy``;
             - a function of a module that returns a bool, or a dict of keywords of ``fully_shard``
-              that override ``fully_shard_kwargs`` (an empty one means False), or torch's
-              ``CustomPolicy`` around such a function;
-            - a recursive policy of FSDP1, as ``functools.partial(size_based_auto_wrap_policy,
+              that override ``fully_shard_kwargs`` (an empty dict means False), or torch's
+              ``CustomPolicy`` of a function like this;
+            - a recursive policy of FSDP1: ``functools.partial(size_based_auto_wrap_policy,
               min_num_params=...)``.
         fully_shard_kwargs: keywords of ``fully_shard`` for all units, including the root.
             ``ignored_params`` and ``ignored_states`` apply to every unit, and the policy is not
-            called for ignored modules. ``shard_placement_fn`` is called twice for each parameter:
-            all parameters are checked before the first is sharded.
+            called for ignored modules. ``shard_placement_fn`` is called twice for each parameter,
+            because all parameters are checked before any is sharded.
 
     Returns:
-        The chosen units: each unit's first name (``""`` is the root), in sharding order, mapped to
-        the keywords from its policy.
+        The units in sharding order: a dict from each unit's first name (``""`` for the root) to the
+        keywords that the policy returned for it.
 
     A module with several names is one unit. Parameters tied across several units belong to the
-    first unit that contains all of them. For a container without a ``forward`` (``ModuleList``) a
-    choice applies to its modules. Modules without parameters and modules that are already sharded
-    are not picked. Classes that match no module cause a warning.
+    first unit that contains all of them. The choice for a container without a ``forward``
+    (``ModuleList``) applies to its children. Modules without parameters and modules that are
+    already sharded are not selected. Classes that match no module cause a warning.
 
     Raises:
-        ConfigError: not a policy; keywords that ``fully_shard`` does not have; any error that
-            ``fully_shard`` raises. Nothing was changed.
+        ConfigError: ``policy`` is not a policy; unknown keywords of ``fully_shard``; any error of
+            ``fully_shard``. Nothing was changed.
 
-    Source: the meaning of ``auto_wrap_policy`` in torch's ``FullyShardedDataParallel``.
+    Source: ``auto_wrap_policy`` of torch's ``FullyShardedDataParallel``.
     """
     check_module("shard_model", "model", model)
     _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
     names = {module: name for name, module in children_first(model)}
-    kwargs = {  # iterators, such as `model.head.parameters()`, are read for every unit
+    kwargs = {  # an iterator, such as `model.head.parameters()`, would be empty at the second unit
         name: list(value) if isinstance(value, Iterator) else value
         for name, value in fully_shard_kwargs.items()
     }
@@ -143,7 +143,7 @@ def shard_model(
 
 
 def _is_taken(module: nn.Module) -> bool:
-    """Return True if earlier calls took the module or all of its parameters."""
+    """Return True if the module, or each of its parameters, already belongs to a unit."""
     if unit_of(module) is not None:
         return True
     return all(OwnerMark.owner_of(param) is not None for param in module.parameters())
@@ -163,10 +163,10 @@ def _check_keywords(choice: Choice, what: str) -> None:
     for name in choice:
         if name not in DEFAULTS:
             instead = _OF_FSDP1.get(name)
-            hint = f"Pass {instead} instead." if instead else f"It has {sorted(DEFAULTS)}."
+            hint = f"Pass {instead} instead." if instead else f"Use one of {sorted(DEFAULTS)}."
             raise ConfigError(
                 "FS214",
-                f"shard_model: found {name!r} in {what}, which fully_shard does not have. {hint}",
+                f"shard_model: found {name!r} in {what}, not a keyword of fully_shard. {hint}",
             )
 
 
@@ -176,7 +176,7 @@ def _choose(
     ignored: Ignored,
     chosen: Chosen,
 ) -> None:
-    """Choose a module, or its modules if it has no forward. See [Note: what a policy picks]."""
+    """Record a choice for a module. See [Note: modules that a policy selects]."""
     if module in ignored.modules or not any(p not in ignored for p in module.parameters()):
         return
     if is_container(module):
@@ -192,7 +192,7 @@ def strategy(
     *,
     device_type: str | None = None,
 ) -> dict[str, Any]:
-    """Return the keywords of ``fully_shard`` that correspond to a sharding strategy of FSDP1.
+    """Return the keywords of ``fully_shard`` that correspond to an FSDP1 sharding strategy.
 
     =====================  =============================  =========================
     strategy               mesh                           reshard_after_forward
@@ -209,15 +209,15 @@ def strategy(
 
     Args:
         name: the strategy's name, or the member of torch's enum.
-        mesh: a user-supplied mesh: 1-D for the first two (2-D ``(n, 1)`` for ``NO_SHARD``), 2-D for
-            the last two. Default: all ranks, by ``hybrid_mesh`` for the last two; the call is then
+        mesh: 1-D for the first two strategies, ``(n, 1)`` for ``NO_SHARD``, 2-D for the last two.
+            Default: a mesh over all ranks (``hybrid_mesh`` for the last two), whose creation is
             collective.
-        device_type: of a default mesh; default: the accelerator, or the CPU.
+        device_type: of the default mesh. Default: the accelerator, else the CPU.
 
     Raises:
-        ConfigError: not a strategy; the mesh does not fit it; no such devices.
+        ConfigError: an unknown strategy; a mesh that does not fit the strategy; no such device.
 
-    Source: the meaning of ``torch.distributed.fsdp.ShardingStrategy``.
+    Source: ``torch.distributed.fsdp.ShardingStrategy``.
     """
     key = name.name if isinstance(name, torch_modules.ShardingStrategy) else name
     known = torch_modules.ShardingStrategy.__members__
@@ -255,25 +255,25 @@ def _mesh_of(key: str, device_type: str | None) -> DeviceMesh:
 
 
 def _waiting_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
-    """Set the time-out of our mesh's groups to that of the default group."""
+    """Set the timeout of the mesh's process groups to that of the default group."""
     for dim in range(mesh.ndim):
         torch_comm.wait_as_the_world(mesh.get_group(dim))
     return mesh
 
 
 def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = None) -> DeviceMesh:
-    """Return the mesh ``("replicate", "shard")`` that shards in a node and replicates over nodes.
+    """Return a mesh ``("replicate", "shard")`` that shards in a node and replicates across nodes.
 
     Nodes are identified from the launcher's environment: ``GROUP_RANK`` (torchrun),
     ``SLURM_NODEID``, or else the host name. Ranks of a node need not be consecutive. Collective
     over all ranks; initialises the default process group if there is none.
 
     Args:
-        device_type: default: the accelerator, or the CPU.
-        ranks_per_node: consecutive ranks that form a node, instead of reading the environment.
+        device_type: default: the accelerator, else the CPU.
+        ranks_per_node: number of consecutive ranks that form a node. Default: see above.
 
     Raises:
-        ConfigError: nodes have different numbers of ranks (raised on every rank).
+        ConfigError: nodes have different numbers of ranks. Raised on every rank.
 
     Source: the default process groups of ``HYBRID_SHARD`` in torch's FSDP1.
     """

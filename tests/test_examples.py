@@ -303,7 +303,7 @@ def check_interrupted(workplace: Workplace, name: str, finished: Finished) -> No
     """A Ctrl-C left a checkpoint of the last step, words that say so, and the status of one."""
     assert finished.status == 130, finished
     assert "Traceback" not in finished.stderr
-    assert "go on with --resume" in finished.stdout
+    assert "continue with --resume" in finished.stdout
     last_step = max(workplace.losses(name))
     assert workplace.latest(name) == f"step-{last_step:08d}"
 
@@ -367,13 +367,13 @@ def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: s
         (["--size", "huge"], "--size: invalid choice"),
         (["--dtype", "fp4"], "--dtype: invalid choice"),
         (["--corpus", "absent"], "--corpus absent is not a folder"),
-        (["--corpus", str(workplace.folder / "cache")], "name a folder with more of them"),
+        (["--corpus", str(workplace.folder / "cache")], "pass a folder with more .py files"),
         (["--resume"], "--resume: no checkpoint in"),
         (["--resume", "never"], "--resume: invalid choice"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (
             ["--resume", "--checkpoint-dir", str(workplace.checkpoints("half")), "--seed", "5"],
-            "was made with seed 0, this run has 5",
+            "was saved with seed 0, but this run has 5",
         ),
     ]
     arguments = [workplace.arguments("refused", *more) for more, _ in cases]

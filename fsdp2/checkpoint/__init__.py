@@ -1,19 +1,19 @@
 """``fsdp2.checkpoint``: state of a sharded model and its optimizer, in memory and in files.
 
-Three forms, each ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
+Three forms of ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
 
 ============ ============================================ =====================================
 form         tensors                                      loads on
 ============ ============================================ =====================================
 full         unsharded and plain                          any mesh, a plain model, torch's FSDP1
                                                           and FSDP2
-sharded      DTensors; what ``save`` and ``load`` use any mesh, through a folder
+sharded      DTensors that share the model's memory       any mesh, with ``save`` and ``load``
 rank-local   this rank's shards, as plain tensors         the same ranks of the same meshes
 ============ ============================================ =====================================
 
-Every function is collective over the ranks of the model's meshes. If one rank has an error, all of
-them raise it. A load that raises has changed nothing, and a load executes no code from files. See
-``docs/checkpoints.md`` for the guarantees and for trust.
+Every function is collective over the ranks of the model's meshes. If one rank fails, all ranks
+raise. A load that raises has changed nothing, and a load executes no code from files unless you
+pass ``trust=True``: see ``docs/checkpoints.md``.
 """
 
 import sys as _sys
@@ -31,7 +31,7 @@ from fsdp2.checkpoint._safetensors import load_safetensors, save_safetensors
 from fsdp2.checkpoint._save import SaveHandle, save
 from fsdp2.checkpoint._state import full_state, local_state, rekey, sharded_state
 
-_sys.modules["fsdp2.checkpoint._change"] = _load  # old pickles find IncompatibleKeys here
+_sys.modules["fsdp2.checkpoint._change"] = _load  # the module of IncompatibleKeys in old pickles
 
 __all__ = [
     "IncompatibleKeys",

@@ -1,6 +1,6 @@
-"""Checksums (CRC-32) of tensors, of parts of files, and of a file by its own *tail*.
+"""CRC-32 checksums of tensors, of byte ranges of files, and of whole files.
 
-The tail is JSON and its length after the last byte of a file, where other readers do not look.
+A file's checksum is in its *tail*: JSON and a footer after the content, ignored by other readers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def damaged(what: str, problem: str) -> StateError:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of an error's message, with its class if that is not ours."""
+    """Return the first line of an error's message, with its class if fsdp2 did not raise it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])
@@ -55,23 +55,23 @@ def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
     buffer = memoryview(bytearray(min(BLOCK_NBYTES, max(length, 1))))
     file.seek(offset)
     while left:
-        count: int = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]  # of files opened in binary mode
+        count: int = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]  # binary files have readinto
         if not count:
-            raise DamagedError(f"it ends {left} bytes too early")
+            raise DamagedError(f"it is {left} bytes too short")
         found = zlib.crc32(buffer[:count], found)
         left -= count
     return found
 
 
 def tail_of(content: bytes, told: Any) -> bytes:
-    """Return the tail to append to a file of this content, from which ``split`` reads ``told``."""
+    """Return the tail for a file with this content. ``split`` reads ``told`` from it."""
     body = json.dumps(told, separators=(",", ":")).encode()
     length = struct.pack("<Q", len(body))
     return body + FOOTER.pack(len(body), zlib.crc32(content + body + length), MAGIC)
 
 
 def split(data: bytes, *, verify: bool = True) -> tuple[bytes, Any]:
-    """Return a file's content and its tail's data, or None; DamagedError if they do not match."""
+    """Split a file into content and tail data (None without a tail). DamagedError on a mismatch."""
     if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
         return data, None
     length, found, _ = FOOTER.unpack(data[-FOOTER.size :])

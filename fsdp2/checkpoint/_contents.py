@@ -1,17 +1,17 @@
-"""The contents of a checkpoint, and the division of its writing among ranks.
+"""The contents of a checkpoint, and which rank writes each of them.
 
-Contains the flat keys of a state, the agreement before a save, the rule that assigns writers, and
-the pickles of ``extra``. Independent of files.
+Flattens a state into paths, compares the contents of ranks before a save, assigns writers, and
+pickles ``extra``. Independent of files.
 
-[Note: who writes what]
-Ranks with the same list of contents need not exchange descriptions: from the list, each can compute
-the blocks of every tensor and what every rank writes. Blocks that several ranks have are assigned
-to them in turn; unsharded values are written by the first rank. So before a save the ranks exchange
-one number, which shows whether their lists are equal. No rank receives a plan from each other rank.
+[Note: assignment of writers]
+If all ranks have the same list of contents, they exchange no descriptions: each rank computes from
+the list the blocks of every tensor and their writers. A block that several ranks have is assigned
+round-robin, by the index of its content. The first rank writes unsharded values. So before a save
+the ranks exchange only a checksum, to determine whether their lists are equal, rather than plans.
 
-If lists differ (a rank has states that others lack), ranks exchange hashes of their contents, axis
-by axis. Contents that all have are *common*, and divided as above. Each rank writes its other
-contents itself, and describes them in its report (see ``_files``).
+If the lists differ (a rank has optimizer states that others lack), ranks exchange hashes of their
+contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each rank
+writes its remaining contents itself, and describes them in its report (see ``_files``).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from fsdp2.checkpoint._torch_files import DEPTH, read_torch_file
 
 Path = tuple[str | int, ...]
 NOTHING = Region((), (0,))
-NAME_NCHARS = 4096  # longest key of a path: an entry can repeat it in two bytes
+NAME_NCHARS = 4096  # maximum length of a path's key: a pickle can repeat a key in two bytes
 
 EXTRA = "fsdp2_extra"
 EXTRA_TENSORS = "fsdp2_extra_tensors"
-SLOTS = "fsdp2_slots"  # the random numbers of slots: see ``fsdp2.reproducible``
+SLOTS = "fsdp2_slots"  # the seed and the step count of ``fsdp2.reproducible``
 
 
 def problem_of(path: Any) -> str:
-    """Return why a value under this path can be neither saved nor loaded; "" if it can."""
+    """Return why a value with this path can be neither saved nor loaded, or "" if it can."""
     if type(path) not in (tuple, list):
         return "is not a list of keys"
     if not 0 < len(path) <= DEPTH:
@@ -65,15 +65,15 @@ def problem_of(path: Any) -> str:
 
 
 def flat(state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Return the values of a state by path, as ``torch.distributed.checkpoint`` does: keys become
-    strings, lists are traversed only if they contain a tensor or a dict, and tuples never."""
+    """Return a state's values, keyed by path. Like ``torch.distributed.checkpoint``, this converts
+    keys to strings, traverses lists only if they contain a tensor or a dict, and tuples never."""
     found: dict[Path, Any] = {}
 
     def visit(path: Path, value: Any) -> None:
         if path and (problem := problem_of(path)):
             raise ConfigError(
                 "FS102",
-                f"save: the path {printable(path)} in the state {problem}. Save it in extra.",
+                f"save: path {printable(path)} in the state {problem}. Save the value in extra.",
             )
         if isinstance(value, Mapping):
             for key, item in value.items():
@@ -97,14 +97,14 @@ def _holds_values(value: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """A value of a state, in this rank's form."""
+    """One value of a state: an object, or this rank's block of a tensor."""
 
     path: Path  # the value's path in the saved dict
     value: Any  # this rank's block of a tensor, or any object
     blocks: Blocks | None = None  # a DTensor's blocks; None: unsharded, saved by the first rank
     place: tuple[int, ...] = ()  # this rank's coordinates among the blocks
     own_block: Region = NOTHING
-    ranks: tuple[int, ...] = ()  # the ranks that have blocks, in the order of their places
+    ranks: tuple[int, ...] = ()  # the ranks that have blocks, ordered by coordinates
 
     @cached_property
     def key(self) -> str:
@@ -123,7 +123,7 @@ class Content:
         return zlib.crc32(repr(told).encode())
 
     def writers(self, number: int) -> Iterator[tuple[Region, int]]:
-        """Yield the non-empty blocks, each with its writer; ``number``: this content's index."""
+        """Yield the non-empty blocks, each with its writer. ``number`` is this content's index."""
         assert self.blocks is not None
         at = self._turn(number)
         for place in self.blocks.places():
@@ -139,7 +139,7 @@ class Content:
         return self.own_block if self.own_block.numel else None
 
     def _turn(self, number: int) -> dict[int, int]:
-        """Return the writers' coordinates on axes along which ranks have the same block."""
+        """Return the writer's coordinate on each axis along which ranks have the same block."""
         assert self.blocks is not None
         found: dict[int, int] = {}
         for axis, count in enumerate(self.blocks.counts):
@@ -157,7 +157,7 @@ def _index(place: Sequence[int], counts: Sequence[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One rank's piece of a value."""
+    """The part of a value that one rank writes."""
 
     content: Content
     region: Region | None  # None: a serialised object
@@ -175,8 +175,8 @@ class Contents:
 
     common: list[Content]  # contents that all ranks have, in the same order
     rest: list[Content]  # contents that only some ranks have
-    ranks: list[int]  # the ranks that save, the first one first
-    number: int  # this rank's index among them
+    ranks: list[int]  # the saving ranks, beginning with the first
+    number: int  # this rank's index in ``ranks``
 
     @staticmethod
     def of(state: Mapping[str, Any], grids: Grids) -> Contents:
@@ -212,7 +212,7 @@ class Contents:
         return [content.digest(lines[content.ranks]) for content in self.common]
 
     def agreed(self, main: Grid, digests: list[int], is_equal: bool) -> Contents:
-        """Separate common contents from the rest. Collective unless all ranks' hashes are equal."""
+        """Separate common contents from the rest. Collective, except with ``is_equal``."""
         if is_equal:
             return self
         shared = main.common(set(digests))
@@ -222,7 +222,7 @@ class Contents:
         return Contents(common, rest, self.ranks, self.number)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces that this rank writes: common ones first, in order."""
+        """Yield the pieces that this rank writes: first those of common contents, in order."""
         for number, content in enumerate(self.common):
             if content.blocks is None:
                 if self.number == 0:
@@ -249,7 +249,7 @@ class Contents:
 
 
 def _name(path: Path) -> str:
-    """Return a tensor's name for messages: a parameter's name, with its key in a state."""
+    """Return a tensor's name for messages: a parameter's name and, in a state, the state's key."""
     own = path[1:] if path[0] == "model" else path[2:]
     return ".".join(map(str, own or path))
 
@@ -285,17 +285,17 @@ def agree(
     number: int,
     require: Callable[[], None] = lambda: None,
 ) -> tuple[Grid, Contents, int]:
-    """Return the ranks that save, the contents that they divide, and the first rank's ``number``,
-    of at most 63 bits. All ranks raise an error of ``require``. Collective."""
+    """Return the saving ranks, their contents, and the first rank's ``number`` (at most 63 bits).
+    If ``require`` raises on one rank, all ranks raise. Collective."""
     grids = Grids([*state["model"].values()])
     main = grids.main
     settle_state(optimizer)
     with main.together(what) as same:
-        if optimizer is not None:  # a rank may have states that others lack
+        if optimizer is not None:  # ranks may have different states
             state["optimizer"] = named = named_state(model, optimizer)
             named["state"] = _without_tuples(named["state"])
         beside = packed(extra, main.is_first) if extra is not None else {}
-        own_beside = beside.pop(EXTRA, None)  # the first rank's
+        own_beside = beside.pop(EXTRA, None)  # None except on the first rank
         same["DTensors in extra"] = [*beside.get(EXTRA_TENSORS, ())]
         contents = Contents.of(state | beside, grids)
         digests = contents.digests()
@@ -311,7 +311,7 @@ def agree(
 
 
 def _without_tuples(value: Any) -> Any:
-    """Return a state with lists for tuples of tensors, which DCP does not traverse."""
+    """Convert tuples of tensors to lists, because DCP does not traverse tuples."""
     if isinstance(value, dict):
         return {key: _without_tuples(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
@@ -319,12 +319,12 @@ def _without_tuples(value: Any) -> Any:
     return value
 
 
-# The ``extra`` of a checkpoint: any object, pickled without its DTensors. Plain data is loaded
-# without further permission; anything else needs trust, because unpickling it can run any code.
+# The ``extra`` of a checkpoint: any object, pickled without its DTensors. Plain data always loads;
+# anything else needs ``trust=True``, because unpickling it can run arbitrary code.
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object without its tensors, which are numbered."""
+    """Pickles an object with numbers in place of its tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -341,8 +341,8 @@ class _Pickler(pickle.Pickler):
 
 
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
-    """Return entries for an ``extra``: DTensors from all ranks, everything else from the first.
-    DCP would write values of a dict from any rank, turn keys into strings, and lose empty dicts."""
+    """Return the entries of ``extra``: DTensors from all ranks, everything else from the first.
+    DCP would save a dict's values from any rank, convert keys to strings, and lose empty dicts."""
     file, kept = io.BytesIO(), io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -360,17 +360,17 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
 
 
 def unpacked(kept: Any, whole: Any, *, trust: bool) -> Any:
-    """Return an ``extra`` from its entries, with full tensors for DTensors. ConfigError if it is
-    not plain data; DamagedError or UnpicklingError if it is damaged."""
+    """Return ``extra`` from its entries, with full tensors in place of DTensors. ConfigError if it
+    is not plain data; DamagedError or UnpicklingError if it is damaged."""
     if not isinstance(kept, bytes) or not isinstance(whole, dict):
-        raise DamagedError("extra has another form")
+        raise DamagedError("extra has an unexpected type")
     try:
         if trust:
             file = torch.load(io.BytesIO(kept), map_location="cpu", weights_only=False)
         else:
             file = read_torch_file(io.BytesIO(kept), 0, len(kept), verify=True)
         if type(file) is not dict or type(file.get("pickled")) is not bytes:
-            raise DamagedError("extra has another form")
+            raise DamagedError("extra has an unexpected type")
         tensors = {**file["tensors"], **{int(number): tensor for number, tensor in whole.items()}}
         if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise DamagedError("a tensor in extra has an unexpected type")

@@ -37,7 +37,7 @@ from fsdp2.checkpoint._state import checked, is_extra, map_state, model_tensors,
 
 
 def _read(path: str | os.PathLike[str], *, verify: bool, trust: bool) -> Saved:
-    """Read a checkpoint's contents; retry if a save renames it meanwhile."""
+    """Read a checkpoint's metadata; retry if another save renames the folder meanwhile."""
     for _ in range(RENAMES):
         with contextlib.suppress(FileNotFoundError):
             return read(find(path), verify=verify, trust=trust)
@@ -62,25 +62,25 @@ def load(
 ) -> Any:
     """Load a sharded checkpoint, written on any mesh; return its ``extra``.
 
-    Loads checkpoints of ``save``, and those that ``torch.distributed.checkpoint`` wrote for torch's
-    FSDP1 or FSDP2. Parameters on the meta device are allocated. During the load, a rank needs
-    additional memory of the size of its shards.
+    Loads checkpoints written by ``save``, or by ``torch.distributed.checkpoint`` for torch's FSDP1
+    or FSDP2. Parameters on the meta device are allocated. During the load, a rank needs additional
+    memory of the size of its shards.
 
     Args:
-        path: the folder.
-        model: sharded, or any other.
-        optimizer: one over the model's parameters, to load its state too.
-        model_key: key of the model's state in the saved dict. None: the model's state is the saved
-            dict.
+        path: the checkpoint's folder.
+        model: a sharded model, or any other module.
+        optimizer: an optimizer over the model's parameters, whose state is loaded too.
+        model_key: key of the model's state in the saved dict. None: the saved dict is the model's
+            state.
         optim_key: key of the optimizer's state.
         strict: every name of the model must be in the checkpoint, and vice versa.
-        verify: check the checksums of all data read (those that ``save`` wrote).
-        trust: execute code in the files if they contain more than plain data. Only for files that
-            you wrote.
+        verify: verify the checksums that ``save`` wrote, of all data read.
+        trust: allow files that contain more than plain data; loading them can execute code in them.
+            Only for files that you wrote.
 
     Raises:
-        ConfigError: no checkpoint there; names, shapes or the optimizer's class differ; a value is
-            not plain data. Nothing was changed.
+        ConfigError: no checkpoint at ``path``; names, shapes or the optimizer's class differ; a
+            value is not plain data. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """
     with checked("load", model, optimizer, strict=strict, verify=verify, trust=trust) as same:
@@ -109,7 +109,7 @@ def load(
 
 
 class _Content(Source):
-    """The contents of a checkpoint for a model and an optimizer, and its ``extra``."""
+    """Maps the contents of a checkpoint to a model and an optimizer, and reads its ``extra``."""
 
     def __init__(
         self,
@@ -160,16 +160,16 @@ class _Content(Source):
         return _lists(_tree(inside, self._reader.whole)[""])
 
     def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state under names, with tensors on meta; ConfigError if none."""
+        """Return the optimizer's state, keyed by name, with meta tensors. ConfigError if none."""
         own = [entry for entry in self._reader.entries if entry.is_under(self._optim_key)]
         if not any(entry.path[1] == "param_groups" for entry in own):
             keys = {str(entry.path[0]) for entry in self._reader.entries}
             found = [printable(key) for key in sorted(keys)[:5]]
             raise ConfigError(
                 "FS602",
-                "load: an optimizer was passed, but the checkpoint has none under "
-                f"{self._optim_key!r}. Found {found}. If one of these is an optimizer's state, "
-                "pass it as optim_key=; otherwise omit the optimizer. Nothing was changed.",
+                "load: an optimizer was passed, but the checkpoint has no optimizer state under "
+                f"{self._optim_key!r}. Found the keys {found}. Pass the key of an optimizer's "
+                "state as optim_key=, or omit the optimizer. Nothing was changed.",
             )
         params = named_parameters(model)
         on_meta: dict[int, tuple[Tensor, Entry]] = {}
@@ -188,7 +188,7 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
-        # older saves lack empty tensors: do not load the states of empty parameters without any
+        # older saves lack empty tensors: skip the states of empty parameters without such tensors
         named["state"] = {
             name: fields
             for name, fields in named["state"].items()
@@ -218,12 +218,12 @@ class _Content(Source):
 
 
 def _is_one(found: list[Entry]) -> bool:
-    """Return True if a name's saved value is one tensor, not an object that contains some."""
+    """Return True if the value saved under a name is one tensor, not a container of tensors."""
     return len(found) == 1 and found[0].shape is not None and len(found[0].path) <= 2
 
 
 def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
-    """Restore a parameter's id in an entry's path, where it was saved as a string."""
+    """Convert a parameter's id in an entry's path, saved as a string, to an int."""
     path = entry.path
     is_id = len(path) > 2 and path[1] == "state" and str(path[2]).isdecimal()
     if not is_id or path[2] in params:
@@ -232,7 +232,7 @@ def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
 
 
 def _tree(entries: Sequence[Entry], value_of: Callable[[Entry], Any]) -> dict[Any, Any]:
-    """Rebuild the saved nested dicts, with dicts with numeric keys for lists: see ``_lists``."""
+    """Rebuild the saved nested dicts. Lists become dicts with int keys: see ``_lists``."""
     root: dict[Any, Any] = _Branch()
     for entry in entries:
         target = root
@@ -243,11 +243,11 @@ def _tree(entries: Sequence[Entry], value_of: Callable[[Entry], Any]) -> dict[An
 
 
 class _Branch(dict[Any, Any]):
-    """A dict made by ``_tree``, unlike one that was saved as a value."""
+    """A dict created by ``_tree``, as opposed to a dict that was saved as a value."""
 
 
 def _lists(value: Any) -> Any:
-    """Turn branches whose keys are 0, 1, 2, ... back into lists, and others into dicts."""
+    """Convert branches with int keys back to lists, and other branches to plain dicts."""
     if not isinstance(value, _Branch):
         return value
     inner = {key: _lists(item) for key, item in value.items()}
@@ -270,27 +270,27 @@ def load_latest(
 ) -> Any:
     """Load the newest intact checkpoint in a folder; return its ``extra``.
 
-    A restarted program thereby continues from the last save::
+    A restarted program calls it to continue from the last save::
 
         step = load_latest("run", model, optimizer, default={"step": 0})["step"]
 
-    A damaged checkpoint is skipped, with a warning on every rank, and the previous one is loaded.
-    Waits for a save in the background.
+    A damaged checkpoint is skipped, with a warning on every rank, and the next older one is loaded.
+    Waits until a save in the background has finished.
 
     Args:
-        folder: contains checkpoints under separate names, such as ``run/step-100``, or is the one
-            folder that each save replaces. It need not exist.
-        model: sharded, or any other.
-        optimizer: one over the model's parameters, to load its state too.
+        folder: a folder of checkpoints, such as ``run/step-100``, or a single checkpoint that each
+            save replaces. It need not exist.
+        model: a sharded model, or any other module.
+        optimizer: an optimizer over the model's parameters, whose state is loaded too.
         default: returned if the folder has no checkpoint; nothing is loaded then.
-        copies: copies in hosts' memory, which are loaded if they are complete and newer than the
+        copies: copies in host memory, which are loaded if they are complete and newer than the
             checkpoints in the folder.
         strict, verify, trust: as for ``load``.
 
     Raises:
         ConfigError: names, shapes or the optimizer's class differ; a value is not plain data.
             Nothing was changed.
-        StateError: there are checkpoints, and all are damaged. Nothing was changed.
+        StateError: all checkpoints are damaged. Nothing was changed.
     """
     with checked("load_latest", model, optimizer, strict=strict, verify=verify, trust=trust):
         check_path("load_latest", "folder", folder)

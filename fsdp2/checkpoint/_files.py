@@ -1,24 +1,24 @@
-"""The files of a sharded checkpoint: a part from each rank, and the metadata over all of them.
+"""The files of a sharded checkpoint: one data file per rank, and the metadata of all of them.
 
 The format is that of ``torch.distributed.checkpoint``, with checksums after the metadata. Each rank
-writes its part and a *report* of it, and the first rank makes the metadata from all reports. Blocks
-of tensors are assembled from saved parts, one in memory at a time. Independent of models.
+writes its data file (its *part*) and a *report* about it; the first rank creates the metadata from
+all reports. A block is read from the saved parts, one at a time. Independent of models.
 
 [Note: reports]
-A part is a sequence of values, each as ``torch.save`` writes it. For each common value, in the
-order known to all ranks (see ``_contents``), the report has its length and its CRC-32: twelve
-bytes. Values that only some ranks have are described in full, in JSON. A report is renamed to its
-final name when it is complete, and ends with its own checksum.
+A part is a sequence of values in the format of ``torch.save``. For each common value, in the order
+of the list that all ranks have (see ``_contents``), the report contains its length and CRC-32, in
+twelve bytes. Values that only some ranks have are described completely, in JSON. A report ends with
+its own checksum, and gets its final name when it is complete.
 
 [Note: placeholders]
-The metadata is a pickle of a few small classes of torch. Each of them is read into a placeholder,
-which has the pickle's data and no behaviour; ``read`` checks every value of it before use. So a
-pickle can reach only the names in the table below, and torch's checkpoint module is not imported.
+The metadata is a pickle of a few small torch classes. Each is unpickled as a placeholder, which has
+the pickled data but no behaviour; ``read`` validates every value before use. So a pickle can use
+only the names in the table below, and torch's checkpoint module is not imported.
 
 [Note: sums]
-After the pickle, where other readers do not look, are the checksums of every value of every file,
-and one over all of this: see ``_checksums``. A file that declares checksums but lacks them was
-truncated.
+The pickle is followed by the checksums of all values in all files, and by a checksum of the
+metadata file itself (see ``_checksums``). Other readers ignore them. A file that declares checksums
+but lacks them was truncated.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from fsdp2.checkpoint._place import METADATA, Stamp, file_in, plain_name
 from fsdp2.checkpoint._torch_files import DEPTH, View, read_torch_file, shared
 
 SUMMED = "fsdp2-sums-"  # prefix of a save's id if its metadata has checksums
-DIMS = 64  # maximum dims of a tensor: the limit of torch's operations
-CUT_DIMS = 5  # maximum dims along which a tensor is divided: a part has 2 ** dims corners
+DIMS = 64  # maximum number of dims of a tensor: the limit of torch's operations
+CUT_DIMS = 5  # maximum number of dims that are split: a part has 2 ** dims corners
 
-# classes in a pickle of metadata
+# classes in pickled metadata
 CLASSES = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
     "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -74,7 +74,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Part:
-    """A value, or a block of a tensor, in a file."""
+    """The location in a file of an object, or of a block of a tensor."""
 
     region: Region | None
     file: str
@@ -85,7 +85,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """One value, under its flat key, and its path in the saved dict."""
+    """A saved value: its flat key, its path in the saved dict, and the locations of its parts."""
 
     key: str
     path: tuple[Any, ...]
@@ -99,7 +99,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a checkpoint."""
+    """The metadata of a checkpoint."""
 
     folder: Path
     entries: tuple[Entry, ...]
@@ -110,10 +110,10 @@ class Saved:
 
 def _names() -> dict[tuple[str, str], Any]:
     def nothing(*args: Any) -> None:
-        """Placeholder for unused descriptions: layouts, memory formats, the path saved to."""
+        """Replace an unused object by None: a layout, a memory format, the path of the save."""
 
     where, plain = "torch.distributed.checkpoint", plain_names()
-    # an older name of tensors' properties, which torch still writes
+    # the old module of TensorProperties, which torch still writes
     older = "torch.distributed._shard.sharded_tensor.metadata"
     classes = [(f"{where}.metadata", name) for name in CLASSES]
     classes.append((f"{where}.filesystem", "_StorageInfo"))
@@ -124,14 +124,14 @@ def _names() -> dict[tuple[str, str], Any]:
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
         ("torch", "Size"): plain["torch", "Size"],
         ("torch.serialization", "_get_layout"): nothing,
-        ("builtins", "getattr"): nothing,  # Python 3.11 looks up enum members with it
+        ("builtins", "getattr"): nothing,  # Python 3.11 pickles an enum member as a getattr call
         ("collections", "OrderedDict"): plain["collections", "OrderedDict"],
         **{(m, name): nothing for m in ("pathlib", "pathlib._local") for name in paths},
     }
 
 
 def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
-    """Read a folder's metadata. FileNotFoundError: another save has replaced it meanwhile."""
+    """Read a folder's metadata. FileNotFoundError if another save replaces it meanwhile."""
     path = file_in(folder, METADATA, "load", trust=trust)
     stamp = Stamp.of(path)
     try:
@@ -147,7 +147,7 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
             raise DamagedError(f"it contains a {type(loaded).__name__}")
         save_id = getattr(loaded.__dict__.get("storage_meta"), "save_id", None)
         if told is None and str(save_id).startswith(SUMMED):
-            raise DamagedError("it ends too early")
+            raise DamagedError("it is truncated")
         entries = _Metadata(loaded, told, str(folder / METADATA)).entries()
         sizes = None if told is None else {n: int(f["size"]) for n, f in told.items()}
     except RefusedError as error:
@@ -158,7 +158,7 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
         ) from error
     except (ConfigError, UnsupportedError, MemoryError):
         raise
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise damaged("load", f"{folder / METADATA} is damaged: {said(error)}.") from error
     # use SHA-256: a CRC is constant for data that ends with its own CRC
     return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest(), stamp)
@@ -171,7 +171,7 @@ class _Metadata:
         self._metadata = metadata
         self._told = told
         self._where = where
-        self._left = len(metadata.storage_data)  # number of parts that may still be listed
+        self._left = len(metadata.storage_data)  # limit on the number of parts not yet listed
         self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.storage_data.items():
             offset = getattr(index, "offset", None)
@@ -248,7 +248,7 @@ class _Metadata:
 
 
 def _require_tree(entries: list[Entry]) -> None:
-    """Raise unless each path ends at one value, and no path continues inside of a value."""
+    """Raise if two values have the same path, or the path of one is a prefix of another's."""
     paths = {entry.path for entry in entries}
     lengths = sorted({len(path) for path in paths})
     inside = (path[:end] in paths for path in paths for end in lengths if end < len(path))
@@ -257,7 +257,7 @@ def _require_tree(entries: list[Entry]) -> None:
 
 
 def _require_apart(entries: list[Entry]) -> None:
-    """Raise if two values share bytes: a small file could contain any number of them."""
+    """Raise if two values share bytes: a small file could then declare any number of values."""
     parts = ((part.file, part.offset, part.length) for entry in entries for part in entry.parts)
     for file, offset, _ in shared(parts):
         raise DamagedError(f"two values share byte {offset} of {file}")
@@ -273,7 +273,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 class Reader(contextlib.ExitStack):
-    """Reads values of one checkpoint; a context manager. With ``trust``, values may run code."""
+    """Reads values of a checkpoint. A context manager. With ``trust``, a load may execute code."""
 
     def __init__(self, saved: Saved, *, verify: bool, trust: bool) -> None:
         super().__init__()
@@ -288,13 +288,13 @@ class Reader(contextlib.ExitStack):
             (part,) = entry.parts
             return self._load(entry, part)
         region = Region((0,) * len(entry.shape), entry.shape)
-        self._require_covered(entry, region)  # the shape is untrusted; its covered size is not
+        self._require_covered(entry, region)  # the shape is untrusted until parts cover it
         made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.fill(entry, region, made)
         return made
 
     def fill(self, entry: Entry, region: Region, out: Tensor) -> None:
-        """Copy a region of a saved tensor into ``out``, which has its shape."""
+        """Copy a region of a saved tensor into ``out``, which has the region's shape."""
         self._require_covered(entry, region)
         for part in entry.parts:
             assert part.region is not None
@@ -335,7 +335,7 @@ class Reader(contextlib.ExitStack):
             file = self._open(part.file)
             told = os.fstat(file.fileno())
             if part.offset + part.length > told.st_size:
-                raise DamagedError("it ends too early")
+                raise DamagedError("it is truncated")
             if part.region is None and not self.trust and is_hollow(told):
                 raise DamagedError("it is mostly holes")
             if is_summed and sum_of_part(file, part.offset, part.length) != part.sum:
@@ -347,13 +347,13 @@ class Reader(contextlib.ExitStack):
             raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
-        except Exception as error:  # a damaged file may raise anything
+        except Exception as error:  # a damaged file may raise any exception
             raise self._damaged_part(entry, part, said(error)) from error
         view = io.BufferedReader(View(file, part.offset, part.length))
         try:
             return torch.load(view, map_location="cpu", weights_only=False)
         except Exception as error:
-            if is_summed:  # the file is intact: code in it raised
+            if is_summed:  # the file is intact: the error is from code in it
                 raise
             raise self._damaged_part(entry, part, said(error)) from error
 
@@ -382,7 +382,7 @@ class Reader(contextlib.ExitStack):
             yield
         except (FSDPError, MemoryError):
             raise
-        except Exception as error:  # a number for a dict, a list for a name, ...
+        except Exception as error:  # for example a number in place of a dict
             if self.trust:
                 raise
             where = self._saved.folder / METADATA
@@ -399,8 +399,8 @@ class Reader(contextlib.ExitStack):
 
 
 def corners(regions: Iterable[Region], dims: Sequence[int]) -> Counter[tuple[int, ...]]:
-    """Count the corners of regions: 1, or -1 for the end along an odd number of dims. These are the
-    differences, along all dims, of the coverage of elements: equal counts mean equal coverage."""
+    """Count the corners of regions, with sign -1 for corners at the end along an odd number of
+    dims: the differences of the coverage along all dims. Equal counts mean equal coverage."""
     found: Counter[tuple[int, ...]] = Counter()
     for region in regions:
         begins, sizes = region.starts, region.sizes
@@ -412,12 +412,12 @@ def corners(regions: Iterable[Region], dims: Sequence[int]) -> Counter[tuple[int
 
 # Writing files.
 
-REPORT = ".told-"  # prefix of the names of reports; the rank's number follows
-RANK = ".rank-"  # prefix of the names of the files that ranks keep locked while they write
+REPORT = ".told-"  # file name prefix of reports; the rank's number follows
+RANK = ".rank-"  # file name prefix of the files that ranks keep locked while they write
 ROW = struct.Struct("<QI")
 HEAD = struct.Struct("<II")
 SUM = struct.Struct("<I")
-WRITE_NBYTES = 1 << 20  # per write: then progress is updated, and other threads may run
+WRITE_NBYTES = 1 << 20  # maximum bytes per write: other threads may run between writes
 
 
 def part_name(number: int) -> str:
@@ -448,7 +448,7 @@ def write_part(
                 if isinstance(piece.value, bytes):
                     stream.write(piece.value)
                 else:
-                    torch.save(_alone(piece.value), stream)  # type: ignore[arg-type]  # it writes
+                    torch.save(_alone(piece.value), stream)  # type: ignore[arg-type]  # needs only write()
                 if piece.is_common:
                     common.append(ROW.pack(stream.length, stream.sum))
                 else:
@@ -467,7 +467,7 @@ def write_part(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor in a storage of its own size: ``torch.save`` writes whole storages."""
+    """Return a CPU tensor whose storage has its size: ``torch.save`` writes entire storages."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
         return tensor.clone()
@@ -475,7 +475,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _description(piece: Piece) -> dict[str, Any]:
-    """Describe a value completely for the report: the first rank may not have it."""
+    """Describe a value completely in the report, because the first rank may not have it."""
     content = piece.content
     told: dict[str, Any] = {"path": list(content.path)}
     if piece.region is not None:
@@ -486,8 +486,8 @@ def _description(piece: Piece) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[list[OSError]]:
-    """Add the file's name to system errors. The first one in the yielded list is raised instead of
-    a caught one, because torch's archives replace it by a misleading one."""
+    """Add the file's name to OSErrors. If the yielded list contains errors, the first of them is
+    raised in place of the caught one, because torch's zip writer raises a misleading error."""
     told: list[OSError] = []
     try:
         yield told
@@ -499,7 +499,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[list[OSError]]:
 
 
 class _SummedStream:
-    """A file for writing, with the length and checksum of the data written since ``begin``."""
+    """A writable file that computes the length and checksum of the data since ``begin``."""
 
     def __init__(self, file: IO[bytes], said: list[OSError]) -> None:
         self._file = file
@@ -533,15 +533,15 @@ def write_metadata(
     *,
     save_id: str = "",
 ) -> dict[str, int]:
-    """Write the metadata of all ranks' reports, on the first rank; return the sizes of their files.
-    ``common``: blocks that reports do not describe, each with its rank, in order."""
+    """Write the metadata from all ranks' reports, on the first rank; return the files' sizes.
+    ``common``: blocks that the reports do not describe, in order, each with its writer."""
     reports = [_Report(folder, number) for number in range(ranks)]
     found: dict[str, tuple[Entry, dict[Any, Part]]] = {}
 
     def add(entry: Entry) -> None:
         (part,) = entry.parts
         first, parts = found.setdefault(entry.key, (entry, {}))
-        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # skips other values' parts
+        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # ignore a different value
             parts.setdefault(part.region and part.region.starts, part)
 
     for content, region, number in common:
@@ -591,8 +591,8 @@ class _Report:
         return self._placed(region, *next(self._rows))
 
     def rest(self) -> Iterator[Entry]:
-        """Yield the entries that only some ranks have. Called after the common ones were read."""
-        assert next(self._rows, None) is None, "ranks did not divide the same contents"
+        """Yield the entries that only some ranks have. Call it after reading all common ones."""
+        assert next(self._rows, None) is None, "ranks have different common contents"
         for told in self._rest:
             region = shape = dtype = None
             if "shape" in told:

@@ -1,17 +1,17 @@
 """Load states of any form into a model and an optimizer: all or nothing.
 
-Values are full tensors, which only the first rank may have, or each rank's shards. Independent of
+Values are full tensors, possibly only on the first rank, or each rank's shards. Independent of
 files.
 
 [Note: all or nothing]
-1. *Compare.* Ranks with a state describe it by names, shapes and dtypes. Every rank compares them
-   with its own model and optimizer. Values in memory are checked too.
-2. *Beside.* Values are read into separate memory: the optimizer's always, the model's where reading
-   may fail (files). It has the size of the rank's shards, and is not counted in ``max_bytes``.
-3. *Agree.* Every rank has all of its values, or all ranks raise. Only now user code runs
-   (``load_state_dict`` of the optimizer, ``set_extra_state``); if it raises, it is undone.
-4. *Write.* Values are copied into the model, from the separate memory or a state in memory.
-So nothing is changed before the last step, and nothing in the last step can fail by itself.
+1. *Compare.* Ranks with a state describe it by names, shapes and dtypes. Every rank compares the
+   description with its own model and optimizer. Values in memory are validated too.
+2. *Read.* The optimizer's values, and model values whose reading may fail (files), are read into
+   separate buffers. These have the size of the rank's shards; ``max_bytes`` does not count them.
+3. *Agree.* All ranks raise unless every rank has all of its values. Only then user code runs
+   (``load_state_dict`` of the optimizer, ``set_extra_state``); its changes are undone if it raises.
+4. *Write.* Values are copied into the model, from the separate buffers or from a state in memory.
+So a load that raises in steps 1 to 3 changes nothing, and step 4 only transfers values.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from fsdp2.checkpoint._state import (
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that a load with ``strict=False`` skipped. With ``strict=True`` both are empty.
+    """Names that a load with ``strict=False`` skipped. With ``strict=True`` both lists are empty.
 
-    ``missing_keys`` are names of the model that the state lacks. ``unexpected_keys`` are names of
-    the state that the model lacks.
+    ``missing_keys`` are names of the model that the state lacks, ``unexpected_keys`` names of the
+    state that the model lacks.
 
     Source: the result of ``nn.Module.load_state_dict``.
     """
@@ -135,7 +135,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names: one name of a tied tensor, none of an empty one."""
+    """Compare shapes and, if ``strict``, names. A tied tensor needs one name, an empty one none."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -170,7 +170,7 @@ def compare(
 def check_optimizer(
     what: str, model: nn.Module, optimizer: Optimizer, named: Mapping[str, Any], strict: bool
 ) -> None:
-    """Compare an optimizer with a state under names, whose tensors may be on meta."""
+    """Compare an optimizer with a state keyed by name, which may contain meta tensors."""
     own = names_in_groups(model, optimizer)
     for names, group in zip(own, optimizer.param_groups, strict=True):
         on_meta = [n for n, p in zip(names, group["params"], strict=True) if p.is_meta]
@@ -204,7 +204,7 @@ def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return dict(found.values())
 
 
-# 2. Beside.
+# 2. Read.
 
 
 def state_like(
@@ -213,11 +213,11 @@ def state_like(
     told: Tensor,
     is_number: bool,
 ) -> Tensor:
-    """Return an empty tensor for a value of a parameter's state, like ``told``, which is on meta.
+    """Return an empty tensor for a value of a parameter's state, like the meta tensor ``told``.
 
-    Its placement is that of the current value, if there is one of this shape; else that of the
-    parameter, for a value of the parameter's shape. Other values are replicated, and so is one that
-    ``is_number``: a 0-dim parameter's step count has its shape. Values without dims are on the CPU.
+    It is placed like the current value, or else like the parameter, if the shapes are equal. Other
+    values are plain tensors, 0-dim ones on the CPU. Numbers (``is_number``) are not placed like the
+    parameter: the step count of a 0-dim parameter has the parameter's shape.
     """
     like: Tensor | None = None if is_number else param
     if isinstance(current, Tensor) and current.shape == told.shape:
@@ -230,7 +230,7 @@ def state_like(
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """Return an empty tensor placed like another one; on a device even if that one is on meta."""
+    """Return an empty tensor with the placement of another, but never on the meta device."""
     local = local_of(tensor)
     real = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     made = torch.empty_like(local, device=real if local.is_meta else local.device)
@@ -238,7 +238,7 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def with_memory(what: str, model: nn.Module, grids: Grids) -> dict[str, Tensor]:
-    """Return a model's tensors. Those on meta are allocated before, on every rank or on none."""
+    """Allocate a model's meta tensors, on every rank or on none; return all of its tensors."""
     tensors, _ = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         with grids.main.together(what):
@@ -269,7 +269,7 @@ def change(
     grids: Grids,
     write: Callable[[], None],
 ) -> None:
-    """Load everything except the model's tensors, then ``write`` those: steps 3 and 4."""
+    """Load everything except the model's tensors, then call ``write`` for them: steps 3 and 4."""
     undo: list[Callable[[], None]] = []
     try:
         with grids.main.together(what):
@@ -279,7 +279,7 @@ def change(
             _set_extra(model, extra, undo)
     except BaseException:
         for back in reversed(undo):
-            with contextlib.suppress(Exception):  # user code failed; undo the others
+            with contextlib.suppress(Exception):  # an undo may call user code; run the others
                 back()
         raise
     write()
@@ -312,19 +312,19 @@ def load_full_state(
     strict: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
-    """Load a full state of ``full_state``, of a plain model, or of torch's FSDP1.
+    """Load a full state from ``full_state``, a plain model, or torch's FSDP1.
 
     The first rank scatters each tensor to the ranks that have parts of it, so that no other rank
     needs more than ``max_bytes`` in addition to its shards. Parameters on the meta device are
-    allocated first. The optimizer's state may be under names or ids; values of a parameter's shape
+    allocated first. The optimizer's state may be keyed by name or id; values of a parameter's shape
     become DTensors placed like the parameter. Values are cast to the model's dtypes.
 
     Args:
         state: required only on the first rank of the mesh; the others may pass None. If its
-            ``"model"`` is not a plain dict, values may be read from files on access; they are read
-            into separate memory first, which ``max_bytes`` does not count.
-        from_rank0: False loads each rank's own ``state``, and sends nothing.
-        strict: every name must be in both; a tied parameter needs one of its names.
+            ``"model"`` is not a plain dict, an access may read a value from a file: all values are
+            then first read into separate buffers, which ``max_bytes`` does not count.
+        from_rank0: False: each rank loads its own ``state``, and no values are sent.
+        strict: every name must be in the model and in the state; a tied parameter needs one name.
 
     Returns:
         Names of the model that the state lacks, and vice versa (empty if ``strict``).
@@ -344,7 +344,7 @@ def load_full_state(
 
 
 class Source:
-    """Values to load, and their description."""
+    """A source of values to load, with their description."""
 
     is_in_memory = False  # True if reading the values cannot fail
 
@@ -359,7 +359,7 @@ class Source:
         return told
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
-        """Read non-tensor values. Called if everything matches; ``extra``: the model's own."""
+        """Read non-tensor values. Called if everything matches. ``extra``: the model's values."""
         return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
@@ -545,7 +545,7 @@ def load_sharded_state(
     Parameters on the meta device are allocated.
 
     Raises:
-        ConfigError: as ``load_full_state``, or another placement; nothing was changed.
+        ConfigError: as for ``load_full_state``, or placements differ. Nothing was changed.
         StateError: inside a forward or a backward.
     """
     return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
@@ -558,8 +558,8 @@ def load_local_state(
     """Load a state that ``local_state`` returned on this rank.
 
     Raises:
-        ConfigError: as ``load_full_state``, or some rank's shards are different ones now; nothing
-            was changed.
+        ConfigError: as for ``load_full_state``, or a rank's shards now have another position or
+            size. Nothing was changed.
     """
     _load_parts("load_local_state", model, state, optimizer, True, is_local=True)
 
@@ -573,7 +573,7 @@ def _load_parts(
     *,
     is_local: bool,
 ) -> IncompatibleKeys:
-    """Load each rank's shards; plain tensors if ``is_local``. See [Note: all or nothing]."""
+    """Load each rank's shards: DTensors, or plain tensors with ``is_local``."""
     with checked(what, model, optimizer, strict=strict):
         pass
     settle_state(optimizer)
@@ -618,7 +618,7 @@ def _load_parts(
 def _require_same_place(
     what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
-    """Raise ConfigError if the state's part of a tensor differs from this rank's."""
+    """Raise ConfigError unless the shard in the state has the position and size of this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
     then = layout.get(name, whole)

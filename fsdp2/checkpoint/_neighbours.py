@@ -1,15 +1,15 @@
-"""Copies of a state in hosts' memory: each rank's on its own host and on a neighbour's.
+"""Copies of a state in host memory: each rank's part on its own host and on a neighbour's.
 
-[Note: copies at neighbours]
-A launcher that restarts a job ends all processes, so a copy is a file in a folder in the host's
-memory. A rank's pieces of a save (see ``_contents``) are copied to host memory during the call. A
-thread writes them there as a part of a checkpoint, with a report that describes it in full, and
-exchanges both with its neighbours over a separate process group: each part is on two hosts. A
-*generation* is one such save. It is valid once both copies of all parts exist, which all ranks find
-out at the next call. Then the previous generation is removed.
+[Note: copies on neighbours]
+A launcher ends all processes when it restarts a job, so copies are files in a memory-backed folder
+of the host. The call copies a rank's pieces of a save (see ``_contents``) to host memory. A thread
+then writes them to the folder, as a part of a checkpoint with a report that describes it
+completely, and exchanges both files with its neighbours over a separate process group. So each part
+is on two hosts. A *generation* is one save of this kind. It is valid once both copies of every part
+exist. All ranks check this at the next call, which then removes the previous generation.
 
-After a restart, ranks exchange lists of the parts on their hosts, and choose the newest generation
-that has all parts. Each rank then fetches the parts that overlap its shards, from any host, and
+After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation
+with all parts. Each rank fetches the parts that overlap its shards from hosts that have them, and
 reads them as a checkpoint, with checksums. So the number of ranks may change.
 """
 
@@ -59,7 +59,7 @@ from fsdp2.checkpoint._save import Room
 from fsdp2.checkpoint._state import checked, model_tensors
 
 MEMORY = "/dev/shm"
-GENERATION = re.compile(r"(\d+)-of-(\d+)")  # when it was saved, in nanoseconds, and its ranks
+GENERATION = re.compile(r"(\d+)-of-(\d+)")  # time of the save in ns, and number of ranks
 MESSAGE_NBYTES = 64 << 20
 
 
@@ -67,30 +67,30 @@ MESSAGE_NBYTES = 64 << 20
 class _Found:
     name: str
     ranks: int
-    holders: dict[int, list[int]]  # keyed by part: the ranks whose hosts have it
+    holders: dict[int, list[int]]  # from each part to the ranks whose hosts have it
 
 
 class NeighbourCopies:
-    """Keep the last state in hosts' memory, from which a restarted job continues.
+    """Keep the latest state in host memory, so that a restarted job can continue from it.
 
     Call ``save`` every few steps: it returns once the state is copied, and a thread sends the copy
-    to a neighbour. After a restart, ``load_latest(..., copies=copies)`` loads the newest of these
-    copies and the checkpoints in files. All parts survive the loss of any one host. If two
+    to a neighbour. After a restart, ``load_latest(..., copies=copies)`` loads the newest state from
+    these copies or the checkpoints in files. All parts survive the loss of one host. If two
     neighbours are lost at the same time, the state is loaded from files, with a warning.
 
-    All ranks of the job construct one, and their models must be on all ranks. A host's memory holds
-    up to five times the data that its ranks write: the copy, and its own and its neighbour's parts
-    of two generations.
+    Every rank of the job must construct one, and models must be on all ranks. A host needs memory
+    for up to five times the data that its ranks write: the copy, and its own and its neighbour's
+    parts of two generations.
 
     Args:
-        name: of the job: the same after a restart, and different for other jobs on these hosts.
-        memory: a folder in memory that outlives processes. ``/dev/shm`` of a container is often
+        name: the job's name: the same after a restart, and unique among the jobs on these hosts.
+        memory: a memory-backed folder that outlives processes. ``/dev/shm`` of a container is often
             small.
-        distance: the neighbour's offset in ranks, large enough to be on another host; None: the
-            number of ranks per host (``LOCAL_WORLD_SIZE``), or half of the job on a single host.
+        distance: the neighbour's offset in ranks, large enough to reach another host. None: the
+            number of ranks per host (``LOCAL_WORLD_SIZE``), or half of the ranks on a single host.
 
     Raises:
-        ConfigError: a wrong argument; the folder cannot be created or written to.
+        ConfigError: a wrong argument; the folder cannot be created, or is another user's.
     """
 
     @operation("NeighbourCopies")
@@ -102,8 +102,8 @@ class NeighbourCopies:
         self._room = Room()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._current: Path | None = None  # written and exchanged by the thread
-        self._last: Path | None = None  # the last file that arrived on all ranks
+        self._current: Path | None = None  # the generation that the thread has exchanged
+        self._last: Path | None = None  # the last generation that arrived on all ranks
         self._sent_nbytes = 0
         with self._world.together("NeighbourCopies") as same:
             check_key("NeighbourCopies", "name", name)
@@ -146,9 +146,9 @@ class NeighbourCopies:
     def save(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, extra: Any = None
     ) -> None:
-        """Copy the state; a thread sends it to the neighbour. Collective.
+        """Copy the state; a thread then sends the copy to the neighbour. Collective.
 
-        Waits for the previous copies if they have not arrived. If they failed, warns on every rank.
+        Waits until the previous copies have arrived. If they failed, warns on every rank.
 
         Args:
             model, optimizer, extra: as for ``fsdp2.checkpoint.save``.
@@ -179,7 +179,7 @@ class NeighbourCopies:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the copies of the last ``save`` have arrived, at this rank and from it.
+        """Wait until the copies of the last ``save`` are sent to and received from neighbours.
 
         Raises:
             Exception: they could not be written or sent.
@@ -191,15 +191,15 @@ class NeighbourCopies:
 
     @operation("NeighbourCopies.remove")
     def remove(self) -> None:
-        """Release the memory when the job is done. Collective."""
+        """Delete the copies at the end of the job. Collective."""
         self._settle()
         with self._world.together("NeighbourCopies.remove"):
             self._room = Room()
-        with self._world.together("NeighbourCopies.remove"):  # other ranks may still use it
+        with self._world.together("NeighbourCopies.remove"):  # after all ranks have settled
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _settle(self) -> None:
-        """Wait until copies have arrived everywhere; warn on every rank if any failed."""
+        """Wait until the copies have arrived on all ranks; warn on every rank if one failed."""
         if self._thread is not None:
             self._thread.join()
         text = None
@@ -217,7 +217,7 @@ class NeighbourCopies:
         )
 
     def _remove_but(self, *kept: Path | None) -> None:
-        """Remove other generations. Ranks of one host may do so at the same time."""
+        """Remove all generations but ``kept``. Ranks of one host may do so concurrently."""
         for entry in self._home.iterdir() if self._home.is_dir() else ():
             if entry not in kept and GENERATION.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -241,7 +241,7 @@ class NeighbourCopies:
             self._error = error
 
     def _swap(self, mine: Path, its: Path, to: int, of: int) -> None:
-        """Send a file and receive another, which is renamed to its name when it is complete."""
+        """Send a file and receive another, which gets its final name when it is complete."""
         nbytes = mine.stat().st_size if mine.exists() else 0
         told, coming = (torch.tensor([n], dtype=torch.int64, device="cpu") for n in (nbytes, 0))
         self._move([(told, to)], [(coming, of)])
@@ -256,7 +256,7 @@ class NeighbourCopies:
     def _move(
         self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]
     ) -> None:
-        """Send and receive, in messages of a size that is the same on all ranks."""
+        """Send and receive tensors, split into messages of the same size on all ranks."""
         works = [
             begin(part, rank, self._group)
             for begin, moves in ((dist.irecv, receives), (dist.isend, sends))
@@ -270,7 +270,7 @@ class NeighbourCopies:
 
 
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
-    """Return the newest complete generation after a time; warn if newer are lost. Collective."""
+    """Return the newest complete generation after a time; warn if none is complete. Collective."""
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):
@@ -295,8 +295,8 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
     if lost:
         warn(
             "FS630",
-            f"load_latest: copies in the memory of hosts are incomplete: those {lost[0]} "
-            "are lost, so the state is loaded from files.",
+            f"load_latest: the copies in host memory are incomplete: those {lost[0]} are "
+            "lost. The state is loaded from files.",
         )
     return None
 
@@ -354,7 +354,7 @@ def _mapped(path: Path, nbytes: int) -> Tensor:
 
 
 def _made(path: Path, nbytes: int) -> Tensor:
-    """Create and map a file; OSError without memory, where later writes would end the process."""
+    """Create and map a file. OSError if memory is short: a write would end the process instead."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return _mapped(path, nbytes)
@@ -365,7 +365,7 @@ def _parts_of(entries: Iterable[Entry], model: nn.Module) -> set[str]:
     grids = Grids([*tensors.values()])
     own: dict[str, tuple[tuple[int, ...], Region]] = {}
     for name, tensor in tensors.items():
-        if not tensor.is_meta:  # any part of a tensor on meta may be needed
+        if not tensor.is_meta:  # a meta tensor may need any part
             held = grids.hold(name, tensor)
             own[name] = (held.shape, held.own)
     found: set[str] = set()

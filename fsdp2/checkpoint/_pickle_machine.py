@@ -1,28 +1,27 @@
 """An interpreter for untrusted pickles, which checks each instruction.
 
-Contains the instructions of pickles as Python 3 and torch write them, the limits on each, and the
-names a pickle may use: plain data, names allowed by the user, and everything with trust.
+Contains the instructions that Python 3 and torch write, the limits on each, and the names that a
+pickle may use: plain data, names that the user allows, and all names with ``trust``.
 
-[Note: what a pickle may do]
-A pickle is a program. Here it may call only objects fetched from the table, and change only objects
-that it has made itself: lists, dicts and sets from its own instructions, placeholders, and
-instances that a call has just made and that have no other reference. So it changes no live object
+[Note: objects that a pickle may call and modify]
+A pickle is a program. Here it may call only objects from a table of names, and modify only objects
+that it created: lists, dicts and sets from its own instructions, placeholders, and instances that
+one of its calls returned and that have no other reference. So it cannot modify any existing object
 of this process, whatever the table contains.
 
 [Note: bounds]
 No instruction uses more memory than the size of the pickle. A length is compared with the remaining
-bytes before anything is allocated, and numbers in the memo are keys of a dict. Arguments of a call,
-including containers among them, and the state of an object are copied: each of their elements is
-charged against a budget of the pickle's size in bytes, since a memo reference could repeat a long
-container in two bytes. A key, hashed in full each time, may have at most a thousand elements, or
-words if it is a number.
+bytes before anything is allocated, and the memo is a dict, so a large index costs nothing. The
+arguments of a call (with containers among them) and the state of an object are copied. Each element
+is charged against a budget of the pickle's size in bytes, because a memo reference can repeat a
+long container in two bytes. A key is hashed completely on each use, so it may have at most a
+thousand elements, or words if it is a number.
 
-[Note: what a pickle may name]
-A name that is not in a table is refused, unless the caller trusts the pickle. The table entry for a
-class is a function made for this one unpickling, which accepts only the arguments that a pickle of
-plain data passes. Names that a user allowed with ``torch.serialization.add_safe_globals`` are in
-the table too. Those that torch allows there for itself are not: a ``DeviceMesh`` creates process
-groups.
+[Note: names that a pickle may use]
+A name outside the table is refused, unless the caller trusts the pickle. The table entry of a class
+is a function, created for one unpickling, that accepts only the arguments found in pickles of plain
+data. Names that the user allowed with ``torch.serialization.add_safe_globals`` are in the table
+too. Names that torch itself adds there are not: unpickling a ``DeviceMesh`` creates process groups.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from fsdp2._core.base.names import printable
 
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)
-STATEFUL = (OrderedDict, Counter)  # types that may have attributes: torch's state dicts have one
-# Types that containers may be made from, each charged: no range, which is long in few bytes.
+STATEFUL = (OrderedDict, Counter)  # types that may have attributes, as torch's state dicts do
+# Types that a container may be created from. No range: a few bytes can encode a huge one.
 ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
 KEY_NELEMENTS = 1000  # elements of a tuple key, or words of a number key: see [Note: bounds]
 # Python 2 names, which protocol 2 (written by torch) uses.
@@ -59,11 +58,11 @@ FLOAT = struct.Struct(">d")
 
 
 class RefusedError(UnpicklingError):
-    """Raised if a pickle uses a name outside its table or changes an object it did not make."""
+    """Raised if a pickle uses a name outside its table or modifies an object it did not create."""
 
 
 class Placeholder:
-    """Holds the data that a pickle has for an object, in place of that object."""
+    """Contains the pickled data of an object, without the behaviour of the object's class."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -83,8 +82,8 @@ class Allowed:
 
 
 class Machine:
-    """Runs one pickle. ``names`` are the objects that it finds under (module, name): made for this
-    run, a constant, or ``Allowed``. ``persistent`` resolves persistent ids."""
+    """Runs one pickle. ``names`` maps (module, name) to an object created for this run, a constant,
+    or an ``Allowed``. ``persistent`` resolves persistent ids."""
 
     def __init__(
         self, data: bytes, names: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]
@@ -98,7 +97,7 @@ class Machine:
         self._memo: dict[int, Any] = {}
         self._callable: dict[int, Any] = {}  # fetched objects, by id
         self._own: dict[int, Any] = {}  # instances made by a call of an allowed name
-        self._foreign: dict[int, Any] = {}  # results of such a call with other references
+        self._foreign: dict[int, Any] = {}  # results of such a call that have other references
         self._left = len(data) + 1000  # see [Note: bounds]
 
     def run(self) -> Any:
@@ -113,7 +112,7 @@ class Machine:
                 steps[code](self)
         except (RefusedError, MemoryError):
             raise
-        except Exception as error:  # a damaged pickle underflows stacks, has no text, ...
+        except Exception as error:  # a damaged pickle may underflow a stack, for example
             what = "" if isinstance(error, UnpicklingError) else f"{type(error).__name__}: "
             raise UnpicklingError(
                 f"its pickle is damaged at byte {self._place}: {what}{error}"
@@ -201,7 +200,7 @@ class Machine:
         target.update(values)
 
     def _target(self, kinds: tuple[type, ...]) -> Any:
-        """Return the object to be changed: a container or an instance made by this pickle."""
+        """Return the object to modify: a container or an instance that this pickle created."""
         target = self._stack[-1]
         key = id(target)
         is_own = key not in self._foreign if type(target) in kinds else key in self._own
@@ -212,10 +211,10 @@ class Machine:
     def _not_own(self, target: Any) -> UnpicklingError:
         what = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
         if id(target) in self._foreign or id(target) in self._callable:
-            return RefusedError(f"to change {what} that others use")
-        return UnpicklingError(f"{what} cannot be changed")
+            return RefusedError(f"to modify {what} that other code uses")
+        return UnpicklingError(f"{what} cannot be modified")
 
-    # Names and calls. See [Note: what a pickle may do].
+    # Names and calls. See [Note: objects that a pickle may call and modify].
 
     def _fetch(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
@@ -258,7 +257,7 @@ class Machine:
         return found(*args)
 
     def _pay(self, copied: Any) -> None:
-        """Charge for a container's elements. See [Note: bounds]."""
+        """Charge a container's elements to the budget. See [Note: bounds]."""
         if type(copied) in ELEMENTS:
             self._left -= len(copied)
         if self._left < 0:
@@ -287,7 +286,7 @@ def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[
     return made, sys.getrefcount(made)
 
 
-ALONE = _call(object, (), {})[1]  # the reference count of an object that only the caller has
+ALONE = _call(object, (), {})[1]  # the reference count of an object that only the caller references
 
 
 def _set_state(target: Any, state: Any) -> None:
@@ -305,7 +304,7 @@ def _set_state(target: Any, state: Any) -> None:
 
 
 def require_keys(keys: Iterable[Any]) -> None:
-    """Raise UnpicklingError for keys that take long to hash or exceed Python's recursion limit."""
+    """Raise UnpicklingError for keys that are slow to hash or exceed Python's recursion limit."""
     for key in keys:
         left, count = [key], 0
         while left:
@@ -339,13 +338,13 @@ def _registered(machine: Machine) -> None:
 
 def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
     def step(machine: Machine) -> None:
-        made = make(machine)  # may replace the stack
+        made = make(machine)  # may replace ``machine._stack``
         machine._stack.append(made)
 
     return step
 
 
-# Instructions by their byte. Those that only protocols 0 and 1 have are unknown.
+# Instructions by byte. Those that only protocols 0 and 1 use are unknown.
 STEPS: list[Callable[[Machine], object]] = [_unknown] * 256
 for _code, _step in {
     pickle.PROTO: lambda m: m._take(1),
@@ -403,10 +402,10 @@ for _code, _step in {
     STEPS[_code[0]] = _step
 
 
-# Names. See [Note: what a pickle may name].
+# Names. See [Note: names that a pickle may use].
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# modules whose classes torch itself allows when it is imported
+# modules whose classes torch itself allows at import
 OF_TORCH = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
 LATIN = ("latin1", "latin-1")  # encodings of bytes as text in protocol 2 (written by torch)
 
@@ -422,7 +421,7 @@ def unpickle(
     trust: bool = False,
     persistent: Callable[[Any], Any] = _to_another_file,
 ) -> Any:
-    """Run a pickle as ``Machine.run`` does. With ``trust``, it may use names not in the table."""
+    """Unpickle with ``Machine``, or with Python's unpickler and all names if ``trust``."""
     if not trust:
         return Machine(data, names, persistent).run()
     return _Trusting(data, names, persistent).load()
@@ -477,7 +476,7 @@ def plain_names() -> dict[tuple[str, str], Any]:
 
 
 def _maker(kind: Any, kinds: tuple[type, ...] = (object,)) -> Callable[..., Any]:
-    """Return a function that calls ``kind``, with a first argument of one of ``kinds``, or none."""
+    """Return a function that calls ``kind`` with a first argument of one of the types ``kinds``."""
 
     def make(*args: Any) -> Any:
         for first in args[:1]:
@@ -516,4 +515,4 @@ def not_plain(what: str, error: RefusedError) -> ConfigError:
 
 def _require_kind(given: Any, kinds: tuple[type, ...]) -> None:
     if type(given) not in kinds:
-        raise UnpicklingError(f"it makes a container from a {type(given).__name__}")
+        raise UnpicklingError(f"it creates a container from a {type(given).__name__}")

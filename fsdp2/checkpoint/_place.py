@@ -1,27 +1,27 @@
-"""Write files next to their place and give them their names, safely with concurrent writers.
+"""Write a folder next to its final path (its *place*) and rename it, despite concurrent saves.
 
 Independent of the files' contents.
 
-[Note: several saves to one place]
-A save writes to a separate folder ``.NAME.tmp-TOKEN`` with a unique token. A file in it stays
-locked while the process that made it lives, so a later save removes only folders of dead saves.
-Renames happen under a lock next to the place: the place always has one complete save, the last one.
-On a file system without locks, remains of other hosts stay for an hour, and a save repeats its
-renames if another save interferes with them.
+[Note: concurrent saves]
+A save writes to a separate folder ``.NAME.tmp-TOKEN`` with a unique token. A file in it is locked
+as long as the process that created it is alive, so a later save removes only folders of dead saves.
+A lock file next to the place serialises renames: the place always has one complete checkpoint, that
+of the last save. Where locks are inconclusive (another host, a file system without locks), folders
+of other saves are kept for an hour. Without locks, a save retries if another save interferes.
 
-[Note: saves, all or nothing]
-When every rank has reported its part, the first rank checks that it sees all files with their
-written sizes. It renames the existing checkpoint to ``.NAME.old-TOKEN`` and the new one to
-``NAME``, and removes the old one; files in it that do not belong to a checkpoint are moved to the
-new one. If a save is interrupted earlier, the old checkpoint keeps its name. If it is interrupted
-between the two renames, ``load`` finds the old checkpoint under its temporary name.
+[Note: atomic saves]
+When every rank has reported its part, the first rank checks that it sees all files with the sizes
+that were written. It then renames the existing checkpoint to ``.NAME.old-TOKEN`` and the new one to
+``NAME``. Files of the old folder that do not belong to a checkpoint are moved to the new one, and
+the old folder is removed. If a save is interrupted before the renames, the old checkpoint keeps its
+name. If it is interrupted between them, ``load`` finds the old one under its temporary name.
 
 [Note: series]
-Checkpoints that are saved with ``keep_last`` into one folder are a series. Each has an empty file
-``.series``. After one has been renamed to its place, the link ``latest`` next to it is pointed to
-it, and then the oldest of the series are removed: each is renamed before its files are deleted. So
-every named checkpoint is complete, and those saved there without ``keep_last`` stay. Remains of
-dead saves are removed too: a restarted program may never save to their places again.
+Checkpoints saved to one parent folder with ``keep_last`` are a series; each contains an empty file
+``.series``. After the rename of a new checkpoint, the symlink ``latest`` next to it is updated, and
+the oldest checkpoints of the series are removed. Each is renamed before its files are deleted, so
+checkpoints under their own names are complete. Those saved without ``keep_last`` are kept. Folders
+of dead saves are removed too, because a restarted program may never save to their places again.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ try:
 except ImportError:  # Windows has no fcntl
     fcntl = None
 
-METADATA = ".metadata"  # the file that makes a folder a checkpoint; it is written last
+METADATA = ".metadata"  # a folder with this file is a checkpoint; it is written last
 OWNER = ".owner"
 ABANDONED_AFTER_S = 3600.0
 LOCK_WITHIN_S = 120.0
-OLD = "old"  # infix of the names of checkpoints that saves are replacing
-GONE = "gone-fsdp2"  # infix of the names of checkpoints that a series is removing
+OLD = "old"  # infix in the names of checkpoints that are being replaced
+GONE = "gone-fsdp2"  # infix in the names of checkpoints that a series is removing
 LATEST = "latest"  # the link to the newest checkpoint of a series
 SERIES = ".series"
-RENAMES = 100  # attempts of a save to rename while other saves rename at the same time
+RENAMES = 100  # maximum attempts to rename while other saves rename concurrently
 
 
 def neighbour(place: Path, suffix: str) -> Path:
@@ -77,7 +77,7 @@ def sync(path: Path) -> None:
 
 
 class Workspace:
-    """A folder that one save writes to: see [Note: several saves to one place]."""
+    """A folder that one save writes to: see [Note: concurrent saves]."""
 
     def __init__(self, place: Path, token: str) -> None:
         self.token = token
@@ -86,7 +86,7 @@ class Workspace:
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Create the folder, and remove what dead saves to the place left behind."""
+        """Create the folder, and remove the folders of dead saves to the same place."""
         for found in neighbours(self._place, "tmp-"):
             if _is_abandoned(found):
                 shutil.rmtree(found, ignore_errors=True)
@@ -101,7 +101,7 @@ class Workspace:
             self._lock = None
 
     def remove(self) -> None:
-        """Rename the folder, so that writing ranks create no more files in it, and remove it."""
+        """Remove the folder, after a rename: ranks that still write then create no files in it."""
         self.release()
         gone = self.path.with_name(f"{self.path.name}.gone")
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Workspace:
 
 
 def _host() -> str:
-    """Identify this host and its current boot: all of its processes see the same locks."""
+    """Identify this host and its boot. Processes with the same result see the same locks."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -119,15 +119,15 @@ def _host() -> str:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file; raise BlockingIOError if it is locked, OSError without locks."""
+    """Lock an open file. BlockingIOError if it is locked, OSError if locks are unsupported."""
     if fcntl is None:
-        raise OSError("no locks here")
+        raise OSError("locks are unsupported")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def own(path: Path) -> int:
-    """Create an owner's file, locked; return its descriptor. It is renamed to ``path`` when it is
-    locked and contains the host: so if another process can lock it, its owner is dead. On a file
+    """Create and lock an owner's file; return its descriptor. It gets the name ``path`` once it is
+    locked and contains the host, so if another process can lock it, its owner is dead. On a file
     system without locks it is empty."""
     unnamed = path.with_name(f"{path.name}.new")
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o644)
@@ -142,11 +142,11 @@ def is_dead(path: Path) -> bool | None:
     """Return whether a file's owner has exited; None if this host cannot determine it."""
     is_free, host = False, ""
     try:
-        # do not block on a pipe without a writer
+        # do not block if the file is a pipe
         descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
         try:
             _lock(descriptor)
-            is_free = _is_named(descriptor, path)  # a lock file without its name is being released
+            is_free = _is_named(descriptor, path)  # an unlinked lock file is being released
             host = os.read(descriptor, 1000).decode(errors="replace")
         finally:
             os.close(descriptor)
@@ -158,13 +158,13 @@ def is_dead(path: Path) -> bool | None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return True if the save that made a folder appears to be dead."""
+    """Return True if the save that created a folder appears to be dead."""
     found = is_dead(folder / OWNER)
     return is_old(folder, ABANDONED_AFTER_S) if found is None else found
 
 
 def is_old(folder: Path, seconds: float) -> bool:
-    """Return True if nothing was written in a folder for this long."""
+    """Return True if no file in a folder was written for this number of seconds."""
     with contextlib.suppress(OSError):
         times = [entry.stat().st_mtime for entry in (folder, *folder.iterdir())]
         return max(times) < time.time() - seconds
@@ -185,7 +185,7 @@ def exclusive(place: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int | None:
-    """Create and lock a file; return its descriptor, or None where locks do not work."""
+    """Create and lock a file; return its descriptor, or None if locks are unsupported."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -235,7 +235,7 @@ class Stamp:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the path now has another file, because a save has renamed its files meanwhile."""
+        """Whether the path now refers to another file, because another save has replaced it."""
         return Stamp.of(self.path) != self
 
 
@@ -248,15 +248,15 @@ def plain_name(name: Any, where: str) -> str:
     ):
         raise ConfigError(
             "FS617",
-            f"{where}: lists {name!r} as one of its files, which is not a plain file name. It was "
-            "edited manually or is damaged; nothing outside the folder is read or removed.",
+            f"{where}: found {name!r} as the name of a file, which is not a plain file name. The "
+            "list was edited manually or is damaged; no file outside the folder is used.",
         )
     return name
 
 
 def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path:
-    """Return the path of a file in a folder; ConfigError for other names, and links that leave it.
-    Links in a cache of Hugging Face's hub may leave it: to ``blobs`` next to the snapshots."""
+    """Return the path of a file in a folder. ConfigError if it is outside, also through a link.
+    Links in a Hugging Face cache may point to the folder ``blobs`` next to ``snapshots``."""
     path = folder / plain_name(name, where)
     if trust or not path.is_symlink():
         return path
@@ -273,8 +273,8 @@ def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path
 
 
 def require_room(place: Path) -> None:
-    """Raise ConfigError if a checkpoint would replace something else at its place. Other saves may
-    rename folders during the check, so it is repeated unless the same folder is there after it."""
+    """Raise ConfigError if a save would replace something that is not a checkpoint. Other saves may
+    rename folders during the check, so it is repeated if the folder changed meanwhile."""
     for _ in range(RENAMES):
         try:
             found = os.stat(place)
@@ -282,7 +282,7 @@ def require_room(place: Path) -> None:
             if problem is None:
                 return
             again = os.stat(place)
-            # an inode number may be reused for a new folder, so compare its time too
+            # an inode number may be reused for a new folder, so compare ctimes too
             if os.path.samestat(found, again) and found.st_ctime_ns == again.st_ctime_ns:
                 raise ConfigError("FS615", f"save: {problem}")
         except FileNotFoundError:
@@ -323,7 +323,7 @@ def require_written(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def give_name(workspace: Workspace, place: Path) -> None:
-    """Rename a checkpoint to its place, among other saves: see [Note: saves, all or nothing]."""
+    """Rename a checkpoint to its place, despite concurrent saves: see [Note: atomic saves]."""
     sync(workspace.path)
     with exclusive(place):
         workspace.release()
@@ -337,7 +337,7 @@ def give_name(workspace: Workspace, place: Path) -> None:
             except FileNotFoundError:
                 if not workspace.path.exists():
                     raise
-            except OSError as error:  # another save has taken the name again
+            except OSError as error:  # another save has used the name meanwhile
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             else:
@@ -354,8 +354,8 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 
 def retire(old: Path, heir: Path) -> None:
-    """Remove a checkpoint, after moving the other files in its folder to the heir's. Without locks,
-    another save may do so at the same time, or rename the heir: then the remaining files stay."""
+    """Remove a replaced checkpoint, after moving other files in its folder to its successor, the
+    heir. Without locks, another save may do the same or rename the heir: then the rest is kept."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"
@@ -367,9 +367,9 @@ def retire(old: Path, heir: Path) -> None:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return a checkpoint's folder: ``path``, or where an interrupted save left it."""
+    """Return a checkpoint's folder: ``path``, or its temporary name after an interrupted save."""
     place = Path(path).resolve()
-    for _ in range(2):  # a save may rename between two checks
+    for _ in range(2):  # another save may rename it between the two checks
         if (place / METADATA).exists():
             return place
         older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
@@ -377,9 +377,9 @@ def find(path: str | os.PathLike[str]) -> Path:
             return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
     hint = "Pass the folder that fsdp2.checkpoint.save or torch.distributed.checkpoint.save wrote."
     if place.is_file():
-        hint += " A file of torch.save is for load_full_state(model, {'model': torch.load(path)})."
+        hint += " Load a file of torch.save by load_full_state(model, {'model': torch.load(path)})."
     elif any(place.glob("*.safetensors")):
-        hint += " For the safetensors files in it call load_safetensors."
+        hint += " Load the safetensors files in it with load_safetensors."
     raise ConfigError("FS612", f"load: no checkpoint at {place}. {hint}")
 
 
@@ -389,7 +389,7 @@ def require_series(place: Path) -> None:
         raise ConfigError(
             "FS615",
             f"save: with keep_last, {link} is reserved for the link to the newest checkpoint, but "
-            "something that is not a link has this name. Save to another folder, or rename it.",
+            "another file or folder has this name. Save to another folder, or rename it.",
         )
 
 
@@ -413,7 +413,7 @@ def keep_newest(place: Path, count: int, token: str) -> None:
 
 
 def candidates(folder: Path) -> list[str]:
-    """Return the names of a folder's checkpoints, newest first; ``.`` if the folder is one."""
+    """Return the names of a folder's checkpoints, newest first; ``.`` if it is one itself."""
     here = folder.resolve()
     if (here / METADATA).exists() or any(neighbours(here, OLD)):
         return ["."]

@@ -1,9 +1,9 @@
-"""Full models in files in the format of ``safetensors``.
+"""Save and load full models as ``safetensors`` files.
 
 [Note: sums of safetensors]
-A file's metadata, text next to its tensors, has one additional key: the save it belongs to, and a
-checksum of each tensor with its name, dtype and shape. The index of several files has it too, with
-its own checksum.
+The metadata of a file has one additional key, ``fsdp2``. Its value is JSON: the id of the save, and
+a checksum of each tensor with its name, dtype and shape. The index of several files has the same
+key, with a checksum of the index.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fsdp2.checkpoint._state import MAX_BYTES, checked, gather_each, model_tenso
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OURS = "fsdp2"
-MAX_FILE_BYTES = 5 * 10**9  # default limit of a file's size, as in ``transformers``
+MAX_FILE_BYTES = 5 * 10**9  # default size limit of a file, as in ``transformers``
 
 
 def _require_safetensors() -> Any:
@@ -72,7 +72,7 @@ class _Writer:
         self.error: BaseException | None = None
 
     def take(self, name: str, tensor: Tensor | None) -> None:
-        """Add a tensor. Errors are raised later, because the other ranks are still sending."""
+        """Add a tensor. ``finish`` raises errors, because other ranks are still sending here."""
         if tensor is None or self.error is not None:
             return
         try:
@@ -109,8 +109,8 @@ class _Writer:
             self._workspace.remove()
 
     def _publish(self) -> None:
-        """Replace the existing files. Of several files, none takes a name that is in use: the old
-        index remains valid until it is replaced."""
+        """Replace the existing files. If there are several new ones, none gets a name in use, so
+        the old index remains valid until it is replaced."""
         before = _stale_files(self._folder)
         weight_map: dict[str, str] = {}
         if len(self._files) == 1:
@@ -131,7 +131,7 @@ class _Writer:
             (self._folder / stale).unlink(missing_ok=True)
 
     def _take_names(self) -> list[str]:
-        """Rename several files to the standard names if all are free, else to unique ones."""
+        """Rename the files to the standard names if all are free, else to unique names."""
         count = len(self._files)
         finals = _names_of_several("model", count)
         taken: list[Path] = []
@@ -194,7 +194,7 @@ def _sum_of_map(mapping: Mapping[str, object]) -> int:
 
 
 def _stale_files(folder: Path) -> set[str]:
-    """Return the previous checkpoint's files in a folder that are safe for a save to delete."""
+    """Return the files of the previous checkpoint in a folder that a save may delete."""
     try:
         names = _read_index(folder).files
     except (ConfigError, StateError):  # the index names files elsewhere or is damaged: keep all
@@ -222,7 +222,7 @@ def _read_index(folder: Path, *, verify: bool = True, trust: bool = False) -> _I
             raise DamagedError("its checksum does not match")
     except MemoryError:
         raise
-    except Exception as error:  # the JSON may have any values and depth
+    except Exception as error:  # the JSON may have any structure
         raise _damaged(path, error) from error
     files = sorted({plain_name(file, str(path)) for file in weight_map.values()})
     return _Index(files, weight_map, save)
@@ -242,14 +242,14 @@ def save_safetensors(
     Writes one file, ``model.safetensors``, or several and an index. The first rank writes, and
     holds one file's tensors at a time; the other ranks need at most ``max_bytes`` in addition to
     their shards. A tied parameter is written once, under its first name. Existing files are
-    replaced once all new ones are written. Two jobs may save to one folder: the last one's files
-    remain, intact.
+    replaced once all new ones are written. Two jobs may save to the same folder: it then has the
+    complete files of the job that finished last.
 
     Args:
         dtype: floating-point tensors are cast to it.
-        max_bytes: bytes of the communication buffers; 256 MiB by default.
-        max_file_bytes: most bytes of tensors in a file, 5 GB by default (a single tensor may exceed
-            it).
+        max_bytes: maximum size of the communication buffers; 256 MiB by default.
+        max_file_bytes: maximum bytes of tensors in a file, 5 GB by default. A larger tensor is in a
+            separate file.
 
     Raises:
         ConfigError: the package ``safetensors`` is not installed.
@@ -278,14 +278,14 @@ def save_safetensors(
 
 
 class _Files(Source, contextlib.ExitStack):
-    """The tensors in a folder, on the rank that reads. A context manager that closes the files."""
+    """The tensors in a folder, on the reading rank. A context manager that closes the files."""
 
     def __init__(self, folder: Path, *, verify: bool, trust: bool) -> None:
         super().__init__()
         self._folder = folder
         self._verify = verify
         self._trust = trust
-        self._files: dict[str, tuple[Any, str]] = {}  # open files, keyed by clean name
+        self._files: dict[str, tuple[Any, str]] = {}  # from clean names to open files and keys
         self._sums: dict[str, int] = {}
         self._stamps = [Stamp.of(folder / name) for name in (SINGLE, INDEX)]
 
@@ -322,7 +322,7 @@ class _Files(Source, contextlib.ExitStack):
         for name in index.files:
             path = file_in(self._folder, name, f"{self._folder / INDEX}", trust=self._trust)
             try:
-                with open_regular(path) as looked_at:  # the safetensors package would map any file
+                with open_regular(path) as looked_at:  # safetensors itself would map any file
                     if is_hollow(os.fstat(looked_at.fileno())) and not self._trust:
                         raise DamagedError("it is mostly holes")
                 file = self.enter_context(package.safe_open(str(path), framework="pt"))
@@ -372,19 +372,19 @@ def load_safetensors(
     verify: bool = True,
     trust: bool = False,
 ) -> IncompatibleKeys:
-    """Load a full model from safetensors: the first rank reads and scatters tensor by tensor.
+    """Load a full model from safetensors: the first rank reads and scatters one tensor at a time.
 
     During the load, a rank needs additional memory of the size of its shards.
 
     Args:
         strict: every name of the model must be in the files, and vice versa.
-        max_bytes: bytes of the communication buffers; 256 MiB by default.
-        verify: check the checksums that ``save_safetensors`` wrote.
-        trust: follow links that leave the folder.
+        max_bytes: maximum size of the communication buffers; 256 MiB by default.
+        verify: verify the checksums that ``save_safetensors`` wrote.
+        trust: follow links to files outside the folder.
 
     Raises:
-        ConfigError: no such files; names or shapes differ; a name or a link that leaves the folder;
-            ``safetensors`` is not installed. Nothing was changed.
+        ConfigError: no such files; names or shapes differ; a name or link points outside the
+            folder; ``safetensors`` is not installed. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """
     flags = {"strict": strict, "verify": verify, "trust": trust}

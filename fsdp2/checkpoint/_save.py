@@ -1,19 +1,19 @@
 """Write a sharded checkpoint, immediately or in the background.
 
-Formats are in ``_files``, the writers of blocks in ``_contents``, names in ``_place``.
+``_files`` defines the formats, ``_contents`` assigns writers, ``_place`` renames folders.
 
 [Note: no collective]
-The thread sends nothing to other ranks, so it cannot interfere with training, and continues when
-process groups are destroyed. Ranks wait for each other through files of the save: each rank keeps
-one locked, and writes a report when it is done. The first rank waits for all reports and renames
-the workspace to the checkpoint; the others wait for that. A rank that failed removes its locked
-file, and the lock of one that has exited is free: in both cases the first rank removes the
-workspace. Where locks prove nothing (another host, a file system without locks), a rank counts as
-dead after an hour without a write. A process that hangs or is stopped keeps its lock: it counts as
-dead after ten minutes without a write, and much sooner if this process exits because of an error.
+The background thread uses no collectives, so it cannot interfere with training, and continues after
+process groups are destroyed. Ranks synchronise through files in the workspace: each keeps a file
+locked, and writes a report when it is done. The first rank waits for all reports and renames the
+workspace to the checkpoint's path; the other ranks wait for the rename. A rank that fails removes
+its locked file, and the lock of a rank that exits is released. In both cases the first rank removes
+the workspace. If locks are inconclusive (another host, a file system without locks), a rank is
+considered dead after an hour without a write. A process that hangs or is stopped keeps its lock: it
+is considered dead after ten minutes without a write, or 30 s if this process exits with an error.
 
-A failure does not stop training. ``SaveHandle.wait`` raises it, on the calling rank. The next save
-warns about it on every rank, after the ranks have exchanged their errors.
+A failed save does not stop training. ``SaveHandle.wait`` raises the error on the calling rank. The
+next save exchanges the errors of all ranks, and warns about them on every rank.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ LARGE_NBYTES = 4 << 20
 
 
 class Room:
-    """Host memory for copies of states, reused by the next save of the same model."""
+    """Host buffers for copies of a state, reused by the next save of the same model."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
-        """Return the pieces with copied tensors, and the event of the copies from a device."""
+        """Return the pieces with copied tensors, and the event recorded after device copies."""
         kept, event = self.copies_of([p.value for p in pieces if isinstance(p.value, Tensor)])
         kept_ones = iter(kept)
         copied = [
@@ -145,7 +145,7 @@ def room_of(model: nn.Module) -> Room:
 
 @dataclass
 class Saving:
-    """A save on one rank: its copies and writes and, on the first rank, the renames."""
+    """One rank's part of a save: the copies, the writes and, on the first rank, the renames."""
 
     place: Path
     workspace: Workspace
@@ -168,7 +168,7 @@ class Saving:
         self.pieces = []
 
     def finish(self) -> None:
-        """Give the checkpoint its final name. On the first rank, after all ranks have written."""
+        """Give the checkpoint its final name. Called on the first rank, after all have written."""
         folder = self.workspace.path
         sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
         require_written(folder, sizes)
@@ -182,7 +182,7 @@ class Saving:
             keep_newest(self.place, self.keep_last, self.workspace.token)
 
     def give_up(self) -> None:
-        """Remove all files, metadata first: other ranks take its presence for a successful save."""
+        """Remove all files, metadata first: its presence indicates success to other ranks."""
         with contextlib.suppress(OSError):
             (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
@@ -191,16 +191,16 @@ class Saving:
 
 WhenBusy = Literal["wait", "refuse"]
 
-FAILED = ".failed-"  # prefix of the files in which ranks report why they gave up
+FAILED = ".failed-"  # file name prefix of error reports
 LOOK_EVERY_S = 0.02
 LOOK_FOR_THE_DEAD_EVERY_S = 0.5
-LEFT_AFTER_S = 30.0  # time that an exiting process waits while no rank writes anything
-LINK_S = 5.0  # time that other ranks wait for the link to a checkpoint that has its name
-HANGS_AFTER_S = 600.0  # time that a live rank may write nothing, e.g. while it syncs a large file
+LEFT_AFTER_S = 30.0  # an exiting process waits this long while no rank writes
+LINK_S = 5.0  # the other ranks wait this long for ``latest`` after the checkpoint's rename
+HANGS_AFTER_S = 600.0  # a live rank may write nothing for this long, e.g. to sync a large file
 
 
 class SaveHandle:
-    """A save that is written in the background. See ``fsdp2.checkpoint.save``.
+    """A save in the background. See ``fsdp2.checkpoint.save``.
 
     Attributes:
         path: the final folder of the checkpoint.
@@ -223,18 +223,18 @@ class SaveHandle:
         self._seen = os.open(self._workspace, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
 
     def done(self) -> bool:
-        """Return True once the checkpoint has its name, or the save has failed."""
+        """Return True once the checkpoint has its final name, or the save has failed."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint has its name, on all ranks.
+        """Wait until all ranks have written and the checkpoint has its final name.
 
         Args:
             timeout: seconds; None waits indefinitely.
 
         Raises:
-            StateError: the save failed. The previous checkpoint, if there is one, is unchanged.
-            TimeoutError: it is still being written.
+            StateError: the save failed. The previous checkpoint, if any, is unchanged.
+            TimeoutError: the save has not finished.
         """
         if timeout is not None:
             check_number("wait", "timeout", timeout, "seconds, or None", low=0)
@@ -252,13 +252,13 @@ class SaveHandle:
     def wait_for_copies(self) -> None:
         """Order all later device work after the copies of the state.
 
-        Optimizer steps, and functions of fsdp2 that write to parameters, do so automatically.
+        Optimizer steps, and functions of fsdp2 that write to parameters, call it automatically.
         """
         wait_for_copies()
 
     @property
     def progress(self) -> float:
-        """The fraction of this rank's bytes that are written, from 0 to 1, before the renames."""
+        """The fraction of this rank's bytes written so far, from 0 to 1, not counting renames."""
         told = self._saving.progress
         return told.written_nbytes / told.nbytes if told.nbytes else float(self.done())
 
@@ -269,7 +269,7 @@ class SaveHandle:
     def _run(self) -> None:
         """Write the save, in a thread."""
         try:
-            with contextlib.suppress(OSError, AttributeError):  # training has priority (Linux)
+            with contextlib.suppress(OSError, AttributeError):  # lower thread priority (Linux)
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             self._saving.write()
             if self._number == 0:
@@ -307,8 +307,8 @@ class SaveHandle:
 
     def _removed(self) -> StateError:
         return self._failed(
-            f"{self._workspace} was removed before rank {self._ranks[0]} had renamed it; that rank "
-            "removes it if another one could not write"
+            f"{self._workspace} was removed before rank {self._ranks[0]} renamed it, which happens "
+            "if another rank could not write"
         )
 
     def _leave_word(self, error: StateError) -> None:
@@ -322,7 +322,7 @@ class SaveHandle:
             (self._workspace / f"{RANK}{self._number}").unlink()
 
     def _looks(self) -> Iterator[bool]:
-        """Yield at each polling interval: True if dead ranks should be checked for, too."""
+        """Yield once per polling interval: True if it is time to check for dead ranks."""
         due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
         pause = threading.Event()
         while True:
@@ -333,10 +333,10 @@ class SaveHandle:
             pause.wait(LOOK_EVERY_S)
 
     def _why_gone(self, owned: str) -> str:
-        """Return why a rank counts as dead; "" if it does not."""
+        """Return why a rank is considered dead, or "" if it is not."""
         found = is_dead(self._workspace / owned)
         if found:
-            return "it has ended"
+            return "it has exited"
         limit = ABANDONED_AFTER_S if found is None else HANGS_AFTER_S
         is_ended_by_error = getattr(sys, "last_value", None) is not None
         if self._is_leaving and (found is None or is_ended_by_error):
@@ -361,7 +361,7 @@ class SaveHandle:
                     raise self._failed_on(number, f"{why} before it had written its part")
 
     def _wait_for_the_first(self) -> None:
-        """Wait until the workspace was renamed, and check that it was not removed."""
+        """Wait until the workspace is renamed, and check that it was not removed instead."""
         for is_due in self._looks():
             if not self._workspace.exists():
                 break
@@ -386,7 +386,7 @@ class SaveHandle:
 
 
 class _Process:
-    """The current or most recent save of this process: it writes one at a time."""
+    """The current or last background save of this process, which runs one at a time."""
 
     handle: SaveHandle | None = None
     finishes_at_exit = False
@@ -402,7 +402,7 @@ def start(handle: SaveHandle) -> SaveHandle:
 
 
 def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
-    """Wait for the previous save on all ranks, or refuse; warn on all if it failed. Collective."""
+    """Wait for the previous save, or raise if busy; warn on all ranks if it failed. Collective."""
     before = _Process.handle
     (is_busy,) = main.highest(int(before is not None and not before.done()))
     if is_busy and when_busy == "refuse":
@@ -424,7 +424,7 @@ def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
 
 
 def _finish() -> None:
-    """Before exit, wait until the save is written; warn if it failed unreported."""
+    """At exit, wait for the save; warn if it failed and the error was not reported."""
     handle = _Process.handle
     if handle is None:
         return
@@ -471,47 +471,45 @@ def save(
 
     The checkpoint is written to a folder next to ``path``, which is renamed to ``path`` once every
     rank has finished. So a save that fails, or is interrupted, leaves the previous checkpoint
-    intact. If the program ends between the two renames, ``load`` finds the previous checkpoint
-    under its temporary name. All ranks of the model's mesh must see the same file system. Pipeline
-    stages have separate meshes: save each to a separate folder. If two jobs save to one path, the
-    checkpoint of the last one remains, intact.
+    intact. If the program ends during the renames, ``load`` finds the previous checkpoint under its
+    temporary name. All ranks of the model's mesh must see the same file system. Pipeline stages
+    have separate meshes: save each stage to a separate folder. If two jobs save to the same path,
+    it then has the complete checkpoint of the job that finished last.
 
-    With ``background=True`` it returns once the state is copied to host memory, and a thread writes
-    the copy. The saved state is that at the time of the call, regardless of later changes to the
-    model and the optimizer. The thread sends nothing to other ranks. For a model on a device, the
-    copies overlap with later device work, up to the next optimizer step; before other writes to
+    With ``background=True`` the call returns once the state is copied to host memory, and a thread
+    writes the copy. The checkpoint has the state at the time of the call, regardless of later
+    changes to the model and the optimizer. The thread uses no collectives. For a model on a device,
+    the copies overlap with later device work, up to the next optimizer step; before other writes to
     parameters, call ``handle.wait_for_copies``. A failure does not stop training: ``handle.wait()``
     raises it, and the next save warns about it on every rank. At exit, the program waits for the
-    save. The host memory, of the size of the rank's part, is kept for the next save.
+    save. The host buffers, of the size of the rank's part, are kept for the next save.
 
     Args:
         path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
-            replaced; other files in the folder stay.
-        model: sharded, or any other. Unsharded tensors (buffers, ignored parameters) are saved from
-            the first rank.
-        optimizer: one over the model's parameters.
-        extra: any object that can be pickled (a step count, a scheduler's state), from the first
-            rank. ``load`` returns it, with tensors on the CPU. DTensors in it (of an ``EMA``) are
-            saved in shards and loaded unsharded. Anything but plain data needs ``trust=True`` in
-            ``load``.
+            replaced; other files in the folder are kept.
+        model: a sharded model, or any other module. Unsharded tensors (buffers, ignored parameters)
+            are saved from the first rank.
+        optimizer: an optimizer over the model's parameters.
+        extra: any picklable object (a step count, a scheduler's state), saved from the first rank.
+            ``load`` returns it, with tensors on the CPU. DTensors in it (from an ``EMA``) are saved
+            as shards and loaded unsharded. Data that is not plain needs ``trust=True`` in ``load``.
         background: write while the program continues.
         keep_last: make the checkpoint part of a series in the parent folder of ``path``. Of the
-            checkpoints saved there with ``keep_last``, only this many are kept, the newest. A link
-            ``latest`` next to them points to the last complete one.
-        when_busy: what to do if the previous save, in the background, has not ended: ``"wait"`` for
-            it, or ``"refuse"``. A rank writes one save at a time.
+            checkpoints saved there with ``keep_last``, only this number of newest ones is kept. A
+            link ``latest`` next to them points to the last complete checkpoint.
+        when_busy: what to do if a save in the background is still running: ``"wait"`` for it, or
+            ``"refuse"`` to save. A rank writes one save at a time.
 
     Returns:
         A ``SaveHandle`` with ``background=True``, else None.
 
     Raises:
-        ConfigError: ``path`` is a file, the working directory, or a folder with other files only;
-            with ``keep_last``, something else is called ``latest``.
-        UnsupportedError: a tensor wraps others (optimizer states of torchao), and ``load`` could
-            not read it.
-        StateError: a rank could not write, or writes to another file system than the first rank's;
-            the message states which one and why. With ``"refuse"``: the previous save is still
-            running.
+        ConfigError: ``path`` is a file, the working directory, or a folder with other files but no
+            checkpoint; with ``keep_last``, ``latest`` exists and is not a link.
+        UnsupportedError: a tensor wraps other tensors (optimizer states of torchao), so ``load``
+            could not read it.
+        StateError: a rank could not write, or does not share the first rank's file system; the
+            message names the rank and the reason. With ``"refuse"``: a save is still running.
     """
     with checked("save", model, optimizer, background=background) as same:
         check_path("save", "path", path)
@@ -519,7 +517,7 @@ def save(
             check_count("save", "keep_last", keep_last)
         if when_busy not in ("wait", "refuse"):
             raise wrong_value("save", "when_busy", "'wait' or 'refuse'", when_busy)
-        state = state_of(model)  # a user's hook may raise
+        state = state_of(model)  # a state-dict hook may raise
         same.update(keep_last=keep_last, when_busy=when_busy)
     place = Path(path).resolve()
 

@@ -1,11 +1,11 @@
 """Model and optimizer state in three forms: full, sharded, rank-local.
 
-``_load`` loads them, and ``_core.transfer.redistribute`` moves the tensors. Frozen parameters that
-wrap others: see [Note: parts of wrapped parameters] in ``_core.params.parts``.
+``_load`` loads them, and ``_core.transfer.redistribute`` moves the tensors. For frozen parameters
+that wrap other tensors, see [Note: parts of wrapped parameters] in ``_core.params.parts``.
 
-An optimizer's state is under names or ids. Ids are those of ``torch.optim``: a parameter's index
-over all param groups. Names are those of ``named_parameters()`` without wrappers
-(``_core.base.names``), the first one of a tied parameter.
+An optimizer's state is keyed by name or id. Ids are those of ``torch.optim``: a parameter's index
+over all param groups. Names are those of ``named_parameters()`` without the prefixes of wrappers
+(``_core.base.names``). A tied parameter has its first name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp2._core.params.parts import Part, can_be_taken_apart, inside
 from fsdp2._core.transfer.redistribute import Grids, Target, checked_together, gather
 
 Keys = Literal["name", "id"]
-MAX_BYTES = 256 << 20  # default bound on a rank's memory, beyond its shards, while tensors travel
+MAX_BYTES = 256 << 20  # default limit on a rank's memory, beyond its shards, during transfers
 OWN_CHOICE = ("cpu_offload", "trust", "verify")  # flags that may differ between ranks
 EXTRA_STATE = "_extra_state"
 
@@ -71,7 +71,7 @@ def checked(
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return opened parameters and persistent buffers by name (tied: one object), extra states."""
+    """Return a model's tensors by name (tied: one object) as in ``opened``, and extra states."""
     found = cleaned(model.state_dict(keep_vars=True))
     tensors = {
         name: value
@@ -83,8 +83,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that modules create for each state dict: writes to them are lost.
-    They are neither parameters nor buffers, and not the module's own memory."""
+    """Return the tensors that modules create for each state dict, so that writes to them are lost:
+    neither parameters nor buffers, and in new memory at each call."""
     lists = model.named_parameters, model.named_buffers
     known = cleaned({n: t for each in lists for n, t in each(remove_duplicate=False)})
     loose = {n: t for n, t in tensors.items() if n not in known and not isinstance(t, DTensor)}
@@ -99,18 +99,18 @@ def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def require_kept(what: str, name: str, value: Tensor, current: Tensor) -> None:
-    """Raise ConfigError if a value differs from a module's tensor that cannot be loaded into."""
+    """Raise ConfigError if a value differs from a tensor that a module creates for state dicts."""
     if not torch.equal(value.to(current.device, current.dtype), current):
         raise ConfigError(
             "FS603",
-            f"{what}: {name} differs from the model's, but its module creates it for each state, "
-            "so it cannot be loaded. Load into a model that was built and quantized from the same "
-            "weights. Nothing was changed.",
+            f"{what}: {name} differs from the model's, but its module creates it for each state "
+            "dict, so it cannot be loaded. Load into a model that was built and quantized from the "
+            "same weights. Nothing was changed.",
         )
 
 
 def is_extra(name: str) -> bool:
-    """Return True for a result of a module's ``get_extra_state``, which may be a tensor."""
+    """Return True for the name of a module's ``get_extra_state``, whose value may be a tensor."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -126,29 +126,29 @@ def full_state(
 ) -> dict[str, Any]:
     """Return the full state of a model and its optimizer, as in a single process.
 
-    Tensors are plain and new; names of a tied parameter share one. Ranks that do not receive the
-    state need at most ``max_bytes`` in addition to their shards at any time; the others need it in
-    addition to the tensors received so far.
+    The tensors are plain copies; the names of a tied parameter share one. A rank that does not
+    receive the state needs at most ``max_bytes`` in addition to its shards. A rank that receives it
+    also needs memory for the tensors received so far.
 
     Args:
-        optimizer: one over the model's parameters.
-        rank0_only: only the first rank of the mesh gets the state, the others an empty dict.
+        optimizer: an optimizer over the model's parameters.
+        rank0_only: only the first rank of the mesh gets the state, the others get an empty dict.
         cpu_offload: return the tensors in host memory.
-        max_bytes: bytes of the communication buffers; 256 MiB by default.
-        optim_keys: ``"name"`` identifies parameters by name, as torch's FSDP1 and DCP helpers do,
-            ``"id"`` as ``optimizer.state_dict()`` in a single process does.
+        max_bytes: maximum size of the communication buffers; 256 MiB by default.
+        optim_keys: ``"name"``: identify parameters by name, as torch's FSDP1 and DCP helpers do;
+            ``"id"``: by index, as ``optimizer.state_dict()`` of a single process does.
 
     Raises:
-        ConfigError: the optimizer holds other parameters; a wrong argument.
+        ConfigError: the optimizer has parameters that the model lacks; a wrong argument.
         StateError: inside a forward or a backward; a parameter is on the meta device.
         UnsupportedError: a parameter is on only some of the model's ranks, is a partial sum, or is
-            a tensor subclass without bytes of its own.
+            a tensor subclass without storage of its own.
     """
     flags = {"rank0_only": rank0_only, "cpu_offload": cpu_offload}
     with checked("full_state", model, optimizer, max_bytes=max_bytes, **flags):
         check_keys("full_state: optim_keys", optim_keys)
         require_idle(model, "full_state")
-        tensors, extra = model_tensors(model)  # a user's hook may raise
+        tensors, extra = model_tensors(model)  # a state-dict hook may raise
     device = torch.device("cpu") if cpu_offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
     given = [*tensors.items()]
@@ -156,7 +156,7 @@ def full_state(
     if optimizer is not None:
         settle_state(optimizer)
         with Grids([*tensors.values()]).main.together("full_state"):
-            named = named_state(model, optimizer)  # a rank may have states that others lack
+            named = named_state(model, optimizer)  # ranks may have different states
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             given.append((f"{name}.{key}", value))
@@ -190,8 +190,8 @@ def gather_each(
     max_bytes: int,
     visit: Callable[[list[int], Tensor | None], None],
 ) -> None:
-    """Gather each object once, and call ``visit`` with all of its indices in ``given`` and the full
-    tensor, or None on ranks that do not receive it."""
+    """Gather each tensor object once. Call ``visit`` with all of its indices in ``given``, and with
+    the full tensor, or None on ranks that do not receive it."""
     slots: dict[int, list[int]] = {}
     for place, (_, value) in enumerate(given):
         slots.setdefault(id(value), []).append(place)
@@ -207,17 +207,17 @@ def gather_each(
 def sharded_state(
     model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
 ) -> dict[str, Any]:
-    """Return the state as sharded on the ranks: DTensors that share memory with the model.
+    """Return the sharded state: DTensors that share memory with the model.
 
-    The dict has ``"model"``, and ``"optimizer"`` if one was given. Sends nothing except the states
-    of an optimizer of owners (``fsdp2.optim.whole``).
+    The dict has ``"model"``, and ``"optimizer"`` if one was given. Sends nothing, except the states
+    of an ``fsdp2.optim.whole`` optimizer.
 
     Args:
-        optimizer: one over the model's parameters.
+        optimizer: an optimizer over the model's parameters.
         optim_keys: as for ``full_state``.
 
     Raises:
-        ConfigError: not a module; the optimizer holds other parameters; another ``optim_keys``.
+        ConfigError: the optimizer has parameters that the model lacks; a wrong argument.
         StateError: inside a forward or a backward.
     """
     check_module("sharded_state", "model", model)
@@ -239,10 +239,10 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
 
     The dict has ``"model"``, ``"layout"``, and ``"optimizer"`` if one was given. Tensors share
     memory with the model: save them before the next step. ``torch.save`` of the dict is the fastest
-    checkpoint. It loads only on the same ranks of the same meshes.
+    checkpoint, but it loads only on the same ranks of the same meshes.
 
     Raises:
-        ConfigError: not a module; the optimizer holds other parameters.
+        ConfigError: the optimizer has parameters that the model lacks; a wrong argument.
         StateError: inside a forward or a backward.
     """
     check_module("local_state", "model", model)
@@ -271,9 +271,9 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
 
 
 def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace frozen tensors that wrap others by the inner ones, as ``name.inner``. They share
-    memory with the model, so they can be loaded into; an object under several names remains one.
-    A wrapper that is trained, or of an unknown class, is returned unchanged."""
+    """Replace frozen wrapper tensors by their inner tensors, as ``name.inner``. These share memory
+    with the model, so a load can write to them; a tied tensor remains one object. A wrapper that is
+    trained, or of an unknown class, is returned unchanged."""
     found: dict[str, Tensor] = {}
     known: dict[int, dict[str, Tensor]] = {}
     params: dict[str, nn.Parameter] = {}
@@ -301,7 +301,7 @@ def _inside(
     local: Tensor,
     owner: FSDPParam | None,
 ) -> dict[str, Tensor]:
-    """Return a value's inner tensors; if their layout is unknown, the value under the name ""."""
+    """Return a value's inner tensors, or the value with the name "" if their layout is unknown."""
     tensors = inside(local)
     if not isinstance(value, DTensor):
         return tensors
@@ -350,7 +350,7 @@ def _along(
     return torch_dealt.Dealt(part.dim, Deal(1, 0, tuple(itertools.accumulate(counts))))
 
 
-# An optimizer's state under names or ids.
+# An optimizer's state, keyed by name or id.
 
 
 def check_keys(what: str, keys: object) -> None:
@@ -409,7 +409,7 @@ def keys_of(state: dict[str, Any]) -> Keys:
 
 
 def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with keys replaced by ``new``, if they are in it."""
+    """Return an optimizer's state with its keys mapped by ``new``. Other keys are unchanged."""
     return {
         **state,
         "state": {new.get(key, key): value for key, value in state["state"].items()},
@@ -421,7 +421,7 @@ def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
 
 
 def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without wrappers' prefixes in its names, which old saves have."""
+    """Remove the prefixes of wrapper modules from the names in a state. Old saves have them."""
     listed = [name for group in state["param_groups"] for name in group["params"]]
     found = renamed(state, {name: clean(name) for name in dict.fromkeys(listed)})
     return {**found, "state": cleaned(state["state"])}
@@ -434,18 +434,18 @@ def rekey(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state under names or under ids. Shares tensors; sends nothing.
+    """Return an optimizer's state keyed by name or by id. Shares tensors; sends nothing.
 
     Args:
         optim_state: from ``optimizer.state_dict()``, this module, or torch's FSDP1 and DCP helpers.
         keys: ``"name"`` or ``"id"``.
-        model: the model with the names; required to convert ids to names. Without ``optimizer``,
-            ids are indices into ``model.parameters()``.
-        optimizer: one over the model's parameters, whose param groups define the ids. Without it,
-            names get ids in the order in which the state's param groups list them.
+        model: provides the names; required to convert ids to names. Without ``optimizer``, ids are
+            indices into ``model.parameters()``.
+        optimizer: an optimizer over the model's parameters, whose param groups define the ids.
+            Without it, names get ids in the order of the state's param groups.
 
     Raises:
-        ConfigError: another ``keys``; a model is missing; an id or a name that the model lacks.
+        ConfigError: a wrong ``keys``; ``model`` is missing; an id or a name that the model lacks.
     """
     check_keys("rekey", keys)
     check_optim_state("rekey", optim_state)
@@ -499,7 +499,7 @@ def map_state(
 
 
 def settle_state(optimizer: Optimizer | None) -> None:
-    """Convert states of an optimizer of owners (``optim.whole``) to shards. Collective."""
+    """Convert the states of an ``optim.whole`` optimizer to shards. Collective."""
     settle = getattr(optimizer, "gather_state", None)
     if settle is not None:
         settle()
@@ -508,7 +508,7 @@ def settle_state(optimizer: Optimizer | None) -> None:
 def named_state(
     model: nn.Module, optimizer: Optimizer, *, is_local: bool = False
 ) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` under names; ``is_local`` includes rank-local states."""
+    """Return ``optimizer.state_dict()`` keyed by name, with rank-local states if ``is_local``."""
     take = getattr(optimizer, "local_state_dict", None) if is_local else None
     state = (take or optimizer.state_dict)()
     return renamed(state, dict(enumerate(ordered_names(model, optimizer))))
@@ -517,7 +517,7 @@ def named_state(
 def matched_groups(
     model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's param groups, under ids, with the options of a state under names."""
+    """Return the optimizer's param groups, with ids, and options from a state keyed by name."""
     own = names_in_groups(model, optimizer)
     saved = {
         name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -549,7 +549,7 @@ def matched_groups(
 
 
 def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state under names, with param groups in any order. ConfigError changes nothing."""
+    """Load a state keyed by name, with param groups in any order. ConfigError changes nothing."""
     groups = matched_groups(model, optimizer, state)
     values = state["state"]
     ordered = enumerate(ordered_names(model, optimizer))

@@ -1,13 +1,13 @@
-"""Read files of ``torch.save`` without running code in them, in memory of at most their size.
+"""Read files of ``torch.save`` without executing code in them, with memory bounded by their size.
 
-A tensor is a view of a storage that was read, and never larger than it. Values are plain data,
-tensors and parameters; other types that ``torch.load(weights_only=True)`` accepts (quantised and
-nested tensors) need trust.
+Tensors are views of storages that were read, and never extend beyond them. Accepts plain data,
+tensors and parameters. Other types that ``torch.load(weights_only=True)`` accepts (quantised and
+nested tensors) need ``trust``.
 
 [Note: archives]
-``torch.save`` never compresses. So an archive is refused before any of it is read, unless every
-entry has its stated size, is within the file and shares no bytes with another entry. A small file
-therefore cannot expand into a large one.
+``torch.save`` never compresses. So before any entry is read, an archive is refused unless every
+entry is uncompressed, lies within the file and shares no bytes with another entry. A small file
+therefore cannot expand into large data.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fsdp2.checkpoint._checksums import DamagedError
 from fsdp2.checkpoint._pickle_machine import RefusedError, plain_names, unpickle
 
 HEADER = struct.Struct("<4s5H3I2H")
-LOCAL = b"PK\x03\x04"  # the header before an entry's bytes in an archive, and its magic number
+LOCAL = b"PK\x03\x04"  # magic number of the header before an entry's bytes
 
 PICKLE = "/data.pkl"
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 DEPTH = 200
-TIMES = 100  # bound on how much shared parts may inflate a value's apparent size
+TIMES = 100  # limit on the factor by which shared parts may inflate a value's apparent size
 
 # storage classes by name, which torch writes for most dtypes
 STORAGES = {
@@ -53,7 +53,7 @@ STORAGES = {
 
 
 class View(io.RawIOBase):
-    """A part of a file, as a file. Reads allocate no more than the bytes that exist."""
+    """A byte range of a file, as a file. A read allocates at most the bytes left in the range."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class View(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = max(0, min(len(buffer), self._length - self._place))
         self._file.seek(self._offset + self._place)
-        count: int = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]  # of files opened in binary mode
+        count: int = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]  # binary files have readinto
         self._place += count
         return count
 
@@ -120,7 +120,7 @@ def _entries(file: View) -> dict[str, _Stored]:
 
 
 def shared(places: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield places (file, offset, length) that begin inside the previous place."""
+    """Yield byte ranges (file, offset, length) that, sorted, begin inside the previous one."""
     for (file, offset, length), place in itertools.pairwise(sorted(places)):
         if file == place[0] and offset + length > place[1]:
             yield place
@@ -144,9 +144,9 @@ def read_torch_file(
     *,
     verify: bool,
 ) -> Any:
-    """Return the value that ``torch.save`` wrote into a part of a file. RefusedError for more than
-    plain data and tensors; UnpicklingError or DamagedError if damaged, with ``verify`` by the
-    archive's own checksums."""
+    """Return the value that ``torch.save`` wrote to a byte range of a file. RefusedError unless it
+    consists of plain data and tensors; UnpicklingError or DamagedError if it is damaged. ``verify``
+    also verifies the archive's own checksums."""
     return _TorchFile(View(file, offset, length), verify).read()
 
 
@@ -165,7 +165,7 @@ class _TorchFile:
         self._top = tops[0]
         order = self._entries.get(f"{self._top}/byteorder")
         if order is not None and self._bytes(order) != sys.byteorder.encode():
-            raise DamagedError("a machine with another byte order wrote it")
+            raise DamagedError("it was written on a machine with another byte order")
         data = self._bytes(self._entries[self._top + PICKLE])
         found = unpickle(data, {**plain_names(), **tensor_names()}, persistent=self._storage)
         _require_tree(found)
@@ -179,7 +179,7 @@ class _TorchFile:
 
     def _check(self, entry: _Stored, data: bytes | memoryview) -> None:
         if len(data) != entry.length:
-            raise DamagedError("it ends too early")
+            raise DamagedError("it is truncated")
         # torch can be configured to write no checksums
         if self._verify and entry.sum and zlib.crc32(data) != entry.sum:
             raise DamagedError("the checksum of an entry of its archive does not match")
@@ -205,8 +205,8 @@ class _TorchFile:
 
 
 def _require_tree(value: Any) -> None:
-    """Raise DamagedError for a value that contains itself, is too deep, or is shared too often.
-    With a memo, a hundred bytes can describe lists of lists that take years to traverse."""
+    """Raise DamagedError if a value contains itself, is nested too deeply, or repeats its parts too
+    often. With memo references, a hundred bytes can encode lists that take years to traverse."""
     sizes: dict[int, int] = {}  # number of elements of each traversed value
     entered: list[Any] = [value]
     rest: list[Iterator[Any]] = [iter(_inside(value))]
@@ -219,7 +219,7 @@ def _require_tree(value: Any) -> None:
             inside.discard(id(done))
             sizes[id(done)] = 1 + sum(sizes.get(id(one), 1) for one in _inside(done))
             if sizes[id(done)] > TIMES * elements + 1000:
-                raise DamagedError("a value contains itself too often")
+                raise DamagedError("a value repeats its parts too often")
             continue
         elements += 1
         if id(below) in sizes or not isinstance(below, CONTAINERS):
@@ -279,7 +279,7 @@ def _view(
     stride: Any,
     dtype: Any = None,
 ) -> Tensor:
-    """Return a tensor within a storage, which torch would enlarge if the tensor did not fit."""
+    """Return a view of a storage. Checks its size, because torch would enlarge a short storage."""
     if type(storage) is not _Storage:
         raise UnpicklingError("a tensor has no storage")
     dtype = dtype or storage.dtype
@@ -320,7 +320,7 @@ def _tensor_of(
 
 
 def _tensor_with_dtype(*args: Any) -> Tensor:
-    dtype = args[6]  # follows the arguments of ``_tensor_of`` up to the hooks
+    dtype = args[6]  # after the arguments of ``_tensor_of`` up to ``hooks``
     if not isinstance(dtype, torch.dtype):
         raise UnpicklingError("a tensor has no dtype")
     return _tensor_of(*args[:6], *args[7:], dtype=dtype)

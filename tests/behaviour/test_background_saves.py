@@ -401,7 +401,7 @@ def test_processes_that_end(tmp_path: Path, what: str) -> None:
     said = [process.communicate(timeout=120)[0] for process in started]
     if what == "killed":
         assert started[1].returncode == -signal.SIGKILL
-        assert "rank 1: it has ended before it had written its part" in said[0]
+        assert "rank 1: it has exited before it had written its part" in said[0]
         assert not (tmp_path / "saved").exists()
     else:
         assert [process.returncode for process in started] == [0, 0]

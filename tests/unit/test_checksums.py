@@ -37,7 +37,7 @@ def test_the_sum_of_a_part_of_a_file(length: int) -> None:
 
 
 def test_a_part_behind_the_end_of_a_file() -> None:
-    with pytest.raises(DamagedError, match="3 bytes too early"):
+    with pytest.raises(DamagedError, match="3 bytes too short"):
         sum_of_part(io.BytesIO(b"12345"), 2, 6)
 
 

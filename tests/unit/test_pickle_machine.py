@@ -112,7 +112,7 @@ def test_instances_get_their_state_if_nobody_else_holds_them() -> None:
         assert isinstance(unpickle(data[1], plain_names()), Registered)
         known = Registered()
         known.note = 1  # type: ignore[attr-defined]  # any
-        with pytest.raises(RefusedError, match="that others use"):
+        with pytest.raises(RefusedError, match="that other code uses"):
             unpickle(pickle.dumps(known), plain_names())
     with pytest.raises(RefusedError, match="Point"):
         unpickle(data[0], plain_names())
