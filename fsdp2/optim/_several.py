@@ -113,7 +113,7 @@ class Several(Wrapped, Optimizer):
         raise ConfigError(
             "FS711",
             f"add_param_group: expected one of this optimizer's classes as 'cls', {known}, found "
-            f"{getattr(wanted, '__name__', wanted)}. Create the optimizer with a group of that class.",
+            f"{getattr(wanted, '__name__', wanted)}. Create it with a group of that class.",
         )
 
     @property
