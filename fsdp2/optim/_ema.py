@@ -198,7 +198,7 @@ class EMA:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a ``state_dict`` saved on any mesh, or one with full tensors.
 
-        Collective if an average is sharded. All or nothing, on every rank.
+        Collective if an average is sharded. On an error, no rank changes anything.
 
         Raises:
             StateError: unexpected or missing names.
@@ -246,7 +246,7 @@ class EMA:
         return values
 
 
-EMA.__module__ = "fsdp2._pickles"  # independent of where this file moves
+EMA.__module__ = "fsdp2._pickles"  # pickles stay valid if this file moves
 
 
 def _placed_alike(value: Tensor, average: Tensor) -> Tensor:

@@ -341,7 +341,7 @@ class LocalOptimizer(Wrapped):
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. ``closure`` recomputes the loss and gradients; its result is returned.
+        """Perform a step. ``closure`` recomputes the loss and gradients; its result is returned.
 
         Raises:
             UnsupportedError: a param group has ``capturable`` or ``differentiable``.
@@ -612,7 +612,7 @@ def rebuild_optimizer(cls: type[Optimizer]) -> Any:
     return made.__new__(made)
 
 
-rebuild_optimizer.__module__ = "fsdp2._pickles"  # independent of where this file moves
+rebuild_optimizer.__module__ = "fsdp2._pickles"  # pickles stay valid if this file moves
 
 
 def check_groups(cls: type[Optimizer], groups: Groups) -> None:

@@ -14,8 +14,8 @@ Between steps, the user sees host tensors with unchanged placements: DTensors wh
 views of the pinned memory. Reading them waits for the copies. Counters stay where they are.
 
 [Note: states of runs that travel]
-``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has separate plans, and between
-steps the optimizer has all of them, as if a single step had made them.
+``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has separate plans. Between
+steps the optimizer holds the plans of all batches, as after one step.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ class OffloadedStates:
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step, unit by unit. ``closure`` recomputes the loss and gradients."""
+        """Perform a step, unit by unit. ``closure`` recomputes the loss and gradients."""
         loss = loss_of(closure)
         groups, batches = self.param_groups, self._batches_now()
         places = {param: place for place, group in enumerate(groups) for param in group["params"]}
@@ -549,7 +549,7 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None =
     return made
 
 
-rebuild_offloaded.__module__ = "fsdp2._pickles"  # independent of where this file moves
+rebuild_offloaded.__module__ = "fsdp2._pickles"  # pickles stay valid if this file moves
 
 
 def _remove_all(handles: list[Any]) -> None:

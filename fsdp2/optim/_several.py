@@ -123,7 +123,7 @@ class Several(Wrapped, Optimizer):
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step of every member, with the guarantees of ``whole``; element-wise ones last."""
+        """Step every member, with the guarantees of ``whole``; element-wise members step last."""
         loss = loss_of(closure)
         self._share_groups()
         by_owners = self._by_owners

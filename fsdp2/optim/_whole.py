@@ -11,7 +11,7 @@ DTensors, and ``.data`` writes to any tensor, without incrementing them), so eac
 hash of its shards' bits with that after the last step. 2. Gradients go to owners round by round.
 The class's own ``step`` runs on the matrices of a round while the next round is in flight. It
 writes to the owners' copies only. 3. Ranks agree that none failed. Up to this point no parameter
-has changed. If a rank failed, all raise, and the owners' copies are discarded. 4. Rows of the
+has changed. If a rank failed, all ranks raise, and the owners' copies are discarded. 4. Rows of the
 copies are sent back to the shards.
 
 Each round has an optimizer of the class for the matrices that this rank owns in it, with one
@@ -301,7 +301,7 @@ def text_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def short(value: object) -> str:
-    """Return a text that is compared between ranks, and shown where it differs."""
+    """Return text that is compared between ranks, and shown in an error if it differs."""
     text = repr(value)
     return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
 
@@ -519,7 +519,7 @@ class WholeOptimizer(Wrapped):
             self.beside, self._counters = found[0]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of this optimizer's class; the next step chooses owners again."""
+        """Add a group for this optimizer's class; the next step chooses owners again."""
         group = dict(param_group)
         if group.pop("cls", self._plain_class) is not self._plain_class:
             raise ConfigError(
@@ -543,7 +543,7 @@ class WholeOptimizer(Wrapped):
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. ``closure`` recomputes the loss and gradients; its result is returned.
+        """Perform a step. ``closure`` recomputes the loss and gradients; its result is returned.
 
         Collective over the ranks of the parameters' meshes. See [Note: a step of owners].
 
