@@ -691,7 +691,7 @@ class WholeOptimizer(Wrapped):
         return failed
 
     def _give_beside(self, fleet: Fleet) -> None:
-        """Give the rounds' optimizers the extra entries of a loaded state dict."""
+        """Pass the extra entries of a loaded state dict to the rounds' optimizers."""
         if not self.beside:
             return
         for inner in fleet.inners:
@@ -806,7 +806,7 @@ class WholeOptimizer(Wrapped):
 
 
 def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
-    """Step some optimizers, all of them or none. See [Note: a step of owners]."""
+    """Step several optimizers atomically: all or none. See [Note: a step of owners]."""
     if not optimizers:
         return
     who = optimizers[0]._who
