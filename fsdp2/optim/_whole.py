@@ -247,7 +247,7 @@ def _make(
 
 
 MODES = ("train", "eval")
-"""Methods with which a class (schedulefree's) swaps parameters with values of its state."""
+"""Methods in which a class (of schedulefree) swaps parameters with values of its state."""
 
 
 def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -792,7 +792,7 @@ class WholeOptimizer(Wrapped):
             fleet.fields.update(told)
 
     def _forget_copies(self) -> None:
-        """Make owners receive all parameters again: a step failed, and nothing was written."""
+        """Invalidate the owners' copies: a step failed, and nothing was written."""
         for fleet in self._fleets:
             for one in fleet.owned:
                 one.printed = None
