@@ -1,17 +1,17 @@
-"""Optimizer states kept in blocks of elements: low-bit codes with one scale per block.
+"""Optimizer states stored in blocks of elements: low-bit codes with one scale per block.
 
-The checkpoint form are tensors over the full parameter, of which each rank has its rows' part. No
-block may be divided between ranks.
+In checkpoint form they are tensors over the full parameter, sharded like its rows. No block may be
+split across ranks.
 
 [Note: states in blocks]
-Libraries keep them in two ways: as plain tensors of other lengths next to those of the parameter's
-shape (bitsandbytes), or as a tensor that wraps others (torchao). Such tensors do not describe their
-layout, so it is probed: a step on zeros of a shard's shape, with the options of its param group,
-makes the states of such a shard. A plain tensor in them, or inside a wrapper, has one element for
-every ``block`` elements of the flattened parameter. The block must be the same for all shard sizes.
-So each rank can compute the other ranks' layouts, and nothing is sent. Tables that translate codes
-(``qmap``) belong to the class: every step that makes states makes them, and they are not saved. To
-load states, the step on zeros allocates them, and the values are copied in.
+Libraries store such states as plain tensors whose lengths differ from the parameter's
+(bitsandbytes), or as a tensor that wraps others (torchao). These tensors do not describe their
+layout, so we probe it: a step on zeros of a shard's shape, with the options of its param group,
+creates the states of a shard. Each plain tensor among them, or inside a wrapper, has one element
+per ``block`` elements of the flattened parameter. ``block`` must be the same for all shard sizes,
+so each rank can compute the other ranks' layouts without communication. Tables that decode codes
+(``qmap``) are not saved: the class creates them together with the states. To load states, a step on
+zeros allocates them, and the loaded values are copied in.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fsdp2._core.params.layout import contiguous_stride
 from fsdp2.optim._wrapped import State
 
 Probe = Callable[[Sequence[int], torch.dtype, torch.device], State]
-"""Makes the states of a shard of a given shape, by a step on zeros."""
+"""Creates the states for a shard of the given shape, by a step on zeros."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A plain tensor of a state: its dtype, and the parameter elements per element of it."""
+    """A plain tensor of a state: its dtype, and the number of parameter elements per element."""
 
     block: int
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Lines:
 
     @staticmethod
     def of(param: DTensor) -> Lines | None:
-        """Return the lines of a parameter that is divided by rows over one axis; else None."""
+        """Return a parameter's distribution; None unless it is sharded by rows over one axis."""
         cuts = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
         if len(cuts) != 1 or not torch_dtensor.shards_dim(cuts[0][1], 0):
             return None
@@ -68,7 +68,7 @@ class Lines:
         return Lines(axis, size, place, math.prod(param.shape[1:]), rows)
 
     def ends(self, block: int) -> tuple[int, ...] | None:
-        """Return where each rank's blocks end, in blocks; None if any block is divided."""
+        """Return the end of each rank's part, in blocks; None if any block is split."""
         if any(start * self.row_numel % block for start, count in self.rows if count):
             return None
         counts = [-(-count * self.row_numel // block) for _, count in self.rows]
@@ -88,7 +88,7 @@ def is_apart(entry: State, param: Tensor) -> bool:
 
 
 def plain_parts(entry: State) -> dict[str, Tensor]:
-    """Return a state's plain tensors by name, without 0-dim ones and tables of codes."""
+    """Return a state's plain tensors by name, except 0-dim ones and code tables."""
     found: dict[str, Tensor] = {}
 
     def look(name: str, value: Any) -> None:
@@ -138,7 +138,7 @@ class StatesInBlocks:
 
     @staticmethod
     def of(fqn: str, param: DTensor, probe: Probe) -> StatesInBlocks | None:
-        """Probe the class; None if its states are plain, UnsupportedError if incompatible."""
+        """Probe the class. Return None for plain states, raise UnsupportedError if incompatible."""
         lines = Lines.of(param)
         if lines is None:
             return None
@@ -153,7 +153,7 @@ class StatesInBlocks:
             for name, part in plain_parts(entry).items():
                 block = _block_of(numel, part.numel())
                 if block is None:
-                    raise _refused(fqn, f"{name} has {part.numel()} elements, its shard {numel}")
+                    raise _refused(fqn, f"{name} has {part.numel()} elements, the shard {numel}")
                 is_plain = is_plain and block == 1 and name in entry
                 parts[name] = Part(block, part.dtype)
             found[numel] = parts

@@ -1,6 +1,6 @@
 """``clip_grad_norm_`` over plain, sharded, replicated and tensor-parallel parameters on any meshes.
 
-The process groups over which a gradient is split follow from its parameter's placements alone.
+The process groups over which a gradient is split depend only on its parameter's placements.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def clip_grad_norm_(
     The norm is that of all unsharded gradients as one vector, before scaling. An element on several
     ranks (a replicate axis, an unsharded parameter under tensor parallelism) counts once, and so
     does a parameter that is passed twice. Plain parameters are assumed to have the same gradient on
-    every rank. Parameters whose ``grad`` is None do not count.
+    every rank. Parameters whose ``grad`` is None contribute nothing.
 
     Only local norms are communicated: one all-gather per process group over which a parameter is
-    split. Collective: every rank passes the same parameters in the same order, but not all of them
-    need to have the same gradients.
+    split. Collective: every rank passes the same parameters in the same order, but ranks may have
+    gradients for different parameters.
 
     Args:
         parameters: a tensor, or an iterable (which may be a generator) of plain parameters and of
@@ -58,7 +58,7 @@ def clip_grad_norm_(
         norm_type: any number; ``inf`` is the largest magnitude, ``-inf`` the smallest, 0 the number
             of nonzero elements.
         error_if_nonfinite: raise if the total is NaN or infinite, instead of scaling by it.
-        foreach: False runs one kernel per gradient; None and True one kernel for many.
+        foreach: False: one kernel per gradient. None and True: one kernel for many gradients.
 
     Returns:
         A plain 0-dim tensor, the same on every rank, on the device of the first gradient; float32,
@@ -69,7 +69,7 @@ def clip_grad_norm_(
         StateError: the total is not finite and ``error_if_nonfinite`` is set; gradients are
             unchanged.
 
-    Source: the public ``torch.nn.utils.clip_grad_norm_``, which takes DTensors of one mesh.
+    Source: the public ``torch.nn.utils.clip_grad_norm_``, which accepts DTensors on one mesh only.
     """
     with torch.no_grad(), operation("clip_grad_norm_"):
         return _clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -84,7 +84,7 @@ def _clip(
 ) -> Tensor:
     unique = _unique(parameters)
     max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a number of at least 0", 0.0)
-    given: Any = norm_type  # torch documents strings too
+    given: Any = norm_type  # torch also accepts strings
     order = (
         float(given)
         if isinstance(given, str) and given in ("inf", "-inf")
@@ -113,7 +113,7 @@ def _clip(
         raise StateError(
             "FS705",
             f"clip_grad_norm_: the total norm of order {order:g} of {len(unique)} parameters is "
-            f"{total.item()}, and error_if_nonfinite is set. Find the gradient that is not finite, "
+            f"{total.item()}, and error_if_nonfinite is set. Find the non-finite gradient, "
             "or omit error_if_nonfinite to scale anyway.",
         )
     _scale_(local_grads, (max_norm / (total + 1e-6)).clamp(max=1.0), loop)
@@ -127,7 +127,7 @@ def _total(
     loop: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return the norm of all local tensors of all ranks, each spread over some process groups."""
+    """Return the norm of all ranks' local tensors, each split over its key's process groups."""
     norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
     _join_over_ranks(norms, order)
     if not norms:
@@ -142,13 +142,13 @@ def _exact_total(
     loop: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return a norm independent of the number of ranks: some model is ``reproducible``."""
+    """Return a norm independent of the number of ranks, for ``reproducible`` models."""
     if order not in (1.0, 2.0):
         if math.isinf(order) or order == 0:  # magnitudes and counts are exact in any order
             return _total(parts, order, torch.float64, loop, device).to(dtype)
-        hint = "or end it with reproducible(model, None)."
-        expected = "0, 1, 2 or an infinity while a model is reproducible"
-        raise wrong_value("clip_grad_norm_", "norm_type", expected, order, f"Pass one, {hint}")
+        hint = "Pass one of these, or end it with reproducible(model, None)."
+        expected = "0, 1, 2, inf or -inf while a model is reproducible"
+        raise wrong_value("clip_grad_norm_", "norm_type", expected, order, hint)
     largest = _total(parts, math.inf, torch.float64, loop, device)
     unit = unit_of(largest, order)
     sums = {spread: integers_of(part, order, unit) for spread, part in parts.items()}
@@ -228,7 +228,7 @@ def _identity(order: float) -> float:
 
 
 def _joined(norms: Tensor, order: float) -> Tensor:
-    """Join the norms of parts along dim 0; integers are added up."""
+    """Combine the norms of parts along dim 0; integers are summed."""
     if order == 0 or not norms.is_floating_point():
         return norms.sum(0)
     total: Tensor = torch.linalg.vector_norm(norms, order, dim=0)
@@ -236,7 +236,7 @@ def _joined(norms: Tensor, order: float) -> Tensor:
 
 
 def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
-    """Combine norms with the other ranks', in one all-gather of a number per norm."""
+    """Combine norms with the other ranks' norms, in one all-gather with one number per norm."""
     sent = norms.to(wire_device(group, norms.device))
     size = dist.get_world_size(group)
     gathered = torch.empty((size * norms.numel(),), dtype=sent.dtype, device=sent.device)

@@ -107,7 +107,7 @@ class EMA:
 
         Raises:
             StateError: inside ``swapped()`` or during a step; a parameter was added, removed or
-                placed differently since the average was made.
+                placed differently since the average was created.
         """
         if self._is_swapped:
             raise StateError(
@@ -153,7 +153,7 @@ class EMA:
             raise StateError(
                 "FS707",
                 f"EMA: {what} differ from the averages: missing {missing}, unexpected {more}. "
-                "Create the EMA from the model that they belong to.",
+                "Create the EMA from the model of these averages.",
             )
 
     @contextmanager
@@ -196,14 +196,14 @@ class EMA:
     @torch.no_grad()
     @operation("EMA.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a ``state_dict`` from this mesh or another one, or one of full tensors.
+        """Load a ``state_dict`` saved on any mesh, or one with full tensors.
 
-        Collective if an average is sharded. All or nothing, on every rank.
+        Collective if an average is sharded. On an error, no rank changes anything.
 
         Raises:
-            StateError: names that the model does not have, or missing names.
-            ConfigError: not such a state; a value of another shape, or one that its dtype cannot
-                represent. The message names the value; nothing was changed.
+            StateError: unexpected or missing names.
+            ConfigError: an invalid state dict; a value of another shape, or one that the average's
+                dtype cannot represent. The message names the value; nothing was changed.
         """
         is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
         main = Grids([*self._averages.values()]).main if is_sharded else Grid(())
@@ -235,7 +235,7 @@ class EMA:
             value: Any = values[name]
             if not isinstance(value, Tensor) or value.shape != average.shape:
                 found = (
-                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is none"
+                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is invalid"
                 )
                 raise ConfigError(
                     "FS708",
@@ -246,7 +246,7 @@ class EMA:
         return values
 
 
-EMA.__module__ = "fsdp2._pickles"  # independent of where this file moves
+EMA.__module__ = "fsdp2._pickles"  # pickles stay valid if this file moves
 
 
 def _placed_alike(value: Tensor, average: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Norms that do not depend on the division of gradients, from order-independent integer sums.
+"""Norms that do not depend on how gradients are sharded, from order-independent integer sums.
 
-Owns the integers that represent a local tensor. Independent of ranks and parameters: ``_clip`` sums
-the integers over process groups.
+Converts local tensors to integers. Independent of ranks and parameters: ``_clip`` sums the integers
+over process groups.
 
 [Note: exact sums]
 Given the largest magnitude of all elements, each power |g|^p is represented by two integers of 30

@@ -1,7 +1,7 @@
 """``graphed``: a training step that is captured once as a device graph, and replayed.
 
-Owns the decision to capture, replay or run a step eagerly, the static inputs, and the optimizer
-values that are read on the host. The engine's state around a replay is in ``_core.engine.replay``.
+Decides whether a step is captured, replayed or run eagerly. Owns the static inputs, and the
+optimizer values read on the host. The engine's state around a replay is in ``_core.engine.replay``.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def graphed(
     warmup: int = 3,
     max_captures: int = 8,
 ) -> GraphedStep:
-    """Return a training step that is captured as a device graph, and replayed from then on.
+    """Return a training step that is captured as a device graph, and then replayed.
 
     Args:
         model: a sharded model on a device with graphs (CUDA).
         optimizer: stepped at the end of each step, then its gradients are cleared. A
             ``torch.optim.Optimizer`` that can count steps on the device: its param groups get
-            ``capturable=True``. ``SGD`` has no count. None: a step leaves its gradients in place.
-        loss: called with the model and the arguments of the step; returns the loss, or a tuple that
+            ``capturable=True``. ``SGD`` counts no steps. None: the step leaves gradients in place.
+        loss: called with the model and the step's arguments; returns the loss, or a tuple that
             begins with the loss. None: the model's output is the loss.
         max_norm: clip gradients to this total norm before the optimizer's step.
         warmup: eager steps of each kind (shapes, dtypes, loss, micro-batch) before its capture.
-        max_captures: total limit of captures. Further steps run eagerly, with a warning.
+        max_captures: upper bound on captures. Further steps run eagerly, with a warning.
 
     Raises:
         ConfigError, UnsupportedError: an argument of a wrong type or value; nothing is sharded; the
@@ -101,13 +101,13 @@ def graphed(
 
 
 def _make_capturable(optimizer: Any) -> None:
-    """Make an optimizer count its steps on the device; UnsupportedError if it cannot."""
+    """Make an optimizer count its steps on the device; raise UnsupportedError if it cannot."""
     groups, name = optimizer.param_groups, type(optimizer).__name__
     counts = any("capturable" not in group for group in groups)
     if isinstance(optimizer, Wrapped) or (counts and type(optimizer) is not torch.optim.SGD):
         raise UnsupportedError(
             "FS718",
-            f"graphed: {name} counts its steps on the host, so a graph would replay one count. "
+            f"graphed: {name} counts its steps on the host, so a graph would replay one value. "
             "Pass a torch optimizer that supports capturable=True (Adam, AdamW, RMSprop and "
             "others), or SGD. Or pass none, and call your optimizer's step after each call.",
         )
@@ -151,7 +151,7 @@ class GraphedStep:
         captures: the number of graphs captured so far.
         replays: the number of steps that were replays.
         grad_norm: the gradient norm of the last step, before clipping; None without ``max_norm``.
-            The next replay overwrites it: clone it to keep it.
+            The next replay overwrites this tensor: clone it to keep the value.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class GraphedStep:
         return self._take(args, kwargs, is_last=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of a micro-batch other than the last; nothing is reduced."""
+        """Run forward and backward of any micro-batch but the last; nothing is reduced."""
         return self._take(args, kwargs, is_last=False)
 
     def reset(self) -> None:
@@ -276,8 +276,8 @@ class GraphedStep:
         result = self.loss(self._model, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) and result else result
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            expected = "a tensor of one element with a gradient, or a tuple that begins with one"
-            raise wrong_type("graphed", "what the loss function returns", expected, result)
+            expected = "a one-element tensor that requires grad, or a tuple that begins with one"
+            raise wrong_type("graphed", "the value the loss function returns", expected, result)
         loss.backward()
         if self._optimizer is not None and is_last:
             if self._max_norm is not None:
@@ -305,7 +305,7 @@ class GraphedStep:
     def _capture(
         self, kind: _Kind, args: Any, kwargs: Any, given: Sequence[Tensor], is_last: bool
     ) -> str:
-        """Capture a step without running it; return why it cannot be replayed, or ""."""
+        """Capture a step without running it; return the reason if it cannot be replayed, or ""."""
         current = self._graphs.current_stream()
         self._trees = trees = self._look_at_trees()
         trees.look()
@@ -338,7 +338,7 @@ class GraphedStep:
 
 
 def _reads_rate_on_device(group: dict[str, Any]) -> bool:
-    """Return True if the learning rate may be a tensor. Plain SGD would read it on the host."""
+    """Return True if the step can read its learning rate on the device; plain SGD cannot."""
     return "lr" in group and ("capturable" in group or bool(group.get("fused")))
 
 
@@ -372,7 +372,7 @@ class _Rates:
 
 
 class _Guards:
-    """Host values and tensors outside of the engine that a captured step depends on."""
+    """Host values, and tensors outside of the engine, on which a captured step depends."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
@@ -405,7 +405,7 @@ class _Guards:
     def why_left(self) -> str:
         """Return the change that invalidates the graph, or "" if there is none."""
         if not _are(self._tensors, self._tensors_now()):
-            return "a parameter or a buffer of the model is another tensor"
+            return "a parameter or a buffer of the model was replaced"
         if not _are(self._states, self._states_now()):
             return "the optimizer's state was replaced, as load_state_dict does"
         if self._groups != self._groups_now():
@@ -442,7 +442,7 @@ class _Captured:
             yield
 
     def keep_gradients(self, trees: Trees) -> None:
-        """Keep the gradients that the step leaves: replays write to their memory."""
+        """Keep the gradients that remain after the step: replays write to their memory."""
         self.gradients = [(one, one.grad) for one in trees.params if one.grad is not None]
 
     def why_left(self, follows_graph: bool) -> str:

@@ -65,7 +65,7 @@ class FusedAdam:
 
     @staticmethod
     def of(plan: StepPlan, group: dict[str, Any]) -> FusedAdam | None:
-        """Return the kernel for a plan's runs; None if they must step by the class."""
+        """Return the kernel for a plan's runs; None if the class must step them."""
         if not _suits(group) or plan.plain or not plan.runs:
             return None
         names = {"step", "exp_avg", "exp_avg_sq"}
@@ -149,10 +149,10 @@ MIXING: tuple[type[Optimizer], ...] = (
     torch.optim.LBFGS,
     torch.optim.Muon,
 )
-"""Classes whose elements depend on other elements or on the loss."""
+"""Classes in which an element's update depends on other elements or on the loss."""
 
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of these classes that are 0-dim for a parameter of any shape."""
+"""States of ``ELEMENTWISE`` classes that are 0-dim for parameters of any shape."""
 
 CACHE_LINE_NBYTES = 64
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -173,15 +173,15 @@ def local(
     learning-rate schedulers, ``GradScaler`` and checkpoints work as with the plain optimizer.
     Parameters of one param group that are adjacent in their unit's flat buffer step as one tensor
     (or one tensor per distinct value of ``step``); others step individually on their local tensors.
-    Parameters, gradients and states remain DTensors to the user. ``state`` and ``state_dict()``
+    Parameters, gradients and states remain DTensors for the user. ``state`` and ``state_dict()``
     return views of the stepped memory, with the parameters' placements, and copies of 0-dim states
     such as ``step``, current when ``state`` is read. The next step uses any changes made through
     ``state``.
 
     Results are bitwise those of ``cls`` on the DTensors with the same arguments (for a user-defined
-    class on a CPU, provided that its kernels round the same at any position). Where ``foreach`` is
-    None, that means the loop, which torch chooses for DTensors. Where torch has no ``DTensor``
-    kernels (fused SGD and Adagrad, Rprop), results are those on plain local tensors.
+    class on a CPU, provided that its kernels round the same at any position). If ``foreach`` is
+    None, the loop runs, which torch also chooses for DTensors. If torch has no ``DTensor`` kernels
+    (fused SGD and Adagrad, Rprop), results are those on plain local tensors.
 
     Args:
         cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
@@ -190,17 +190,17 @@ def local(
         elementwise: declares that a user-defined or third-party class is element-wise. It must
             compute each element from that element's parameter, gradient and states alone, and keep
             no data about parameters between steps except its states. Its first step runs parameter
-            by parameter. If its states are plain tensors, in the parameter's shape or 0-dim,
-            adjacent parameters step as one from then on. Other states (codes and scales of an 8-bit
-            optimizer's blocks) are saved for the full parameter if no shard divides a block, which
-            ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures; to find their layout,
-            the class steps once on zeros of a shard's shape. If a shard divides a block, they
-            belong to this rank's shards: ``state_dict()`` refuses them; save them with
-            ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
+            by parameter. If its states are plain tensors that are 0-dim or have the parameter's
+            shape, adjacent parameters step as one afterwards. Other states (codes and scales of an
+            8-bit optimizer's blocks) are saved for the full parameter if no shard boundary splits a
+            block, which ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures; to find
+            their layout, the class steps once on zeros of a shard's shape. If a block is split,
+            they are only valid for this rank's shards: ``state_dict()`` refuses them; save them
+            with ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
         kwargs: the arguments of ``cls``.
 
     Raises:
-        ConfigError: a class that is not known to be element-wise, or known not to be; arguments
+        ConfigError: a class that is not known to be element-wise, or is known not to be; arguments
             that a class of ``torch.optim`` refuses.
         UnsupportedError: ``capturable=True`` or ``differentiable=True``; a class whose ``step``
             requires a closure, because it computes the loss in the middle of a step.
@@ -238,7 +238,7 @@ def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
             "FS702",
             f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, but on local "
             "shards only element-wise optimizers compute the same as on full parameters. Use one "
-            f"of {known}; fsdp2.optim.whole, if {cls.__name__} steps each parameter by itself; "
+            f"of {known}; fsdp2.optim.whole, if {cls.__name__} steps parameters independently; "
             f"{cls.__name__} itself on the DTensors; {way}",
         )
     if needs_closure(cls):
@@ -295,9 +295,9 @@ class LocalOptimizer(Wrapped):
         self._place_scalars()
 
     def _place_scalars(self) -> None:
-        """Place states of 0-dim parameters like these, except counters: torch's checkpoints load
-        them plain. A 0-dim state is not a counter if a known class uses it otherwise, or if it has
-        another parameter's shape elsewhere.
+        """Place states of 0-dim parameters like the parameters, because torch's checkpoints load
+        them plain. Counters stay plain: those in ``COUNTERS`` for a known class, and for others
+        every state that is never a DTensor.
         """
         entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
         if not entries:
@@ -341,7 +341,7 @@ class LocalOptimizer(Wrapped):
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. ``closure`` recomputes the loss and gradients; its result is returned.
+        """Perform a step. ``closure`` recomputes the loss and gradients; its result is returned.
 
         Raises:
             UnsupportedError: a param group has ``capturable`` or ``differentiable``.
@@ -405,7 +405,7 @@ class LocalOptimizer(Wrapped):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Load like the plain optimizer, and states in blocks, which keep their dtypes."""
+        """Load like the plain optimizer. States in blocks keep their dtypes."""
         given = check_mapping("load_state_dict", "state_dict", state_dict)
         groups, values = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list | tuple) or not isinstance(values, Mapping):
@@ -508,7 +508,7 @@ class LocalOptimizer(Wrapped):
         groups: Groups,
         grads: list[Tensor],
     ) -> bool:
-        """Step with a kernel call per param group if equivalent; return whether it did."""
+        """Step with a kernel call per param group if equivalent; return True if it did."""
         if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
             return False
         # attributes that GradScaler sets on a fused optimizer
@@ -545,7 +545,7 @@ class LocalOptimizer(Wrapped):
         self._place_states(groups)
         for group in groups:
             granule: Granule = functools.partial(_granule, bool(group.get("fused")))
-            if not self._joins:  # states may not be splittable
+            if not self._joins:  # states may not be separable
                 granule = _never
             plan = StepPlan(group["params"], self._table, granule, self._known)
             own = plan.gradients(group["params"])
@@ -558,7 +558,7 @@ class LocalOptimizer(Wrapped):
         return plans, grads
 
     def _place_states(self, groups: Groups) -> None:
-        """Place states like their parameters, in the same order on all ranks: plans may differ."""
+        """Place states like their parameters, in the same order on all ranks (plans may differ)."""
         with named("step of an optimizer: a state placed differently"), carrying():
             for param in params_of(groups):
                 entry = self._table.get(param)
@@ -612,7 +612,7 @@ def rebuild_optimizer(cls: type[Optimizer]) -> Any:
     return made.__new__(made)
 
 
-rebuild_optimizer.__module__ = "fsdp2._pickles"  # independent of where this file moves
+rebuild_optimizer.__module__ = "fsdp2._pickles"  # pickles stay valid if this file moves
 
 
 def check_groups(cls: type[Optimizer], groups: Groups) -> None:
@@ -635,7 +635,7 @@ def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _kind(device: torch.device) -> str:
-    """Return the device type whose random number state is restored; the host's always is."""
+    """Return the device type whose RNG state is restored; the host's is always restored."""
     return "cuda" if device.type in ("cpu", "meta") else device.type
 
 

@@ -7,15 +7,15 @@ A *batch* is the parameters of one unit, or of several small ones. Its states ar
 pinned memory, and move in one copy. The class's step runs once per batch, with the param groups
 reduced to its parameters. While one batch steps, the next one's states are being copied in and the
 previous one's out. So at most three batches are on the device at a time, and none between steps.
-With ``max_bytes``, as many are there as it allows: copies in start when backward has their
-gradients, and the last copies out overlap with the next forward.
+``max_bytes`` replaces this limit: copies in then start when backward has their gradients, and the
+last copies out overlap with the next forward.
 
 Between steps, the user sees host tensors with unchanged placements: DTensors whose local parts are
 views of the pinned memory. Reading them waits for the copies. Counters stay where they are.
 
 [Note: states of runs that travel]
-``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has separate plans, and between
-steps the optimizer has all of them, as if a single step had made them.
+``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has separate plans. Between
+steps the optimizer holds the plans of all batches, as after one step.
 """
 
 from __future__ import annotations
@@ -81,21 +81,20 @@ def offload_states(
     and nothing else changes: results are bitwise the same, and so are ``param_groups``, hooks and
     ``state_dict()``. States remain DTensors, with local parts on the host. Reading ``state`` waits
     for copies in flight. Loading a state temporarily needs device memory for all of it, because
-    torch puts it there.
+    torch loads it there.
 
     On a CPU, and for parameters on the host (``CPUOffloadPolicy``), states stay where they are.
     With ``max_bytes``, states copied in during backward stay on the device until the step is done,
-    even if it is skipped, as for a gradient that is not finite.
+    even if it is skipped, for example because of a non-finite gradient.
 
     Args:
         optimizer: of ``torch.optim`` or ``fsdp2.optim.local``, before or after its first step. It
             is changed in place: its class becomes a subclass of its original class.
         max_bytes: upper bound on the bytes of states on the device at a time. None means three
             units, during the step only. With a number, copies in start in backward, once their unit
-            has its gradients, and the last copies out overlap with the next forward, so that
-            transfers overlap with more than the step. To keep the peak unchanged, choose the memory
-            that backward has freed by its end: activations minus gradients. At least two units are
-            on the device during the step.
+            has its gradients, and the last copies out overlap with the next forward. To keep the
+            peak unchanged, choose the memory that backward frees in total: activations minus
+            gradients. At least two units are on the device during the step.
         by_itself: declares that a user-defined or third-party class steps each parameter
             independently, and keeps no data about parameters except its states.
 
@@ -106,7 +105,7 @@ def offload_states(
         ConfigError: a class that is not known to step each parameter independently;
             ``optimizer.step`` was replaced (except by a learning-rate scheduler).
         UnsupportedError: an optimizer that requires a closure; ``fsdp2.optim.whole``, whose states
-            are with their owners.
+            are on their owners.
     """
     who = "fsdp2.optim.offload_states"
     if check_optimizer(who, optimizer) is None:
@@ -123,7 +122,7 @@ def offload_states(
         raise UnsupportedError(
             "FS715",
             f"{who}: {type(optimizer).__name__} cannot step its parameters separately: "
-            + ("its step requires a closure." if needs_closure(plain) else "they have owners.")
+            + ("its step requires a closure." if needs_closure(plain) else "owners step them.")
             + " Use an optimizer of torch.optim, or fsdp2.optim.local.",
         )
     if plain not in BY_THEMSELVES and not by_itself:
@@ -366,7 +365,7 @@ class OffloadedStates:
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step, unit by unit. ``closure`` recomputes the loss and gradients."""
+        """Perform a step, unit by unit. ``closure`` recomputes the loss and gradients."""
         loss = loss_of(closure)
         groups, batches = self.param_groups, self._batches_now()
         places = {param: place for place, group in enumerate(groups) for param in group["params"]}
@@ -418,7 +417,7 @@ class OffloadedStates:
     def _step_batch(
         self, batch: Batch, groups: Groups, places: dict[Tensor, int]
     ) -> dict[int, dict[str, Any]]:
-        """Run the class's step on a batch; ``places`` has parameters' groups. Return its groups."""
+        """Run the class's step on a batch; return its groups. ``places``: groups by parameter."""
         params: dict[int, list[Tensor]] = defaultdict(list)
         for param in batch.params:
             if param in places:  # the user may have removed it from its param group
@@ -446,7 +445,7 @@ class OffloadedStates:
                     slot.put(slot.part.to(device))
 
     def _step_fused(self, *_: Any) -> bool:
-        """Use the class's own fused step: a kernel's tensor lists would keep evicted states."""
+        """Let the class's own step run: ``FusedAdam``'s tensor lists would keep evicted states."""
         return False
 
     def _drop_published(self, batch: Batch) -> None:
@@ -550,7 +549,7 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None =
     return made
 
 
-rebuild_offloaded.__module__ = "fsdp2._pickles"  # independent of where this file moves
+rebuild_offloaded.__module__ = "fsdp2._pickles"  # pickles stay valid if this file moves
 
 
 def _remove_all(handles: list[Any]) -> None:

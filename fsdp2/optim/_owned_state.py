@@ -1,12 +1,12 @@
 """An owner's copy of a matrix, and the two forms of its optimizer state.
 
-``bring`` converts states from the checkpoint form to the owners, and ``give_back`` back.
+``bring`` moves states from the checkpoint form to the owners, and ``give_back`` moves them back.
 
 [Note: states of owners]
 An owner's optimizer may keep anything for a matrix: tensors of its shape (momentum), of other
 shapes (Shampoo's factors), numbers, in any containers. In the checkpoint form a tensor is a DTensor
-on the parameter's mesh. One of the parameter's shape has the parameter's placements; any other is
-sharded by rows over the first axis along which the parameter is sharded. 0-dim tensors and
+on the parameter's mesh. A tensor of the parameter's shape has the parameter's placements; any other
+is sharded by rows over the first axis along which the parameter is sharded. 0-dim tensors and
 everything else are the same on every rank. The states of a batch of matrices are stacked. A loaded
 state may also consist of plain tensors, unsharded on every rank.
 """
@@ -39,7 +39,7 @@ from fsdp2.optim._wrapped import Table
 
 @dataclass(eq=False)
 class Owned:
-    """A parameter, or matrix ``lead`` of a batched one; ``whole``, ``inner``: only on its owner."""
+    """A parameter, or matrix ``lead`` of a batch; only its owner has ``whole`` and ``inner``."""
 
     name: str
     param: Tensor
@@ -128,7 +128,7 @@ def _weights(device: torch.device, count: int, seed: int) -> Tensor:
 
 
 def bit_sum(part: Tensor) -> Tensor:
-    """Return a hash of the bits, ``[1]``, as integers weighted by random ones, with wraparound."""
+    """Return a hash ``[1]`` of the bits: a randomly weighted sum of integers, with wraparound."""
     flat = part.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -156,7 +156,7 @@ def bit_sum(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Placeholder for tensor number ``place`` of a state, in an owner's description of it."""
+    """Placeholder for tensor number ``place`` of a state that an owner describes to others."""
 
     place: int
     shape: tuple[int, ...]

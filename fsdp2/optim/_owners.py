@@ -52,9 +52,9 @@ class Owners:
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's cost over the mean cost: 1 is optimal.
+        """The busiest rank's cost divided by the mean cost: 1 is optimal.
 
-        The lower bound is the costliest tensor over the mean.
+        The lower bound is the costliest tensor's cost divided by the mean.
         """
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean if mean else 1.0
@@ -72,7 +72,7 @@ def plan_owners(
     Args:
         tensors: tensors on any meshes, or, with ``ranks``, shapes.
         ranks: size of a simulated mesh, over which each shape's first dim is sharded.
-        cost: of a tensor, by its shape; None: FLOPs of five Newton-Schulz steps.
+        cost: function from a tensor's shape to its cost; None: FLOPs of five Newton-Schulz steps.
         itemsize: bytes per element of a shape.
 
     Raises:
@@ -201,8 +201,8 @@ def to_owners(
 ) -> list[Tensor | None]:
     """Return each tensor unsharded on its owner, and None on the other ranks.
 
-    Collective over the tensors' meshes. Parts travel in rounds, one all-to-all each, without
-    padding. On each rank they take at most ``max_bytes`` in addition to the tensors that it owns.
+    Collective over the tensors' meshes. Parts are sent in rounds, one all-to-all each, without
+    padding. Per rank, they take at most ``max_bytes`` in addition to the tensors that it owns.
 
     Args:
         tensors: DTensors that shard or replicate any dims; plain ones are owned by every rank.
@@ -210,7 +210,7 @@ def to_owners(
 
     Raises:
         UnsupportedError: a partial sum, or a tensor that wraps others.
-        ConfigError: a plan of other tensors.
+        ConfigError: ``owners`` was planned for other tensors.
     """
     _listed("to_owners", "tensors", tensors)
     check_count("to_owners", "max_bytes", max_bytes)
@@ -246,7 +246,7 @@ def from_owners(
         tensors: DTensors (or plain tensors) to write to.
 
     Raises:
-        ConfigError: an owner has no value, or one of another shape; a plan of other tensors.
+        ConfigError: an owner has no value, or one of another shape; a plan for other tensors.
     """
     _listed("from_owners", "tensors", tensors)
     _listed("from_owners", "whole", whole)

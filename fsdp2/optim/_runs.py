@@ -5,12 +5,12 @@ Optimizer state has two forms: per parameter (for users and checkpoints) and per
 [Note: runs]
 The shards of a group are adjacent, with padding, in its shard buffer; its gradients are in a
 gradient buffer in the same order. Adjacent parameters whose gradients are adjacent too, and whose
-scalar states (``step``) agree, are a *run*: one tensor, padding included, which is never read. A
-parameter without such neighbours is a run of its own, with its own shape.
+scalar states (``step``) agree, are a *run*: one tensor, including padding (which is never read). A
+parameter without such neighbours is a separate run, with its own shape.
 
-A plan keeps parameters, shards and state. It must never keep a gradient, its local tensor or its
-storage (see [Note: reused gradients]); weak references identify the gradients that it has already
-checked. It is valid as long as every gradient is where its run expects it.
+A plan refers to parameters, shards and state. It must never refer to a gradient, its local tensor
+or its storage (see [Note: reused gradients]); weak references identify the gradients that it has
+already checked. A plan is valid as long as every gradient is where its run expects it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ referent = methodcaller("__call__")
 
 
 def placed_part(param: Tensor, value: Tensor, what: str) -> Tensor:
-    """Return the local part of a gradient or a state, placed as its parameter. Collective."""
+    """Return the local part of a gradient or a state, placed like its parameter. Collective."""
     if (
         isinstance(value, DTensor)
         and isinstance(param, DTensor)
@@ -86,7 +86,7 @@ class Member:
 
 
 class Run:
-    """Members that step as one; ``starts`` are their offsets in elements, 0 without rows."""
+    """Members that step as one; ``starts`` are their offsets in elements (0 if without rows)."""
 
     def __init__(self, members: Sequence[Member], known: set[int]) -> None:
         self.members = members
@@ -127,7 +127,7 @@ class Run:
         return self.members[0].part(value).view(self.tensor.shape)
 
     def _join(self, key: str, known: set[int]) -> Any:
-        """Join the members' states, which agree; ``known`` contains the storages of runs."""
+        """Join the members' matching states; ``known`` contains the storages of runs."""
         values = [member.entry[key] for member in self.members]
         if not isinstance(values[0], Tensor):
             return values[0]
@@ -189,7 +189,7 @@ class Run:
         )
 
     def publish(self, table: Table) -> None:
-        assert not self.is_flat or self.has_parts(), "a state that cannot be told apart was joined"
+        assert not self.is_flat or self.has_parts(), "a state that cannot be split was joined"
         for index, member in enumerate(self.members):
             entry = table[member.param]
             for key in [key for key in entry if key not in self.state]:
@@ -219,7 +219,7 @@ def _is_same(part: Tensor, old: Any) -> bool:
 
 
 class _Seen:
-    """Gradients checked before, by address while our buffer lives, others by weak references."""
+    """Gradients checked before: by address while our buffer lives, others by weak reference."""
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
         self._addresses = list(map(id, grads))
@@ -288,7 +288,7 @@ class StepPlan:
         ]
         self._flat_tensors = [run.tensor for run in self.flat]
         self._seen = _Seen([])
-        # tensors written indirectly: autograd and the sharded module must notice
+        # tensors written through views: autograd and the sharded module read their versions
         self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
 
@@ -382,7 +382,7 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
 
 
 def _follows(previous: Member, member: Member, granule: Granule) -> bool:
-    """Return True if a member's span follows the other's directly, and one kernel may do both."""
+    """Return True if a member's span directly follows the other's, and one kernel may step both."""
     before, span = previous.span, member.span
     if before is None or span is None or before.flat is not span.flat:
         return False
@@ -393,7 +393,7 @@ def _follows(previous: Member, member: Member, granule: Granule) -> bool:
 
 
 def _signature(member: Member) -> list[Any] | None:
-    """Return what must be equal for two members to step as one; None if it cannot be compared."""
+    """Return the values on which members of a run must agree; None if they cannot be compared."""
     items: list[Any] = []
     for key, value in member.entry.items():
         if isinstance(value, DTensor):

@@ -20,7 +20,7 @@ Member = tuple[Any, list[int]]  # an optimizer, and the indices of its param gro
 
 
 class Several(Wrapped, Optimizer):
-    """Members with separate param groups; ``step_together`` steps those of full matrices."""
+    """Members with separate param groups; ``step_together`` steps those for full matrices."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Several(Wrapped, Optimizer):
         first, *others = (member.defaults for member, _ in members)
         common = {k: v for k, v in first.items() if all(k in other for other in others)}
         super().__init__([dict(group) for group in groups], common)
-        self.param_groups = groups  # shared with the members, so that a scheduler sets both
+        self.param_groups = groups  # shared with the members, so that schedulers update both
         self._members = list(members)
         self._step_together = step_together
 
@@ -96,7 +96,7 @@ class Several(Wrapped, Optimizer):
                 self.param_groups[place] = group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the member of its ``"cls"``, or to the first one."""
+        """Add a group to the member of its ``"cls"``, or of the main class."""
         if not self._members:  # called by torch's constructor
             super().add_param_group(param_group)
             return
@@ -113,17 +113,17 @@ class Several(Wrapped, Optimizer):
         raise ConfigError(
             "FS711",
             f"add_param_group: expected one of this optimizer's classes as 'cls', {known}, found "
-            f"{getattr(wanted, '__name__', wanted)}. Create the optimizer with such a group.",
+            f"{getattr(wanted, '__name__', wanted)}. Create it with a group of that class.",
         )
 
     @property
     def state_room(self) -> Any:
-        """That of an owners' optimizer; shards have no states of other shapes."""
+        """The ``state_room`` of a member for full matrices; states of shards need none."""
         return next((member.state_room for member in self._by_owners), None)
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step of every member, with the guarantees of ``whole``; element-wise ones last."""
+        """Step every member, with the guarantees of ``whole``; element-wise members step last."""
         loss = loss_of(closure)
         self._share_groups()
         by_owners = self._by_owners

@@ -5,19 +5,18 @@ forms of the state in ``_owned_state``.
 
 [Note: a step of owners]
 1. Ranks agree that all of them are present, on which parameters have gradients, and on the options.
-   Owners keep a copy of each matrix between steps. Parameters that were written to since the last
-   step are sent to their owners again. Version counters do not detect such writes (torch's kernels
-   write to DTensors, and ``.data`` writes to any tensor, without incrementing them), so each rank
-   compares a hash of its shards' bits with that after the last step.
-2. Gradients go to owners round by round. The class's own ``step`` runs on the matrices of a round
-   while the next round is in flight. It writes to the owners' copies only.
-3. Ranks agree that none failed. Until here no parameter was changed. If a rank failed, all raise,
-   and the owners' copies are discarded.
-4. Rows of the copies go back to the shards.
+Owners keep a copy of each matrix between steps. Parameters that were written to since the last step
+are sent to their owners again. Version counters do not detect such writes (torch's kernels write to
+DTensors, and ``.data`` writes to any tensor, without incrementing them), so each rank compares a
+hash of its shards' bits with that after the last step. 2. Gradients go to owners round by round.
+The class's own ``step`` runs on the matrices of a round while the next round is in flight. It
+writes to the owners' copies only. 3. Ranks agree that none failed. Up to this point no parameter
+has changed. If a rank failed, all ranks raise, and the owners' copies are discarded. 4. Rows of the
+copies are sent back to the shards.
 
 Each round has an optimizer of the class for the matrices that this rank owns in it, with one
-parameter per matrix and the options of the param groups. So the class sees the same as in a single
-process, but fewer parameters; state that it keeps per param group must not depend on these.
+parameter per matrix and the options of the param groups. So the class runs as in a single process,
+but with fewer parameters; state that it keeps per param group must not depend on their number.
 """
 
 from __future__ import annotations
@@ -94,17 +93,17 @@ def whole(
 ) -> OptimizerT:
     """Make an optimizer of class ``cls`` that steps on full matrices, each on one rank.
 
-    For optimizers that need all of a matrix (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
+    Supports optimizers that need full matrices (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
     Every parameter has an owner among the ranks that hold its parts, including replicas and
-    tensor-parallel ranks. Its gradient goes there in a batch with others, ``cls`` steps the full
-    parameter once, and each rank gets its rows back. Results are those of ``cls`` in a single
-    process with the same gradients.
+    tensor-parallel ranks. Gradients are sent to the owners in batches, ``cls`` steps each full
+    parameter once, and each rank receives its updated rows. Results are those of ``cls`` in a
+    single process with the same gradients.
 
     It is an instance of ``cls``, with param groups and hooks, so learning-rate schedulers and
-    ``GradScaler`` accept it. Before a step, gradients are shards as usual and can be clipped. The
-    owner keeps a copy of its parameters and their states: as much as one shard of each. If a step
-    fails on any rank, all ranks raise, and parameters are unchanged (states of matrices that had
-    already stepped are one step ahead: reload them, or continue).
+    ``GradScaler`` accept it. Before a step, gradients are shards as usual and can be clipped. An
+    owner keeps a copy of its parameters, and their states: about as much memory as shards of both.
+    If a step fails on any rank, all ranks raise, and parameters are unchanged (states of matrices
+    that had already stepped are one step ahead: reload them, or continue).
 
     ``step``, ``state_dict`` and functions of ``fsdp2.checkpoint`` are collective. On each rank,
     ``state`` has the states that the rank owns, and only the field names of the others.
@@ -118,18 +117,18 @@ def whole(
             is then one optimizer for all of them. Element-wise classes step on local shards.
         owners: ``"balanced"``, by the FLOPs of Newton-Schulz steps, or a function from a matrix's
             shape to its cost. Ties are broken by bytes.
-        wire_dtype: floating-point gradients are sent in it; None: in their own dtype. Parameters
-            are sent back in theirs.
+        wire_dtype: the dtype in which floating-point gradients are sent; None: their own.
+            Parameters are sent back in their own dtype.
         max_bytes: upper bound on the communication buffers of gradients and parameters plus the
-            full gradients. A single matrix may exceed it; for each owner to process one at a time,
-            it must be six times the largest matrix. None: that, or 256 MiB if that is more.
+            full gradients. A single matrix may exceed it; with six times the largest matrix, each
+            owner can process one at a time. None: the larger of that and 256 MiB.
         batches: treat a parameter of three or more dims as a batch of matrices along its first dim:
             each has an owner, and is a separate parameter of ``cls``. None: True for
             ``torch.optim.Muon``, which accepts only matrices.
-        kwargs: the arguments of ``cls``, for the groups that name no other class.
+        kwargs: the arguments of ``cls``, for the groups that specify no other class.
 
     Raises:
-        ConfigError: a class or an option known to need all parameters at once; arguments that
+        ConfigError: a class or an option known to need all parameters together; arguments that
             ``cls`` refuses.
         UnsupportedError: a class whose ``step`` requires a closure; a parameter that wraps other
             tensors, or is a partial sum.
@@ -182,7 +181,7 @@ def _several(cls: type[Optimizer], groups: list[Any], how: How, kwargs: Any) -> 
 
 
 def _takes_batches(cls: type[Optimizer]) -> bool:
-    """Return True for a class of matrices only: parameters of more dims are batches of them."""
+    """Return True for a class that accepts only matrices: further dims make batches of them."""
     return issubclass(cls, torch.optim.Muon)
 
 
@@ -248,7 +247,7 @@ def _make(
 
 
 MODES = ("train", "eval")
-"""Methods with which a class (schedulefree's) swaps parameters with values of its state."""
+"""Methods in which a class (of schedulefree) swaps parameters with values of its state."""
 
 
 def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,7 +301,7 @@ def text_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def short(value: object) -> str:
-    """Return a text that is compared between ranks, and shown where it differs."""
+    """Return text that is compared between ranks, and shown in an error if it differs."""
     text = repr(value)
     return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
 
@@ -344,7 +343,7 @@ class How:
 
 @dataclass(eq=False)
 class Round:
-    """Matrices that travel together; ``inner`` steps this rank's, and is None without any."""
+    """Matrices sent together; ``inner`` steps those of this rank, and is None if it has none."""
 
     indices: list[int]
     inner: Optimizer | None = None
@@ -372,7 +371,7 @@ class Fleet:
         return self.owned[index].values
 
     def rounds_of(self, which: Sequence[int]) -> list[tuple[Round, list[int]]]:
-        """Return the rounds in which some matrices travel, each with those of them in it."""
+        """Return the rounds that contain any of the given matrices, each with these matrices."""
         chosen = set(which)
         found = [(one, [i for i in one.indices if i in chosen]) for one in self.rounds]
         return [(round_, batch) for round_, batch in found if batch]
@@ -410,7 +409,7 @@ class WholeOptimizer(Wrapped):
     _counters: dict[str, Any]  # numbers that the class keeps on the optimizer itself
     _table: Table
     _is_out: bool
-    beside: dict[str, Any]  # other entries of a state dict than the state and the param groups
+    beside: dict[str, Any]  # state-dict entries other than the state and the param groups
     _fleets: list[Fleet]
     _planned_for: list[tuple[Tensor, object]]
     _peers_of: Callable[[Any], Peers]
@@ -421,7 +420,7 @@ class WholeOptimizer(Wrapped):
         self._is_out = False
         self.beside, self._counters, self._given = {}, {}, None
         self._fleets, self._planned_for = [], []
-        self._peers_of = Peers.of  # replaced where ranks are simulated
+        self._peers_of = Peers.of  # replaced for simulated ranks
         return self
 
     def _begin(
@@ -454,7 +453,7 @@ class WholeOptimizer(Wrapped):
     def state(self) -> Table:
         """States by parameter: those of the last ``state_dict``, or those owned by this rank now.
 
-        States of other owners have their field names, with None. Only ``clear()`` has an effect.
+        States of other owners have only field names, with None. Only ``clear()`` has an effect.
         """
         if not self._is_out:
             return self._table
@@ -509,7 +508,7 @@ class WholeOptimizer(Wrapped):
         self.beside = beside_of(state_dict)
 
     def _note_beside(self) -> None:
-        """Keep a class's data outside of states, from its hooks and counters. Collective."""
+        """Store a class's data outside of states: from its hooks, and counters. Collective."""
         own: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for inner in self._inners[:1]:
             counters = {k: v for k, v in vars(inner).items() if type(v) in (int, float)}
@@ -520,7 +519,7 @@ class WholeOptimizer(Wrapped):
             self.beside, self._counters = found[0]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of this optimizer's class; the next step chooses owners again."""
+        """Add a group for this optimizer's class; the next step chooses owners again."""
         group = dict(param_group)
         if group.pop("cls", self._plain_class) is not self._plain_class:
             raise ConfigError(
@@ -544,7 +543,7 @@ class WholeOptimizer(Wrapped):
 
     @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. ``closure`` recomputes the loss and gradients; its result is returned.
+        """Perform a step. ``closure`` recomputes the loss and gradients; its result is returned.
 
         Collective over the ranks of the parameters' meshes. See [Note: a step of owners].
 
@@ -692,7 +691,7 @@ class WholeOptimizer(Wrapped):
         return failed
 
     def _give_beside(self, fleet: Fleet) -> None:
-        """Give the rounds' optimizers the extra entries of a loaded state dict."""
+        """Pass the extra entries of a loaded state dict to the rounds' optimizers."""
         if not self.beside:
             return
         for inner in fleet.inners:
@@ -793,7 +792,7 @@ class WholeOptimizer(Wrapped):
             fleet.fields.update(told)
 
     def _forget_copies(self) -> None:
-        """Make owners receive all parameters again: a step failed, and nothing was written."""
+        """Invalidate the owners' copies: a step failed, and nothing was written."""
         for fleet in self._fleets:
             for one in fleet.owned:
                 one.printed = None
@@ -807,7 +806,7 @@ class WholeOptimizer(Wrapped):
 
 
 def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
-    """Step some optimizers, all of them or none. See [Note: a step of owners]."""
+    """Step several optimizers atomically: all or none. See [Note: a step of owners]."""
     if not optimizers:
         return
     who = optimizers[0]._who

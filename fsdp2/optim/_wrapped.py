@@ -20,7 +20,7 @@ Groups = list[dict[str, Any]]
 
 
 class Wrapped:
-    """Base of wrappers of ``_stepped_class``; ``_plain_class`` is the innermost, the caller's."""
+    """Base of wrappers around ``_stepped_class``; ``_plain_class`` is the caller's class."""
 
     _plain_class: type[Optimizer]
     _stepped_class: type[Optimizer]
@@ -90,7 +90,7 @@ def in_order(table: Table, groups: Groups) -> Table:
 
 
 def write_back(group: dict[str, Any], own: Mapping[str, Any], *but: str) -> None:
-    """Copy values that a step wrote to its copy of a param group, such as counters, back to it."""
+    """Copy values that a step wrote to ``own``, a copy of a param group, back to the group."""
     for key, value in own.items():
         if key != "params" and key not in but and group.get(key) is not value:
             group[key] = value
