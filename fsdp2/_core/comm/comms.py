@@ -27,7 +27,7 @@ class Comm(ABC):
     ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        It may be the same one each time: a group allocates only after it is done with the last."""
+        It may be the same buffer each time: a group first finishes its use of the previous one."""
 
 
 class AllGather(Comm):
