@@ -10,15 +10,15 @@ make them wait. The history of operations is the same on all ranks, and so are p
 Each rank compares its next operation with the one predicted from the last few:
 - Equal: continue. The operation's buffer contains a few extra elements with its number (its
   *stamp*), which receivers compare (``Stamp``).
-- No prediction, or several known successors without a repeating pattern (a pattern: micro-batches,
-  of which the last is synchronised): all ranks first exchange their numbers in a tiny collective.
-- Different: the others may be issuing the predicted operation, so this rank issues it too, as a
-  placeholder without data, with a stamp that has the number of the operation that it needs. If all
-  ranks need the same one, they mark this point as uncertain and continue. Otherwise, all find
-  different stamps and raise. A rank that raises also reports this on the other process groups of
-  its units: the replicas of its shards have a separate agreement, and would wait for it.
+- No prediction, or several known successors without a repeating pattern (micro-batches, of which
+  only the last is synchronised, are a pattern): ranks first exchange numbers in a tiny collective.
+- Different: the others may be issuing the predicted operation. This rank issues it too, but as a
+  *placeholder*: without data, and with the number of the operation that this rank needs in the
+  stamp. If all ranks need the same one, they mark this point as uncertain and continue. Otherwise,
+  all find different stamps and raise. A rank that raises also reports this on the other process
+  groups of its units: the replicas of its shards have a separate agreement, and would wait for it.
 
-[Note: several groups of some ranks]
+[Note: one order over several process groups]
 Reductions may have a separate process group, and so may neighbours that share a full parameter
 between forward and backward. If one rank reduces over one group while another gathers over the
 other, both wait until the groups time out. The ranks of the axis therefore agree on one order of
@@ -27,8 +27,8 @@ reach only these ranks. A rank that needs another operation therefore issues pla
 of them reaches all ranks of the axis. A rank that gives up does the same.
 
 A number also encodes how the operation is sent (``Signature``): if only one rank changes a setting,
-its numbers differ from those of others, and its placeholders use the previous setting. A program
-that repeats its steps soon issues only its own collectives.
+its numbers differ from those of other ranks, and its placeholders use the previous setting. After
+its first steps, a program that repeats its steps issues no extra collectives.
 On a device, the host does not wait for the check: each step copies the stamps of gathers to the
 host, and usually a later step checks them (``LateLook``). Until then, other ranks continue as
 predicted. A rank that gives up also continues, without data, until all others have detected it.
@@ -36,7 +36,7 @@ predicted. A rank that gives up also continues, without data, until all others h
 If a wire sends nothing (in a benchmark without collectives), this rank's own stamp is missing, and
 nothing is checked.
 
-[Note: numbers that are free again]
+[Note: reuse of numbers]
 A program may copy, run and drop many models, but there are only 65,535 numbers. Object lifetimes
 differ between ranks; the history of operations does not. After every ``RENEWED`` new numbers, all
 operations that were not issued since the last such cleanup are therefore dropped, and their numbers
@@ -308,8 +308,8 @@ LAST_WORDS = 4
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
     "call full_tensor, clip_grad_norm_, save or load, such as under `if rank == 0:`? Do that on "
-    "every rank. Does a rank have fewer batches? Give all ranks the same number. If some ranks skip "
-    "a unit on purpose, pass conditional=True to its fully_shard call."
+    "every rank. Does a rank have fewer batches? Give all ranks the same number. If some ranks "
+    "skip a unit on purpose, pass conditional=True to its fully_shard call."
 )
 """Remedies, the most common mistake first."""
 
@@ -365,7 +365,7 @@ class Operation:
 
     @property
     def sender(self) -> Wire:
-        """The wire to use: a default one if the wire was deleted, or customised after ``register``."""
+        """The wire to use: a default one if the wire was deleted, or was customised later."""
         wire = self.wire()
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
@@ -427,9 +427,9 @@ class Member(Protocol):
 
 @dataclass(eq=False)
 class Numbers:
-    """The numbers of operations. See [Note: numbers that are free again]."""
+    """The numbers of operations. See [Note: reuse of numbers]."""
 
-    last: int = 0  # the last one issued
+    last: int = 0  # the last number issued
     young: list[int] = field(default_factory=list)  # issued since the last cleanup
     in_use: set[int] = field(default_factory=set)  # kept by the last cleanup
 
@@ -448,7 +448,7 @@ class Rehearsal:
 
     numbers: list[int] = field(default_factory=list)
     recents: list[Recent] = field(default_factory=list)
-    end: Recent = ()  # the last operations after it
+    end: Recent = ()  # the last operations after the step
 
 
 class Agreement:
@@ -461,7 +461,7 @@ class Agreement:
         self._numbers = Numbers()
         self.operations: dict[int, Operation] = {}
         self._predictions = Predictions()
-        self.predicted = self._predictions.first  # certain successors
+        self.predicted = self._predictions.first  # certain predictions
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
@@ -482,7 +482,7 @@ class Agreement:
         return number
 
     def _give_back(self) -> None:
-        """Free idle numbers. See [Note: numbers that are free again]."""
+        """Free idle numbers. See [Note: reuse of numbers]."""
         issued = {fields_of(number)[0] for number in self._predictions.numbers}
         kept = issued.union(self._numbers.young)
         self._numbers.in_use = kept if len(kept) < LAST_NUMBER else set()
@@ -733,14 +733,14 @@ class Agreement:
         known = known_of(str(error))
         first = f"{known}. First check the output of the other ranks" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks differ: "
+            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks diverged: "
             f"{SAME_ON_EVERY_RANK} The backend reported: {error}",
             last_word(number, ()),
         )
 
     def _give_up_everywhere(self, why: str, word: int) -> StateError:
         """Stop communicating, and inform the ranks that wait for this one, in any process group."""
-        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # numbers are per agreement
+        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other agreements use other numbers
         members = [other for own in self.members for other in own.beside()]
         followers = [self.give_up(why, word)]
         followers += [member.give_up(why, elsewhere) for member in members]
@@ -871,7 +871,7 @@ class Follower:
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
         if operation.over.size < self._agreement.over.size:  # other ranks may continue
             return True
-        if operation.kind != "gather":  # a rank that gave up sends no bits
+        if operation.kind != "gather":  # a rank that gave up sends zero bits
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())
         axis = operation.over.axis
         numbers = numbers_in(output, operation)

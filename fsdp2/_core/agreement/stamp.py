@@ -229,7 +229,7 @@ class ReductionStamps:
 
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
-        self.numel = len(self.all) * STAMP_NUMEL  # elements, after the counts of gradients
+        self.numel = len(self.all) * STAMP_NUMEL  # elements; they follow the counts of gradients
         # converters for errors of the two collectives
         self.failed = self.all[0].failed if self.all else None
         self.failed_sum = self.all[-1].failed if self.all else None
@@ -242,7 +242,7 @@ class ReductionStamps:
         return [value for stamp in self.all for value in stamp.code]
 
     def number(self, signature_of: Callable[[bool], Signature]) -> bool:
-        """Add the traits of ``signature_of(is_reduce)`` to the numbers; return if any changed."""
+        """Add traits, ``signature_of(is_reduce)``, to all numbers; return whether any changed."""
         changed = [
             stamp.update_signature(signature_of(stamp.kind == "reduce")) for stamp in self.all
         ]
@@ -294,7 +294,7 @@ class ReductionStamps:
             self.all[-1].before()
 
     def arrived(self, reduced: Tensor) -> None:
-        """Compare the stamps at the end of reduced data ``[numel]``. A device relies on gathers."""
+        """Compare the stamps at the end of reduced data ``[numel]``, unless it is on a device."""
         if not self.all or not reduced.is_cpu:
             return
         joined = self._joined

@@ -24,7 +24,7 @@ GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
 
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Return True if this is faster for a collective on a large ``tensor``."""
+    """Return True if sends and receives are faster for a collective on a large ``tensor``."""
     return tensor.is_cpu and torch_comm.is_gloo(group)
 
 
@@ -64,7 +64,7 @@ class DirectGather(Several):
 
     def wait(self) -> None:
         super().wait()
-        self._works, self._held = [], ()  # type: ignore[assignment]  # complete
+        self._works, self._held = [], ()  # type: ignore[assignment]  # all are complete
 
 
 class Exchange:

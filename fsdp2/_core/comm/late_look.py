@@ -27,8 +27,8 @@ class Seen(Protocol):
 
 
 class LateLook:
-    """The stamps received in gathers over one process group of a device. Each step, one copy sends
-    them to the host. Its completion is polled, so the check is usually a step later."""
+    """The stamps received in gathers over one process group of a device. One copy per
+    step sends them to the host. Its completion is polled: the check is usually a step later."""
 
     count: ClassVar[int] = 0  # number of instances created, so that caches detect new ones
 

@@ -39,8 +39,8 @@ OWN = "own"
 @dataclass(frozen=True)
 class MeshAxis:
     """One axis of a mesh, as seen from this rank. ``whole``: the axis over which ranks agree on the
-    operations of this axis; None: this axis. See [Note: several groups of some ranks] in
-    ``_core.agreement.agreement``."""
+    operations of this axis; None: this axis. See [Note: one order over several process
+    groups] in ``_core.agreement.agreement``."""
 
     name: str
     size: int

@@ -58,7 +58,7 @@ def operation(what: str) -> Iterator[None]:
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``, as a subclass of this rank's ``error`` if that is one of ``FAULTS``."""
+    """Return ``failed``; if ``error`` is one of ``FAULTS``, as an instance of its class too."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed
@@ -235,7 +235,7 @@ class Grid:
         return found[0]
 
     def _difference(self, what: str, given: dict[str, str]) -> _Told:
-        """Return an error that contains the first argument that differs, and two values of it."""
+        """Return an error with the first argument that differs between ranks, and two values."""
         rank = dist.get_rank()
         ranks: list[tuple[int, dict[str, str]]] = self.collect((rank, given))
         first, one = ranks[0]

@@ -87,7 +87,7 @@ class TreeAllReduce:
 class TreeWire(Wire):
     """A wire that replaces ``plain`` and sums as in [Note: one tree].
 
-    ``slots``: number of gradients in a sum. ``hook_dtype``: to which a comm hook casts gradients.
+    ``slots``: number of gradients in a sum. ``hook_dtype``: dtype to which a hook casts them.
     """
 
     adds_alike: ClassVar[bool] = True

@@ -13,8 +13,8 @@ If two streams use a buffer, an ``InFlight`` owns it until the allocating stream
 one, without ``record_stream`` or host synchronisation. Gather buffers are allocated in the gather
 lane and read by compute: ``retire`` records an event in the compute stream, and the second launch
 after it in that lane waits for the event and drops the buffers. The first launch does not wait, to
-overlap with unpacking. ``drain`` drops the rest at the end of a forward or backward. Inputs of
-reductions are allocated by compute and read by the reduce lane: ``InFlight.wait`` orders compute.
+overlap with unpacking. ``drain`` drops the rest at the end of a forward or backward. Reduce
+inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` makes compute wait.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class Wire:
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        """Fill ``output`` with this rank's reduced part of all ``sent``. ``sizes``: by rank."""
+        """Fill ``output`` with this rank's reduced part of all ``sent``. ``sizes``: per rank."""
         group = self.scatter_group or axis.pg
         assert group is not None
         if sent.is_complex():
@@ -524,7 +524,7 @@ class Streams(Observable):
         """Make a stream wait for compute, which used memory of the stream."""
 
     def finish_host_reads(self) -> None:
-        """Make the host wait for all device reads of its memory, before the user writes to it."""
+        """Make the host wait for all pending reads of its memory, before the user writes to it."""
         if self.host_read is not None:
             self.host_read.synchronize()
             self.host_read = None

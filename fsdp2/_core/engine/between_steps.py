@@ -5,7 +5,7 @@ that run it; the objects that other libraries get in place of torch's FSDP state
 operation that mixes sharded parameters and plain tensors; and checks of optimizers. Contains no
 code for the sequence of a step.
 
-[Note: the state that torch's software asks for]
+[Note: the state for torch's getters]
 ``fully_shard.state(module)`` and torch's getters return a ``TorchState``. It derives from
 ``FSDPState``, because torch's getters return only this type. Since torch 2.15, a stage of
 ``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
@@ -18,7 +18,7 @@ last one it sets all three to True, calls ``post_backward`` on each group under
 time, so our hooks do not run either. The runtime chooses the order of reductions: ``all_states`` is
 empty, and the callback does all the work of the end of a backward.
 
-[Note: what tools may read]
+[Note: attributes that tools may read]
 Torch's FSDP2 stores a state with parameter groups on each module, and programs read parts of it:
 the number of ranks that shard a parameter, the compute dtype of a unit, whether a module is already
 sharded (docs/clients.md lists the names and the programs). We support these reads. All other access
@@ -26,7 +26,7 @@ to torch's internals, and every write, is an error. As in torch, one group conta
 of a unit on one mesh, including the large parts of a root. The objects live as long as the unit,
 because programs use them as keys.
 
-[Note: steps are counted]
+[Note: optimizer steps are counted]
 Versions of shards show whether unsharded parameters kept from an earlier step are still valid. But
 torch's multi-tensor and fused kernels write to DTensors without incrementing the version of the
 DTensor or of its local tensor (torch 2.13.0). Every step of an optimizer that holds shards or their
@@ -42,7 +42,7 @@ It is easy to forget ``fully_shard`` on the outermost module. Parameters in no u
 their gradients are not averaged over ranks, so ranks silently diverge. The first step of an
 optimizer that holds both such parameters and sharded ones warns.
 
-[Note: gradients that no optimizer sees]
+[Note: unreduced gradients at an optimizer step]
 Gradients of a backward without sync are reduced in the next backward with sync of the same root. An
 optimizer step in between does not use them. This may be intended (one optimizer, several roots), so
 the step only warns, once. Gradients that will never be reduced are an error.
@@ -691,7 +691,7 @@ def _place_states(optimizer: Optimizer) -> None:
 
 
 def _tell_of_unreduced(optimizer: Optimizer) -> None:
-    """See [Note: gradients that no optimizer sees]."""
+    """See [Note: unreduced gradients at an optimizer step]."""
     stepped = [OwnerMark.owner_of(param) for param in _params_of(optimizer)]
     waiting = []
     for reducer in alive(may_hold):

@@ -15,7 +15,7 @@ later. It reports this in the same exchange: all ranks reduce the part again, an
 from then on. The event thus affects memory and overlap, never the result. Without such an exchange
 (on a device, once all facts are known) nothing is reduced early: a part is handled like any group.
 
-[Note: read by no rank]
+[Note: not read in backward]
 The same exchange reports whether a part's parameters were still referenced after forward (see
 [Note: released early] in ``buffers``). If they were not on any rank, later forwards release the
 part early. If a rank later finds a reference, it keeps the memory for that step and reports it;
@@ -260,7 +260,7 @@ class PartExchange:
             if self._parts[0].group.ids.covers(axis):
                 device = self._parts[0].group.residence.compute
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
-                stamp.enroll(f"{fqn or '<root>'}, what its parts need")
+                stamp.enroll(f"{fqn or '<root>'}, exchange about its parts")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
                 stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)

@@ -142,7 +142,7 @@ class Trees:
         """Wait for external events that a step depends on, and check the stamps received in earlier
         steps. A graph cannot contain these waits, because each step has different events.
         StateError: ranks issued different gathers."""
-        wait_for_copies()  # by background saves; a replay runs no optimizer hooks
+        wait_for_copies()  # of background saves; a replay runs no optimizer hooks
         for runtime in self.runtimes:
             runtime.context.streams.look_late(runtime.looks.all)
             event, runtime.root.post_optim_event = runtime.root.post_optim_event, None

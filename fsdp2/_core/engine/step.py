@@ -186,7 +186,7 @@ class Call:
         self.has_leaf = False  # an output is a leaf or requires no gradient
         self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
         self.saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
-        self.saved_by_hooks = False  # nodes of this forward were saved by our hooks
+        self.saved_by_hooks = False  # our hooks saved the parameters of this forward
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
@@ -262,7 +262,7 @@ class Call:
                     before.register_prehook(self.post_backward)
 
     def save_by_hooks(self) -> None:
-        """Make unpacking a saved parameter act as a mark, unless the user has such hooks."""
+        """Make unpacking a saved parameter act as a mark, unless the user's hooks prevent this."""
         hidden = self.runtime.hidden
         around: SavedByHooks | None = hidden.saving
         if torch_autograd.may_pack_saved_tensors(None if around is None else around.pack):
@@ -429,7 +429,7 @@ def pre_forward(
     if unit.runtime is None:
         _aside(attach, unit)
     _aside(enter, unit)
-    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     call = None
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.context.phase is FORWARD else None
@@ -469,7 +469,7 @@ def pre_forward(
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     calls = unit.calls
     call: Call | None = calls.running.pop() if calls.running else None
-    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     if call is not None:
         if call.saves is not None:
             call.end_saving()

@@ -157,8 +157,8 @@ class Staying:
             del self._kept[group]
 
     def _look(self) -> list[tuple[int, int]]:
-        """Return ids and versions of all gradients, including unreduced ones. On ranks that run the
-        same program, it changes at the same time."""
+        """Return ids and versions of all gradients, including unreduced ones. Changes at the same
+        points on all ranks that run the same program."""
         found: list[tuple[int, int]] = []
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of DTensor attributes
             for group in self.groups:
@@ -349,7 +349,7 @@ class Unit:
                 group.keep(serves)
 
     def stop_hiding(self) -> None:
-        """Stop keeping the memory that a backward from an unmarked tensor would read."""
+        """Stop keeping parameter memory for a backward from an unmarked tensor."""
         if self.calls.hides:
             self.calls.hides = False
             for group in self.groups:
@@ -366,7 +366,7 @@ class Unit:
                 group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
-        """Reshard after a failure, without waiting for gathers: other ranks may lack them."""
+        """Reshard after a failure. Do not wait for gathers: other ranks may not issue them."""
         for group in self.groups:
             group.registration.forget_placeholders()
             group.registration.forget_whole_writes()
@@ -486,7 +486,7 @@ class Visit:
         self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
         self.stream = stream  # stream of the forward, and so of its backward
         self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in the order; left is -1 without a backward
+        self.entered = self.left = -1  # positions in the order; left: -1 if no backward comes
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
@@ -531,7 +531,7 @@ class Order:
             yield visit, at == visit.left
 
     def rest(self) -> Iterator[tuple[Visit, bool]]:
-        """Advance to the end of a backward. See *Entered first* in the note on this order."""
+        """Advance to the end of a backward. See *Entered first* in the module docstring."""
         first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
         left = self.events[: self.place]  # events that backward has not processed
         lowest = self.place
@@ -1027,7 +1027,7 @@ class Runtime(Observable):
             unit.show_shards()
 
     def _flush_partial(self) -> None:
-        """All-reduce over replicas the gradients that were so far only reduced over shards."""
+        """All-reduce gradients that earlier backwards reduced only over the shard axis."""
         for unit in reversed(self.units):
             for group in unit.groups:
                 if group.reducer.unreduced.partial is not None and group.settings.all_reduce_grads:
