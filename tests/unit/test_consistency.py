@@ -341,7 +341,7 @@ def test_a_collective_that_fails_is_the_last_one() -> None:
     agreement = Losing()
     knowing(agreement)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"unit 1 .*it closed the connection.*ranks differ"):
+        with pytest.raises(StateError, match=r"unit 1 .*it closed the connection.*ranks diverged"):
             agreement.before(2)
     assert agreement.exchanges == 1
 

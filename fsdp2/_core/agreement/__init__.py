@@ -1,1 +1,1 @@
-"""Verify without waiting that ranks issue the same operations in the same order."""
+"""Checks, without waiting, that ranks issue the same operations in the same order."""

@@ -1,47 +1,47 @@
-"""Ranks issue the same collectives in the same order, or each of them raises an error.
+"""All ranks issue the same collectives in the same order, or all of them raise an error.
 
-For each axis of ranks: the numbers of its operations, the observed sequences, and the handling of
-deviations. A steady step does not enter this file.
+Owns, for each axis, the numbers of operations, the observed sequences, and the handling of
+deviations. A step in steady state runs no code of this file.
 
 [Note: agreement]
-If two ranks gather different blocks of one size, data is mixed silently; if the sizes differ, gloo
-kills the process. So no rank may issue an operation that the others do not, and no rank may wait to
-find out. The history of operations is the same on all ranks, and so are predictions from it. Each
-rank compares its next operation with the prediction from the last few:
-- Equal: continue. The operation carries its number in a few elements of its own buffer (its
+If two ranks gather different blocks of the same size, data is silently mixed; if the sizes differ,
+gloo kills the process. All ranks must therefore issue the same operations, and the check must not
+make them wait. The history of operations is the same on all ranks, and so are predictions from it.
+Each rank compares its next operation with the one predicted from the last few:
+- Equal: continue. The operation's buffer contains a few extra elements with its number (its
   *stamp*), which receivers compare (``Stamp``).
-- No prediction, or successors differed before and not in repeating turns (as with microbatches, of
-  which the last is synchronised): all ranks first exchange the numbers in one tiny collective.
-- Different: the others may be issuing the predicted operation. So this rank issues it as well, as a
-  placeholder: empty except for a stamp with the number of the operation that this rank wants. If
-  all ranks want the same one, they mark the place as uncertain and continue; if not, all find
-  differing stamps and raise. A rank that raises also reports it on the other process groups of its
-  units: the replicas of its shards agree among themselves and would wait for it.
+- No prediction, or several known successors without a repeating pattern (micro-batches, of which
+  only the last is synchronised, are a pattern): ranks first exchange numbers in a tiny collective.
+- Different: the others may be issuing the predicted operation. This rank issues it too, but as a
+  *placeholder*: without data, and with the number of the operation that this rank needs in the
+  stamp. If all ranks need the same one, they mark this point as uncertain and continue. Otherwise,
+  all find different stamps and raise. A rank that raises also reports this on the other process
+  groups of its units: the replicas of its shards have a separate agreement, and would wait for it.
 
-[Note: several groups of some ranks]
+[Note: one order over several process groups]
 Reductions may have a separate process group, and so may neighbours that share a full parameter
 between forward and backward. If one rank reduces over one group while another gathers over the
-other, they wait for each other until the groups' time-outs. So the ranks of the axis agree on one
-order of operations over all of its groups, and exchange numbers over the axis. Only neighbours see
-the operations among themselves. A rank that wants another operation issues placeholders until all
-ranks of the axis have taken part in one, and so does a rank that gives up.
+other, both wait until the groups time out. The ranks of the axis therefore agree on one order of
+operations over all of its groups, and exchange numbers over the axis. Operations among neighbours
+reach only these ranks. A rank that needs another operation therefore issues placeholders until one
+of them reaches all ranks of the axis. A rank that gives up does the same.
 
-A number includes how the operation is sent (``Signature``): ranks of which only one changed a
-setting want different operations, and the placeholders use the previous setting. After its first
-steps, a program that repeats its steps exchanges nothing but its own collectives.
-On a device the host does not wait for the check: stamps of gathers are copied to it once a step,
-and checked mostly a step later (``LateLook``). Until then the others continue as predicted. So a
-rank that gives up continues as well, with empty operations, until all others have detected it.
+A number also encodes how the operation is sent (``Signature``): if only one rank changes a setting,
+its numbers differ from those of other ranks, and its placeholders use the previous setting. After
+its first steps, a program that repeats its steps issues no extra collectives.
+On a device, the host does not wait for the check: each step copies the stamps of gathers to the
+host, and usually a later step checks them (``LateLook``). Until then, other ranks continue as
+predicted. A rank that gives up also continues, without data, until all others have detected it.
 
-A wire that carries nothing (a benchmark without collectives) is recognised by the missing stamp of
-the rank itself, and is not checked.
+If a wire sends nothing (in a benchmark without collectives), this rank's own stamp is missing, and
+nothing is checked.
 
-[Note: numbers that are free again]
-A program may copy, run and drop many models, and there are 65,535 numbers. Object lifetimes differ
-between ranks; the history of operations does not. So after every ``RENEWED`` numbers, an operation
-that no rank has issued since the last time is dropped, and its number is free. If it is issued
-after all, its stamp registers it again. Predictions are dropped too: the next step exchanges its
-numbers.
+[Note: reuse of numbers]
+A program may copy, run and drop many models, but there are only 65,535 numbers. Object lifetimes
+differ between ranks; the history of operations does not. After every ``RENEWED`` new numbers, all
+operations that were not issued since the last such cleanup are therefore dropped, and their numbers
+are free. If such an operation is issued later, its stamp registers it again. Predictions are
+dropped too: the next step exchanges its numbers.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ from fsdp2._core.comm.wire import Wire
 
 NUMBER_BITS = 16
 TRAIT_BITS = (12, 6, 8, 1, 1)
-"""Widths of the traits of ``Signature``, on which ranks must agree besides the operation."""
+"""Bits of each trait of ``Signature``. Ranks must agree on the operation and its traits."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
-"""Elements that identify the operation of a reduction: bits and their complements."""
+"""Elements of a reduction's stamp: bits and their complements."""
 
-DIGIT_BITS = 3  # bits of a stamp per gathered (not summed) element, exact in any dtype
+DIGIT_BITS = 3  # bits per element of a gather's stamp, exact in any dtype
 GATHER_STAMP_NUMEL = 1 + -(-STAMP_BITS // DIGIT_BITS)
-"""Elements that identify the operation of a gather: a mark, and digits."""
+"""Elements of a gather's stamp: a mark, and digits."""
 
 NAMES = {
     "gather": "all-gather",
@@ -93,28 +93,28 @@ DTYPES = (
     *(torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex32, torch.complex64, torch.complex128),
 )
-"""Dtypes of collectives that messages can name; ``members`` distinguishes others."""
+"""Dtypes that messages can name; ``members`` distinguishes all others."""
 
 NamedShape = tuple[str, tuple[int, ...]]
-MOST_TENSORS = 12  # upper bound in a message
+MOST_TENSORS = 12  # maximum number in a message
 DIFFERENCES = (
     "which parameters are trainable, or their shapes or dtypes: freeze, cast and replace "
     "parameters identically on all ranks",
-    "which parameters are sent separately: set the same set_copy_free_min_bytes on all ranks",
-    "the dtypes that are sent and summed: use one mixed precision policy, one "
-    "set_gradient_wire_dtype and one mode, train() or eval(), on all ranks",
+    "which parameters are sent separately: use the same set_copy_free_min_bytes on all ranks",
+    "the dtypes that are sent and summed: use the same mixed precision policy, gradient wire dtype "
+    "(set_gradient_wire_dtype) and mode, train() or eval(), on all ranks",
     "the custom collectives or hooks: set the same ones on all ranks",
-    "whether an all-reduce over replicas follows: set the same set_requires_all_reduce on all "
+    "whether an all-reduce over replicas follows: use the same set_requires_all_reduce on all "
     "ranks",
 )
-"""For each trait in ``TRAIT_BITS``: the meaning of a difference between ranks, and the remedy."""
+"""For each trait in ``TRAIT_BITS``: what differs between ranks, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Properties of an operation on which ranks must agree. The ``repr`` of ``members`` identifies
-    the participants, of which ``alone`` are sent separately; ``dtypes``: sent, and summed in;
-    ``is_partial``: no sum over replicas follows, for which other process groups would wait;
+    """Properties of an operation on which ranks must agree. ``members``: its ``repr`` identifies
+    the parameters; ``alone``: how many are sent separately; ``dtypes``: of sends, and of sums;
+    ``is_partial``: no all-reduce over replicas follows, for which other ranks might wait;
     ``tensors``: names and shapes, for messages."""
 
     members: object
@@ -139,14 +139,14 @@ class Signature:
 
 
 def describe_tensors(tensors: Sequence[NamedShape]) -> str:
-    """List this rank's tensors, for users to compare with the messages of other ranks."""
+    """List this rank's tensors, so that users can compare the messages of all ranks."""
     shown = ", ".join(f"{name} {tuple(shape)}" for name, shape in tensors[:MOST_TENSORS])
     more = len(tensors) - MOST_TENSORS
     return f" On this rank it has {shown or 'none'}{f' and {more} more' if more > 0 else ''}."
 
 
 def last_word(number: int, traits: Sequence[int]) -> int:
-    """Return the number that a rank sends when it gives up: the place, and differing traits."""
+    """Return the number that a rank sends when it gives up: its operation, and differing traits."""
     differing = sum(1 << index for index in traits)
     return (differing << NUMBER_BITS | number % (1 << NUMBER_BITS)) << NUMBER_BITS
 
@@ -180,7 +180,7 @@ def _dtype_name(code: int) -> str:
 
 def code_of(number: int) -> list[float]:
     """Return a number's bits and their complements. A sum over ranks, in any precision, is nonzero
-    wherever a rank has 1, and so reveals a different number."""
+    wherever any rank has 1, which reveals a different number."""
     bits = [number >> position & 1 for position in range(STAMP_BITS)]
     return [float(bit) for bit in bits] + [float(1 - bit) for bit in bits]
 
@@ -209,34 +209,34 @@ def stamp_of(kind: str, number: int) -> list[float]:
     return digits_of(number) if kind == "gather" else code_of(number)
 
 
-# Prediction of operations from the history of a program that repeats itself.
+# Prediction of operations in a program that repeats its steps.
 
 CONTEXT = 4  # number of operations on which a prediction is based
-LONG_RUN = 3  # an operation that followed this often in a row is predicted again
-MAX_RUN = 4096  # upper bound of counts of equal successors in a row
+LONG_RUN = 3  # after this many equal successors in a row, predict that operation again
+MAX_RUN = 4096  # upper bound for counts of equal successors in a row
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
 
-DOUBTED = 1 - LONG_RUN  # trust in a turn that just deviated; predictions need at least 1
-Recent = tuple[int, ...]  # the last operations, the newest one at the end
-Runs = dict[Recent, tuple[int, int]]  # last successor and its repetitions, if it had several
+DOUBTED = 1 - LONG_RUN  # trust in a pattern that just deviated; predictions need at least 1
+Recent = tuple[int, ...]  # the last operations, newest last
+Runs = dict[Recent, tuple[int, int]]  # last successor and its repetitions, if successors differed
 _NO_RUN = (UNCERTAIN, 0)
 
 
 @dataclass(eq=False)
 class Predictions:
-    """Predicts the next operation from the last ones. If these had different successors, the most
-    recent successor and its repetitions count, too, to tell the last of several microbatches from
-    the others. A turn that deviated once (an evaluation in between) is predicted again after
-    ``LONG_RUN`` times in a row."""
+    """Predicts the next operation from the last ones. If these had different successors, it also
+    uses the most recent successor and how often that was repeated, to distinguish the last of
+    several micro-batches. A pattern that deviated once (an evaluation in between) is predicted
+    again after ``LONG_RUN`` repetitions."""
 
     first: dict[Recent, int] = field(default_factory=dict)  # based on the last operations only
-    # by operations, last successor and its repetitions: the next successor, and its trust
+    # by (operations, last successor, its repetitions): the next successor, and trust in it
     _turns: dict[tuple[Recent, int, int], tuple[int, int]] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
 
     def expect(self, recent: Recent) -> int | None:
-        """Return the number of the next operation, UNCERTAIN, or None if it was never seen."""
+        """Return the predicted number of the next operation; None or UNCERTAIN if there is none."""
         return self._expect(recent, self._runs)
 
     def _expect(self, recent: Recent, runs: Runs) -> int | None:
@@ -267,7 +267,7 @@ class Predictions:
         _count(self._runs, recent, number)
 
     def after(self, recent: Recent) -> Iterator[int | None]:
-        """Yield the predicted operations, and finally None."""
+        """Yield the numbers of all predicted operations, and finally None."""
         runs = dict(self._runs)
         while True:
             predicted = self._expect(recent, runs)
@@ -302,28 +302,28 @@ def _count(runs: Runs, recent: Recent, number: int) -> None:
     runs[recent] = (number, min(length + 1, MAX_RUN) if last == number else 1)
 
 
-GAVE_UP = 0  # the number of a rank that has stopped
+GAVE_UP = 0  # the number sent by a rank that has stopped
 LAST_WORDS = 4
-"""Operations that a rank issues after giving up: more than the others issue before a check."""
+"""Operations that a rank issues after giving up: more than others issue before a check."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
     "call full_tensor, clip_grad_norm_, save or load, such as under `if rank == 0:`? Do that on "
-    "every rank. Does one have fewer batches? Give all ranks the same number. If some ranks skip a "
-    "unit on purpose, pass conditional=True to fully_shard for it."
+    "every rank. Does a rank have fewer batches? Give all ranks the same number. If some ranks "
+    "skip a unit on purpose, pass conditional=True to its fully_shard call."
 )
 """Remedies, the most common mistake first."""
 
 LAST_NUMBER = (1 << NUMBER_BITS) - 1
-RENEWED = 8192  # how many numbers are issued between two returns of idle ones
+RENEWED = 8192  # number of new operations between two cleanups
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
-"""After giving up on a device: how many operations to continue with, for how long each."""
+"""After giving up on a device: maximum number of further operations, and seconds for each."""
 
 HOST = torch.device("cpu")
 
 
 class Over:
-    """An axis of an operation; does not keep its process group alive."""
+    """The axis of an operation, with a weak reference to its process group."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self._group = None if axis.pg is None else weakref.ref(axis.pg)
@@ -345,10 +345,10 @@ class Over:
 
 @dataclass(frozen=True)
 class Operation:
-    """The collectives of one move of one group, one for each of ``numels``: the elements of
-    ``dtype`` that each rank sends (to each rank for a reduce-scatter). The first one's result has
-    the stamp at ``stamp``, in elements of ``seen_as``. ``pieces``: elements sent by, or reduced
-    for, each rank in one uneven collective."""
+    """The collectives of one operation of a group, one for each of ``numels``: the number of
+    elements of ``dtype`` that each rank sends (for a reduce-scatter, to each rank). The first
+    result contains the stamp at offset ``stamp``, in elements of ``seen_as``. ``pieces``: for an
+    uneven collective, the number of elements by rank, as sent or as reduced."""
 
     number: int
     kind: str
@@ -365,13 +365,13 @@ class Operation:
 
     @property
     def sender(self) -> Wire:
-        """The wire to use: a default one if the operation was registered without a custom one."""
+        """The wire to use: a default one if the wire was deleted, or was customised later."""
         wire = self.wire()
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
 
 class Enqueued:
-    """A work that completes with all work on the device so far."""
+    """A ``Work`` that completes when ``event`` does."""
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
@@ -383,13 +383,13 @@ class Enqueued:
         torch.accelerator.current_stream().wait_event(self._event)
 
 
-_streams = threading.local()  # per thread, by device: the stream for exchanges of numbers
+_streams = threading.local()  # thread-local, by device: streams for exchanges of numbers
 
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]:
     """Issue collectives concurrently with compute, which must not wait for ranks that are gone.
-    Yields whether to pass ``async_op``, and a function that converts a result to a work."""
+    Yields the ``async_op`` to pass, and a function that converts the result to a ``Work``."""
     if device == HOST:
         with torch_autograd.without_packing():
             yield True, lambda work: work
@@ -410,7 +410,7 @@ def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]
 
 @dataclass(frozen=True)
 class Sent:
-    """An issued collective, and the memory that it works on."""
+    """An issued collective, and its buffers."""
 
     output: Tensor
     pairs: list[tuple[Tensor, Tensor]]
@@ -418,7 +418,7 @@ class Sent:
 
 
 class Member(Protocol):
-    """The owner of a number, with the other owners of its group, also of other agreements."""
+    """The owner of a number. ``beside``: all owners of its group, also in other agreements."""
 
     def beside(self) -> Iterable[Member]: ...
 
@@ -427,11 +427,11 @@ class Member(Protocol):
 
 @dataclass(eq=False)
 class Numbers:
-    """The numbers of operations. See [Note: numbers that are free again]."""
+    """The numbers of operations. See [Note: reuse of numbers]."""
 
-    last: int = 0  # the last one issued
-    young: list[int] = field(default_factory=list)  # issued since idle ones were returned
-    in_use: set[int] = field(default_factory=set)  # those that were not
+    last: int = 0  # the last number issued
+    young: list[int] = field(default_factory=list)  # issued since the last cleanup
+    in_use: set[int] = field(default_factory=set)  # kept by the last cleanup
 
     def next(self) -> int:
         number = self.last % LAST_NUMBER + 1
@@ -448,11 +448,11 @@ class Rehearsal:
 
     numbers: list[int] = field(default_factory=list)
     recents: list[Recent] = field(default_factory=list)
-    end: Recent = ()  # the last operations after it
+    end: Recent = ()  # the last operations after the step
 
 
 class Agreement:
-    """The operations of the ranks of one axis, and their predictions of each other."""
+    """The operations over one axis, and the prediction of the next ones."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.over = Over(axis)
@@ -461,20 +461,20 @@ class Agreement:
         self._numbers = Numbers()
         self.operations: dict[int, Operation] = {}
         self._predictions = Predictions()
-        self.predicted = self._predictions.first  # certain successors
+        self.predicted = self._predictions.first  # certain predictions
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self.late: LateLook | None = None  # checks the stamps of a device, a step late
+        self.late: LateLook | None = None  # checks a device's stamps, a step later
         # host memory into which gathers receive stamps, by size in bytes
         self.landed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._last_words: list[Sent] = []
         self._issued: list[tuple[Recent, int]] = []  # placeholders, with preceding operations
-        self._rehearsal: Rehearsal | None = None  # of a step that is captured now
+        self._rehearsal: Rehearsal | None = None  # of the step that is being captured
 
     def number(self, name: str) -> int:
-        """Return the number of a new operation. Ranks must call it in the same order."""
+        """Return the number of a new operation. All ranks must call this in the same order."""
         if len(self._numbers.young) == RENEWED:
             self._give_back()
         number = self._numbers.next()
@@ -482,7 +482,7 @@ class Agreement:
         return number
 
     def _give_back(self) -> None:
-        """Drop idle operations. See [Note: numbers that are free again]."""
+        """Free idle numbers. See [Note: reuse of numbers]."""
         issued = {fields_of(number)[0] for number in self._predictions.numbers}
         kept = issued.union(self._numbers.young)
         self._numbers.in_use = kept if len(kept) < LAST_NUMBER else set()
@@ -516,8 +516,8 @@ class Agreement:
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[Rehearsal]:
-        """Yield a record of the operations inside, which are captured and not issued: nothing is
-        exchanged or learned. ``expects`` returns whether they may be issued."""
+        """Record the operations inside the context, which are captured but not issued: no numbers
+        are exchanged. ``expects`` returns whether the operations may be issued."""
         recent, rehearsal = self.recent, Rehearsal()
         self._rehearsal, self.predicted = rehearsal, {}  # so that no operation is certain
         try:
@@ -537,7 +537,7 @@ class Agreement:
         return all(next(coming) == number for number in rehearsal.numbers)
 
     def _is_certain(self, rehearsal: Rehearsal) -> bool:
-        """Return True if each of these was always the successor of those before it."""
+        """Return True if each operation is the only known successor of those before it."""
         recents = rehearsal.recents
         if not recents or recents[0] != self.recent:
             return not recents
@@ -565,8 +565,8 @@ class Agreement:
         self._predictions.learn(recent, number)
 
     def _ask(self, number: int, device: torch.device) -> None:
-        """Send this rank's operation to all ranks, in placeholders or separately."""
-        # bounded, because operations of neighbours alone may be predicted endlessly
+        """Send this rank's number to all ranks, in placeholders or separately."""
+        # bounded, because an endless cycle of operations among neighbours may be predicted
         for _ in range(len(self.operations) + 1):
             predicted = self._predictions.expect(self.recent)
             expected = None if predicted is None else self.operations.get(predicted)
@@ -575,16 +575,16 @@ class Agreement:
             self._issued.append((self.recent, predicted))
             self.recent = (*self.recent[1:], predicted)  # issued, even if the check raises
             self._placeholder(expected, number)
-            if expected.over.size == self.over.size:  # all ranks see it
+            if expected.over.size == self.over.size:  # it reaches all ranks
                 return
         sent = self.send_number(number, device)
         self.compare(number, [*self._wait(number, sent).tolist()], self.over.axis)
 
     def _placeholder(self, expected: Operation, number: int) -> None:
-        """Issue the predicted operation of the others, with the stamp of this rank's operation."""
+        """Issue the operation that others are predicted to issue, with this rank's number."""
         try:
             sent = self.send_stamp(expected, number)
-        except ReferenceError as error:  # the group no longer exists here; others may wait in it
+        except ReferenceError as error:  # the group was deleted here; others may wait in it
             raise self.lose(number, error) from error
         output = self._wait(number, sent)
         start, axis = expected.stamp, expected.over.axis
@@ -662,7 +662,7 @@ class Agreement:
         elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
             both = max(abs(value) for value in total)
             code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
-            other = number_of(code)  # known if one rank differs, or all others in the same way
+            other = number_of(code)  # decodes if one rank differs, or all others equally
             others: list[int | None] = [other if axis.size == 2 else None] * axis.size
             others[axis.rank] = number
             self._break(number, others, axis, self._foreign_bits(total, own), other)
@@ -695,8 +695,8 @@ class Agreement:
         differing: int | None = None,
         another: int | None = None,
     ) -> None:
-        """Raise the error of ranks that want different operations. ``differing`` bits and
-        ``another`` rank's number are passed if ``numbers`` does not contain them."""
+        """Raise the error for ranks that need different operations. If ``numbers`` is incomplete,
+        ``differing`` contains the bits that differ, and ``another`` the number of some rank."""
         known = [n for n in (*numbers, another) if n is not None]
         if differing is None:
             differing = functools.reduce(operator.or_, [n ^ number for n in known], 0)
@@ -708,7 +708,7 @@ class Agreement:
             for r, n in zip(axis.global_ranks, numbers, strict=True)
         ]
         if another is not None and another not in numbers:
-            did.append(f"one of these: {self.describe(another, traits)}")
+            did.append(f"another rank: {self.describe(another, traits)}")
         if word is not None:
             told = word >> 2 * NUMBER_BITS
             traits = [index for index in range(len(TRAIT_BITS)) if told >> index & 1]
@@ -733,14 +733,14 @@ class Agreement:
         known = known_of(str(error))
         first = f"{known}. First check the output of the other ranks" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks differ: "
+            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks diverged: "
             f"{SAME_ON_EVERY_RANK} The backend reported: {error}",
             last_word(number, ()),
         )
 
     def _give_up_everywhere(self, why: str, word: int) -> StateError:
-        """Stop communicating, and inform ranks that wait for this one over any process group."""
-        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # numbers are per agreement
+        """Stop communicating, and inform the ranks that wait for this one, in any process group."""
+        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other agreements use other numbers
         members = [other for own in self.members for other in own.beside()]
         followers = [self.give_up(why, word)]
         followers += [member.give_up(why, elsewhere) for member in members]
@@ -750,13 +750,13 @@ class Agreement:
         return StateError("FS401", why)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Report to ranks that this one has stopped: issue the operations that they expect next,
-        with ``word`` (see ``last_word``). They may issue several before they check one, and then
-        give up in turn. Do not wait here: they may have failed, too. On a device they check later,
+        """Inform ranks that this one has stopped: issue the operations that they expect next, with
+        ``word`` as the number (see ``last_word``). They may issue several before they check one
+        and give up too. Do not wait here: they may also have failed. On a device they check later,
         and the returned follower continues until then."""
         if self.broken is not None or self.is_silent:
             return None
-        # the other ranks have recorded these operations, and predict from them
+        # other ranks have recorded these operations, and predict from them
         for recent, issued in self._issued:
             self._predictions.learn(recent, issued)
         self.broken, predictions = why, self._predictions
@@ -768,7 +768,7 @@ class Agreement:
             known = dict(self.operations)
             operations = (None if number is None else known.get(number) for number in following)
             return Follower(self, operations, word, device)
-        said: Counter[int] = Counter()  # keyed by number of ranks
+        said: Counter[int] = Counter()  # by number of ranks
         with contextlib.suppress(Exception):  # the error being raised is more informative
             for predicted in itertools.islice(following, FOLLOWED):
                 expected = None if predicted is None else self.operations.get(predicted)
@@ -790,7 +790,7 @@ def _send_uneven(
     end: Any,
 ) -> Sent:
     """Send a stamp and zeros in uneven pieces. See [Note: dealt parameters] in ``layout``. The
-    stamp's distance to the start of gathered pieces, and to the end of reduced ones, is fixed."""
+    stamp has a fixed distance from the start of gathered pieces, and from the end of reduced."""
     axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
     dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
     if expected.kind == "gather":
@@ -821,7 +821,7 @@ def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
 
 class Follower:
     """Issues the operations that other ranks expect on a device's process group, without data. Each
-    has a thread, because ranks that wait in one process group may block another."""
+    has a thread, because a wait in one process group must not block operations in another."""
 
     def __init__(
         self,
@@ -834,14 +834,14 @@ class Follower:
         self._following = following
         self._word = word
         self._device = device
-        # a thread starts on device 0 and would create a context there
+        # a new thread uses device 0 and would create a context there
         self._index = None if device.type == "cpu" else torch.accelerator.current_device_index()
-        self._answered = time.monotonic()  # time of the last answer
+        self._answered = time.monotonic()  # time of the last completed operation
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the others are informed, or have not answered for a while."""
+        """Wait until the others are informed, or do not respond for ``FOLLOWED_S`` seconds."""
         while self._thread.is_alive() and time.monotonic() - self._answered < FOLLOWED_S:
             self._thread.join(0.01)
 
@@ -869,9 +869,9 @@ class Follower:
         return True
 
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
-        if operation.over.size < self._agreement.over.size:  # ranks outside of it may continue
+        if operation.over.size < self._agreement.over.size:  # other ranks may continue
             return True
-        if operation.kind != "gather":  # a rank that gave up sends no bits
+        if operation.kind != "gather":  # a rank that gave up sends zero bits
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())
         axis = operation.over.axis
         numbers = numbers_in(output, operation)
@@ -884,7 +884,7 @@ _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictiona
 
 
 def agreement_of(axis: MeshAxis) -> Agreement:
-    """Return the agreement of an axis's ranks, shared by all groups over a process group."""
+    """Return the agreement for an axis, shared by all groups that use its process group."""
     whole = axis.whole or axis
     if whole.pg is None:
         return Agreement(whole)

@@ -1,7 +1,7 @@
-"""The numbers that collectives carry after their data, and the check of received ones.
+"""Stamps: the numbers that collectives send after their data, and the check of received ones.
 
-Has the agreement code of a steady step; see [Note: agreement] in ``agreement``. Independent of how
-a collective is sent: owners of buffers call ``Stamp.register``.
+Contains the agreement code that runs in every step; see [Note: agreement] in ``agreement``. Sends
+no collectives: owners of buffers call ``Stamp.register``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ NO_NUMBER = -2
 
 
 class Stamp:
-    """The number of one operation of one group, and the check of received ones. ``group`` returns
-    all stamps of the param group: a rank that gives up on one operation reports it on all."""
+    """The number of one operation of a param group, and the check of received numbers. ``group``
+    returns all stamps of the group: a rank that gives up reports this in all its operations."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Stamp:
         self.axis = axis
         self.kind = kind
         self.device = device  # the device of the operation's buffers
-        self.seen: Tensor | None = None  # memory of a device for the stamps of all ranks
+        self.seen: Tensor | None = None  # device memory for the stamps of all ranks
         self.agreement = agreement_of(axis)
         self.number = NO_NUMBER
         self.name = ""
         self.tensors: tuple[NamedShape, ...] = ()
-        self.operation: Operation | None = None  # the registered one
+        self.operation: Operation | None = None  # as registered
         self.code = [0.0] * (GATHER_STAMP_NUMEL if kind == "gather" else STAMP_NUMEL)
         self._group = group
         # for a gather: this rank's row and length, received rows, expected bytes of each rank
@@ -72,12 +72,12 @@ class Stamp:
         self.agreement.members.add(self)
 
     def beside(self) -> Iterable[Stamp]:
-        """Return all stamps of the group while it lives."""
+        """Return all stamps of the group; none if the group was deleted."""
         stamps = None if self._group is None else self._group()
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:
-        """Take a number, and a name for errors. Ranks enroll the same operations in one order."""
+        """Take a number, and a name for errors. All ranks must do this in the same order."""
         self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
         self.number = self.agreement.number(self.name)
         self.code = stamp_of(self.kind, self.number)
@@ -124,7 +124,7 @@ class Stamp:
         """Raise StateError unless every rank is about to issue this operation."""
         agreement, number = self.agreement, self.number
         recent = agreement.recent
-        if agreement.predicted.get(recent) == number:  # certain: no further call is needed
+        if agreement.predicted.get(recent) == number:  # certain: no check is needed
             agreement.recent = (*recent[1:], number)
         elif number != NO_NUMBER:
             if number not in agreement.operations:
@@ -146,10 +146,10 @@ class Stamp:
     def is_checked(self) -> bool:
         return self.number != NO_NUMBER and not self.agreement.is_silent
 
-    # After the data of a gather.
+    # Stamps of gathers.
 
     def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """Set the current number to send and to expect, in zero-padded rows of ``numel``."""
+        """Set the rows to send and to expect: the current number, zero-padded to ``numel``."""
         row = torch.zeros(numel, dtype=torch.float32, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         self._row, self._dtype, self._width = row, dtype, numel
@@ -164,17 +164,17 @@ class Stamp:
         row.copy_(self._row)
 
     def landing(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return the memory for all ranks' rows; on a host, an axis's stamps share it."""
+        """Return memory for all ranks' rows. On a host, all stamps of an axis share it."""
         if device.type not in ("cpu", "meta"):
             return self._look_late().view(torch.uint8)
         landed = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if type(landed) is Tensor and landed.is_cpu:  # real memory, not an estimate's
+        if type(landed) is Tensor and landed.is_cpu:  # not a fake tensor
             landed = self.agreement.landed.setdefault(nbytes, landed)
         self._landed = landed
         return landed
 
     def arrived(self) -> None:
-        """Compare the stamps from a gather; on a device, this happens later."""
+        """Compare the stamps received in a gather. On a device, this happens later."""
         if self.seen is not None:
             return
         expected = self._expected * self.axis.size  # not cached: large for many ranks
@@ -190,12 +190,12 @@ class Stamp:
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         if self.seen is None or (self.seen.dtype, self.seen.shape) != (self._dtype, shape):
             self.seen = torch.empty(shape, dtype=self._dtype, device=self.device)
-        self.seen.copy_(row.expand(shape))  # until a gather overwrites it
+        self.seen.copy_(row.expand(shape))  # the expected content, until a gather overwrites it
         self.agreement.look_late().add(self, self._expected, self.axis.size)
         return self.seen
 
     def check(self, seen: Tensor) -> None:
-        """Check a gather's stamps ``[W, n]`` that are not all equal to this one."""
+        """Check the stamps ``[W, n]`` of a gather, of which some differ from this one."""
         if self.is_checked:
             numbers = [number_of_digits(row) for row in seen[:, :GATHER_STAMP_NUMEL].tolist()]
             self.agreement.compare(self.number, numbers, self.axis)
@@ -208,11 +208,11 @@ class Stamp:
             self.agreement.compare_sum(known, seen.tolist(), self.axis)
 
     def see_sum(self, total: Tensor) -> None:
-        """Check a device's sum of stamps later: that of the last reduction of a step."""
+        """Check a device's sum of stamps later, for the last reduction of a step."""
         self.agreement.look_late().see_sum(self, self.number, total)
 
     def silence(self, is_silent: bool) -> bool:
-        """Switch checks of the process group off or on; return whether they were off."""
+        """Disable or enable checks for the process group; return whether they were disabled."""
         before, self.agreement.is_silent = self.agreement.is_silent, is_silent
         return before
 
@@ -220,21 +220,21 @@ class Stamp:
         return self.agreement.lose(self.number, error)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Report that this rank has stopped to the ranks that wait for it."""
+        """Inform the ranks that wait for this one that it has stopped."""
         return self.agreement.give_up(why, word)
 
 
 class ReductionStamps:
-    """The stamps of a group's reduce-scatter and all-reduce, each of a covered axis."""
+    """The stamps of a group's reduce-scatter and all-reduce, for covered axes."""
 
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
-        self.numel = len(self.all) * STAMP_NUMEL  # elements, after the counts of gradients
-        # convert errors of the two collectives
+        self.numel = len(self.all) * STAMP_NUMEL  # elements; they follow the counts of gradients
+        # converters for errors of the two collectives
         self.failed = self.all[0].failed if self.all else None
         self.failed_sum = self.all[-1].failed if self.all else None
         self._joined = b""  # the expected sum of all ranks' stamps, as bytes
-        self._at = 0  # byte offset of these
+        self._at = 0  # byte offset of the stamps
         self._sum = (0, torch.float32)  # elements and dtype of the reduced data
 
     @property
@@ -242,7 +242,7 @@ class ReductionStamps:
         return [value for stamp in self.all for value in stamp.code]
 
     def number(self, signature_of: Callable[[bool], Signature]) -> bool:
-        """Add traits to the numbers, by ``signature_of(is_reduce)``; return whether any changed."""
+        """Add traits, ``signature_of(is_reduce)``, to all numbers; return whether any changed."""
         changed = [
             stamp.update_signature(signature_of(stamp.kind == "reduce")) for stamp in self.all
         ]
@@ -255,7 +255,7 @@ class ReductionStamps:
         dtype: torch.dtype,
         numel: int,
     ) -> None:
-        """Expect the sum of the codes of ``ranks`` ranks, at the end of ``[numel]``."""
+        """Set the expected sum of codes over ``ranks``, at the end of reduced data ``[numel]``."""
         joined = torch.tensor([code * ranks for code in codes], dtype=dtype, device=HOST)
         self._joined = bytes(joined.view(torch.uint8).tolist())
         self._at, self._sum = (numel - self.numel) * dtype.itemsize, (numel, dtype)
@@ -268,9 +268,9 @@ class ReductionStamps:
         reduction: Any,
         pieces: tuple[int, ...] = (),
     ) -> None:
-        """Register how reductions are sent. ``scattered`` are the elements of ``sent_as`` per rank
-        and part of a reduce-scatter, the first of which end with the stamps; an all-reduce has one
-        part, see ``expect``. ``pieces``: see ``Operation``."""
+        """Register how reductions are sent. ``scattered``: elements of ``sent_as`` per rank, for
+        each collective of a reduce-scatter; the first one ends with the stamps. An all-reduce has
+        the ``numel`` of ``expect``. ``pieces``: see ``Operation``."""
         numel, dtype = self._sum
         for position, stamp in enumerate(self.all):
             start = position * STAMP_NUMEL - self.numel
@@ -281,7 +281,7 @@ class ReductionStamps:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 
     def erase(self, partial: Tensor) -> None:
-        """Zero the numbers after kept sums ``[..., numel]``, since the next ones differ."""
+        """Zero the stamps after kept sums ``[..., numel]``: the next stamps may differ."""
         if self.all:
             partial[..., -self.numel :] = 0
 
@@ -294,7 +294,7 @@ class ReductionStamps:
             self.all[-1].before()
 
     def arrived(self, reduced: Tensor) -> None:
-        """Compare the end of the reduced data, ``[numel]``; on a device, a later gather does."""
+        """Compare the stamps at the end of reduced data ``[numel]``, unless it is on a device."""
         if not self.all or not reduced.is_cpu:
             return
         joined = self._joined
@@ -303,23 +303,23 @@ class ReductionStamps:
         seen = reduced[-self.numel :]
         if self.all[0].is_checked:
             for position, stamp in enumerate(self.all):
-                # different bytes may still be valid: the sum over several backwards
+                # other bytes may be valid too: a sum over several backwards
                 stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def arrived_late(self, reduced: Tensor) -> None:
-        """Check the sum over replicas on a device later, since gathers do not cover it."""
+        """On a device, check the sum over replicas later, because gathers do not cover it."""
         if self.all and not reduced.is_cpu:
             self.all[-1].see_sum(reduced[-STAMP_NUMEL:])
 
 
 class CollectiveIds:
-    """The stamps of a group: which of its collectives have one, and when they are numbered."""
+    """The stamps of a group's collectives, and their numbering."""
 
     def __init__(self, data: DataMesh, device: torch.device) -> None:
         self._device = device
-        self.fqn: str | None = None  # None: not numbered yet, see enroll
+        self.fqn: str | None = None  # None until ``enroll`` numbers the stamps
         self.gather = self.make(data.shard, "gather")  # None: the axis is not covered
-        self.gather_smaller: Stamp | None = None  # between forward and backward
+        self.gather_smaller: Stamp | None = None  # over the smaller mesh, after forward
         self.reductions = ReductionStamps()
         self.renew_reductions(data)
 
@@ -344,12 +344,12 @@ class CollectiveIds:
         return next((why for why in found if why is not None), None)
 
     def covers(self, axis: MeshAxis) -> bool:
-        """Return True if ranks receive each other's data over an axis."""
+        """Return True if ranks really exchange data over an axis."""
         is_sent = self._device.type != "meta" and torch_dtensor.has_real_memory()
         return is_sent and axis.size > 1 and axis.is_real
 
     def make(self, axis: MeshAxis, kind: str) -> Stamp | None:
-        """Return a stamp for one of the group's collectives; None if the axis is not covered."""
+        """Return a stamp for a collective of the group; None if the axis is not covered."""
         if not self.covers(axis):
             return None
         stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside), self._device)
@@ -361,7 +361,7 @@ class CollectiveIds:
         return self.all
 
     def renew_reductions(self, data: DataMesh) -> None:
-        """Renumber the group's reductions, over the axes of ``data``."""
+        """Give the group's reductions, over the axes of ``data``, new numbers."""
         for stamp in self.reductions.all:
             stamp.retire()
         again = "all_reduce" if data.layers is None else "reduce_outer"
@@ -369,7 +369,7 @@ class CollectiveIds:
         self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])
 
     def enroll(self, fqn: str) -> None:
-        """Take numbers, which every rank does in the same order, and a name for errors."""
+        """Take numbers, and a name for errors. All ranks must do this in the same order."""
         self.fqn = fqn
         for stamp in self.all:
             stamp.enroll(fqn)

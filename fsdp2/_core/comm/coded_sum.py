@@ -1,4 +1,4 @@
-"""Sums over ranks whose values are sent in codes of 8 bits. Independent of layouts and units.
+"""Sums over ranks that send their values as 8-bit codes. Contains no code for layouts or units.
 
 A message consists of codes, a scale per block, and a tail of columns that are not rounded.
 Legend: W = ranks of the group, S = elements of a rank's part.
@@ -26,15 +26,15 @@ Exact = Sequence[tuple[int, int]]  # ranges of columns that are not rounded
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes of rows. ``errors``: rounding errors to add next time, or None."""
+    """Codes of rows. ``errors``: rounding errors to add in the next call, or None."""
 
     dtype: torch.dtype
     block: int
     errors: dict[Any, Tensor] | None
 
     def encode(self, rows: Tensor, what: str) -> Tensor:
-        """Return rows ``[n, k]`` as codes, in bytes, and keep the rounding errors. Computes at
-        least in fp32: scales and errors of small gradients are below the range of fp16."""
+        """Return the codes of rows ``[n, k]``, as bytes, and keep the rounding errors. Computes in
+        fp32 or wider: scales and errors of small gradients underflow in fp16."""
         key, rows = (what, rows.shape), rows.to(_wide(rows.dtype))
         if self.errors is not None and key in self.errors:
             rows = rows + self.errors[key]
@@ -85,7 +85,7 @@ class CodedSum(Codes):
 
     def all_reduce(self, packed: Tensor, reduced: Tensor) -> None:
         """Fill ``reduced`` ``[S]`` with the sum of all ``packed`` ``[S]``; they may share memory.
-        Each rank adds up a part and sends its sum in codes; all ranks use the decoded sum."""
+        Each rank adds up one part and sends the sum as codes. All ranks use the decoded sums."""
         size = self.group.size()
         coded, kept = self._columns(packed.view(1, -1))
         numel = coded.shape[1]
@@ -93,7 +93,7 @@ class CodedSum(Codes):
         parts = _padded(coded, size * width).view(size, width)
         kept = kept.expand(size, -1)
         received = self._exchange(self.encode(parts, "sent"), kept)
-        part = packed.new_empty(width + kept.shape[1])  # has the reduce dtype
+        part = packed.new_empty(width + kept.shape[1])  # in the reduce dtype
         self._add_up(received, kept.shape[1], part, width, is_part=True)
         own = self.encode(part[:width].unsqueeze(0), "summed")
         gathered = own.new_empty((size, own.shape[1]))

@@ -27,11 +27,11 @@ class Comm(ABC):
     ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        It may be the same one each time: a group allocates only after it is done with the last."""
+        It may be the same buffer each time: a group first finishes its use of the previous one."""
 
 
 class AllGather(Comm):
-    """A custom all-gather: derive, and pass an instance to ``set_custom_all_gather``.
+    """A custom all-gather: pass an instance of a subclass to ``set_custom_all_gather``.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -50,13 +50,13 @@ class AllGather(Comm):
         and have the same dtype. ``input_tensor`` is this rank's slice of ``output_tensor``.
 
         Returns:
-            With ``async_op`` a ``Work`` to wait for; or None, with or without ``async_op``: then
-            the output is ready, or the work that fills it is ordered on the current stream.
+            A ``Work`` to wait for, if ``async_op`` is set. None is always allowed: then the output
+            is complete, or the work that fills it is ordered on the current stream.
         """
 
 
 class ReduceScatter(Comm):
-    """A custom reduce-scatter: derive, and pass an instance to ``set_custom_reduce_scatter``.
+    """A custom reduce-scatter: pass an instance of a subclass to ``set_custom_reduce_scatter``.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -70,21 +70,21 @@ class ReduceScatter(Comm):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` ``[S]`` with this rank's part of all ``input_tensor`` ``[W * S]``.
+        """Fill ``output_tensor`` ``[S]`` with this rank's part of the reduced inputs ``[W * S]``.
 
         W is the number of ranks in ``group``, and S is a number of elements. Both tensors are 1-D,
         in the reduce dtype; complex gradients arrive as their real and imaginary parts. ``op`` is
         the reduction: ``AVG``, or ``SUM`` if the group scales the gradients itself.
 
         Returns:
-            With ``async_op`` a ``Work`` to wait for; or None, with or without ``async_op``: then
-            the output is ready, or the work that fills it is ordered on the current stream.
+            A ``Work`` to wait for, if ``async_op`` is set. None is always allowed: then the output
+            is complete, or the work that fills it is ordered on the current stream.
         """
 
 
 @runtime_checkable
 class CustomComm(Protocol):
-    """Any object that the setters of custom collectives accept, such as torch's."""
+    """Interface of objects that the setters of custom collectives accept, including torch's."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -1,4 +1,4 @@
-"""The lanes of a device: streams ordered by events, without host waits; see ``wire.Streams``."""
+"""The lanes of a device: streams that events order, without host waits. See ``wire.Streams``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fsdp2._core.comm.wire import InFlight, Streams
 
 
 class DeviceStreams(Streams):
-    """Lanes of a device: one stream each, in addition to the current (compute) stream."""
+    """One stream per lane, in addition to the current (compute) stream."""
 
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        # Compute waits for gathers and for memory being reduced; for sums over replicas only at the
-        # end, so these may run after its kernels, as in torch.
+        # Compute waits for gathers, and for the memory of reduce-scatters. It waits for all-reduces
+        # only at the end, so that these may run after compute kernels, as in torch.
         priority = capabilities(device).lane_priority
         priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
         self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}
@@ -45,7 +45,7 @@ class DeviceStreams(Streams):
         after: InFlight | None = None,
     ) -> InFlight:
         stream, retired = self._lanes[lane], self._retired[lane]
-        # not the last one: compute may keep reading it during this launch
+        # except the last: compute may still read it during this launch
         for held in retired[:-1]:
             held.hold_back(stream)
         del retired[:-1]
@@ -53,9 +53,9 @@ class DeviceStreams(Streams):
             after.hold_back(stream)
         with stream, torch_autograd.without_packing():
             flight = issue(*args)
-            flight.wait()  # a work that a user's collective returned without async_op
+            flight.wait()  # a user's collective may return a work without async_op
             flight.end_with(stream.record_event())
-        if after is not None:  # this launch uses its buffers, from another lane
+        if after is not None:  # this launch uses its buffers in another lane
             flight.buffers += after.buffers
         return flight
 
@@ -64,7 +64,7 @@ class DeviceStreams(Streams):
 
     def order_after_event(self, lane: str, event: torch.Event) -> None:
         with self._lanes[lane]:
-            event.wait()  # the event's method: a stream silently ignores a torch.cuda.Event
+            event.wait()  # stream.wait_event silently ignores a torch.cuda.Event
 
     def hold_back(self, stream: torch.Stream | None) -> None:
         current = torch.accelerator.current_stream()
@@ -73,7 +73,7 @@ class DeviceStreams(Streams):
 
     def lane_of(self, stream: torch.Stream) -> str:
         name = f"stream {stream.stream_id}"
-        if name not in self._lanes:  # a plain stream, whose events other lanes can wait for
+        if name not in self._lanes:  # as torch.Stream: other lanes can wait for its events
             self._lanes[name] = torch.Stream(
                 stream_id=stream.stream_id,
                 device_index=stream.device_index,
@@ -117,7 +117,7 @@ def streams_for(device: torch.device) -> Streams:
 
 
 class FlightObserver(Protocol):
-    """Notified of the waits for one launch of a lane."""
+    """Is called before and after each wait for one launch of a lane."""
 
     def before_wait(self, flight: InFlight) -> None: ...
 
@@ -125,7 +125,7 @@ class FlightObserver(Protocol):
 
 
 class ObservedFlight(InFlight):
-    """Replaces an observed launch, and notifies observers of waits for it."""
+    """Replaces an observed launch, and calls observers at each wait for it."""
 
     __slots__ = ("__weakref__", "_observers")
 

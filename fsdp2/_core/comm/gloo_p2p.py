@@ -1,8 +1,8 @@
-"""Collectives on large buffers from sends and receives, where these are faster than gloo's own.
+"""Collectives for large buffers from sends and receives, if faster than gloo's collectives.
 
 gloo implements reduce-scatter as an all-reduce, which sends everything twice, and runs every
-collective in a separate thread. Between few ranks, each part is sent directly from its source to
-its destination; between many, parts share one all-to-all. Independent of layouts and groups.
+collective in a separate thread. With few ranks, each part is sent directly from its source to its
+destination; with many, one all-to-all sends all parts. Contains no code for layouts or groups.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fsdp2._core.base import torch_comm
 
-LARGE_NBYTES = 32768  # minimum size at which this beats gloo's own (docs/decisions/0013)
+LARGE_NBYTES = 32768  # minimum size at which this beats gloo (docs/decisions/0013)
 MAX_RANKS = 4  # maximum number of ranks for sending parts individually
 GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
-"""Distinct from the tags of user code. Messages with the same tag arrive in the order sent."""
+"""Tags that user code is unlikely to use. Messages of one tag arrive in the order sent."""
 
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Return True if this is cheaper for a collective on a large ``tensor``."""
+    """Return True if sends and receives are faster for a collective on a large ``tensor``."""
     return tensor.is_cpu and torch_comm.is_gloo(group)
 
 
@@ -34,7 +34,7 @@ def is_small(group: dist.ProcessGroup) -> bool:
 
 
 def run(work: Any, async_op: bool) -> dist.Work | None:
-    """Return a work with ``async_op``; otherwise complete it and return None."""
+    """Return the work if ``async_op`` is set; otherwise wait for it and return None."""
     if not async_op:
         work.wait()
     return work if async_op else None
@@ -53,25 +53,25 @@ class Several:
 
 
 class DirectGather(Several):
-    """An all-gather: each of ``rows`` receives that rank's ``sent``, of any length."""
+    """An all-gather: ``rows[r]`` receives ``sent`` of rank r, of any length."""
 
     def __init__(
         self, rows: Sequence[Tensor] | Tensor, sent: Tensor, group: dist.ProcessGroup
     ) -> None:
         super().__init__(_swap(rows, [sent] * group.size(), group, GATHER_TAG))
-        memmove(rows[group.rank()].data_ptr(), sent.data_ptr(), sent.nbytes)  # invisible to modes
+        memmove(rows[group.rank()].data_ptr(), sent.data_ptr(), sent.nbytes)  # bypasses modes
         self._held = (rows, sent)
 
     def wait(self) -> None:
         super().wait()
-        self._works, self._held = [], ()  # type: ignore[assignment]  # done with
+        self._works, self._held = [], ()  # type: ignore[assignment]  # all are complete
 
 
 class Exchange:
-    """A reduce-scatter: ``output`` ``[S]`` receives the sum or the mean of this rank's parts. It
-    adds in the dtype of ``output`` and in rank order, so a narrower dtype may be sent, and equal
-    parts have equal sums. It completes in ``wait``. ``sizes``: the elements of each rank's output;
-    None: all equal."""
+    """A reduce-scatter: ``output`` ``[S]`` receives the sum or the mean of this rank's parts. Adds
+    in rank order and in the dtype of ``output``: equal parts have equal sums, and a narrower dtype
+    may be sent. Completes in ``wait``. ``sizes``: number of elements of each rank's output; None:
+    all equal."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Exchange:
         output, (first, second, *others) = self._output, self._rows
         if first.dtype == output.dtype and not others:
             torch.add(first, second, out=output)
-        elif first.dtype == output.dtype and output.element_size() < 4:  # one rounding, not many
+        elif first.dtype == output.dtype and output.element_size() < 4:  # round once
             output.copy_(torch.stack(self._rows).sum(0, dtype=torch.float32))
         else:
             output.copy_(first)
@@ -134,9 +134,9 @@ def _swap(
     group: dist.ProcessGroup,
     tag: int,
 ) -> list[dist.Work]:
-    """Send each other rank its item, and receive one from it."""
+    """Send every other rank its item, and receive one from each."""
     works, size, rank = [], group.size(), group.rank()
-    for step in range(1, size):  # from the next rank on, to spread simultaneous sends
+    for step in range(1, size):  # ranks begin with different peers
         other = (rank + step) % size
         works.append(group.recv([received[other]], other, tag))
         works.append(group.send([sent[other]], other, tag))

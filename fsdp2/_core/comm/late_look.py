@@ -1,7 +1,7 @@
-"""Stamps that a device received from other ranks, copied to the host without a wait.
+"""Received stamps, copied from the device to the host asynchronously.
 
-Owns these copies and the time of their check; stamps compare themselves. See [Note: agreement] in
-``_core.agreement.agreement``.
+Owns these copies and the time of their check; ``Stamp`` compares the values. See
+[Note: agreement] in ``_core.agreement.agreement``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Seen(Protocol):
-    """A stamp; its gathers store those of all ranks in ``seen`` ``[W, n]``."""
+    """A stamp. Its gathers write the stamps of all ranks to ``seen`` ``[W, n]``."""
 
     seen: Tensor | None
 
@@ -27,33 +27,33 @@ class Seen(Protocol):
 
 
 class LateLook:
-    """The stamps from gathers over one process group of a device. Once a step, one copy brings them
-    to the host. Its completion is polled: the check is mostly a step later."""
+    """The stamps received in gathers over one process group of a device. One copy per
+    step sends them to the host. Its completion is polled: the check is usually a step later."""
 
-    count: ClassVar[int] = 0  # instances created: lets collections of them detect new ones
+    count: ClassVar[int] = 0  # number of instances created, so that caches detect new ones
 
     def __init__(self) -> None:
-        # the row that every rank sends, and the number of ranks
+        # by stamp: the row expected from every rank, and the number of ranks
         self._expected = weakref.WeakKeyDictionary[Seen, tuple[bytes, int]]()
-        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # parts of the copied stamps
-        self._slots: list[Tensor] = []  # device memory of each, as bytes
-        self._is_known = False  # the last two match the live stamps
+        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # parts of ``_copied``
+        self._slots: list[Tensor] = []  # device memory of each part, as bytes
+        self._is_known = False  # both lists match the live stamps
         self._copied: Tensor | None = None  # in pinned memory
-        self._event: torch.Event | None = None  # of the copy not yet checked
-        self._sum: tuple[Seen, int, Tensor] | None = None  # last reduction; holds its memory
+        self._event: torch.Event | None = None  # after a copy that is not yet checked
+        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; keeps its memory
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
         LateLook.count += 1
 
     def add(self, stamp: Seen, row: bytes, ranks: int) -> None:
-        """Check the device's contents of ``stamp.seen``: one row per rank."""
+        """Check ``stamp.seen`` from now on: it should contain ``row`` for each rank."""
         self._expected[stamp] = row, ranks
         self._is_known, self._event = False, None
 
     def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
-        """Also check a sum of stamps ``[n]``; a rank that gives up reports it in every sum."""
+        """Also check a sum of stamps ``[n]``: a rank that gives up changes every sum."""
         self._sum = stamp, number, total
 
-    @torch.inference_mode(False)  # kept tensors are written again outside of it
+    @torch.inference_mode(False)  # the tensors are reused outside inference mode
     @torch.no_grad()
     def note(self) -> None:
         total, self._sum = self._sum, None
@@ -92,7 +92,7 @@ class LateLook:
         for known, row, ranks in self._parts:
             nbytes = len(row) * ranks
             at, begin = begin, begin + nbytes
-            if string_at(address + at, nbytes) == row * ranks:  # temporary: it is large
+            if string_at(address + at, nbytes) == row * ranks:  # not stored: it is large
                 continue
             stamp = known()
             if stamp is not None and stamp.seen is not None:

@@ -1,15 +1,15 @@
-"""The ranks that a group communicates with. An absent axis has size 1: no special case for callers.
+"""Mesh axes over which groups communicate. A missing axis has size 1: callers need no special case.
 
 [Note: roles]
-Every dim of the mesh of sharded parameters has a role: to shard over, to replicate over, or to be a
-parameter's own (tensor-parallel, expert-parallel), which data parallelism does not use. At most one
-dim is sharded over; several such dims are first flattened into one.
+Every dim of the mesh of sharded parameters has a role: parameters are sharded over it, replicated
+over it, or it is their *own* (tensor or expert parallelism) and unused by data parallelism. At most
+one dim is a shard dim; several shard dims are first flattened into one.
 
 [Note: layers]
 With ``shard_outer``, parameters and all persistent state are sharded over all ranks of a 2-D mesh,
-as one axis. Within a step neighbours along the inner dim share copies: of parameters (a smaller
-mesh after forward), and of summed gradients. So a gradient is scattered over the inner axis, where
-each rank gets the shards of its line of the outer axis, and over that at the end of the step.
+as one axis. Within a step, parameters (after forward) and summed gradients are sharded only over
+the inner dim. A gradient is therefore first reduce-scattered over the inner axis, where each rank
+gets the shards of all ranks on its outer axis, and at the end of the step over the outer axis.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh from this rank's perspective. ``whole``: the axis, of more ranks, on which
-    ranks agree on operations over this one; None: this axis. See [Note: several groups of some
-    ranks] in ``_core.agreement.agreement``."""
+    """One axis of a mesh, as seen from this rank. ``whole``: the axis over which ranks agree on the
+    operations of this axis; None: this axis. See [Note: one order over several process
+    groups] in ``_core.agreement.agreement``."""
 
     name: str
     size: int
@@ -60,12 +60,12 @@ class MeshAxis:
 
     @property
     def is_real(self) -> bool:
-        """Return True if torch.distributed carries its data; tests join ranks otherwise."""
+        """Return True if torch.distributed sends its data; tests may simulate ranks."""
         return isinstance(self.pg, dist.ProcessGroup) and not self.is_imagined
 
     @property
     def is_imagined(self) -> bool:
-        """Return True if its ranks do not exist, as in planning."""
+        """Return True if its ranks do not exist, as during planning."""
         return isinstance(self.pg, torch_dtensor.ImaginedGroup)
 
     @property
@@ -82,10 +82,10 @@ ABSENT_AXIS = MeshAxis("", 1, 0, None)
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The mesh of sharded parameters, with the axes to shard and to replicate over, and a role for
-    each dim ([Note: roles]). ``full`` and ``dims`` are the user's arguments if dims were named
-    (``dp_mesh_dims``): then parameters are DTensors on ``full``, which is ``mesh`` unless several
-    dims are sharded over."""
+    """The mesh of sharded parameters: its shard axis and replicate axis, and the role of each dim
+    ([Note: roles]). ``full`` and ``dims`` are the user's mesh and ``dp_mesh_dims``, if given: then
+    parameters are DTensors on ``full``, which is the same as ``mesh`` unless there are several
+    shard dims."""
 
     mesh: DeviceMesh
     shard: MeshAxis
@@ -106,17 +106,17 @@ class DataMesh:
 
     @cached_property
     def summed(self) -> MeshAxis:
-        """The axis over which the result is then reduced; absent if there is none."""
+        """The axis over which the result is then reduced; ``ABSENT_AXIS`` if there is none."""
         return self.replicate if self.layers is None else self.layers.replicate
 
     @cached_property
     def rows_between(self) -> int:
-        """Number of a gradient's shards on a rank between these reductions."""
+        """Number of shards of a gradient on each rank between these two reductions."""
         return 1 if self.layers is None else self.layers.replicate.size
 
     @staticmethod
     def layered(mesh: DeviceMesh) -> DataMesh:
-        """Read a 2-D mesh as one axis of all its ranks. See [Note: layers]. Collective."""
+        """Use all ranks of a 2-D mesh as one shard axis. See [Note: layers]. Collective."""
         outer, inner = mesh.size(0), mesh.size(1)
         if _axis(mesh, 0).is_imagined:
             rank = mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
@@ -136,7 +136,7 @@ class DataMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh, roles: tuple[str, ...] | None = None) -> DataMesh:
-        """Read a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or by ``roles``."""
+        """Interpret a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or use ``roles``."""
         if roles is None:
             roles = (SHARD,) if mesh.ndim == 1 else (REPLICATE, SHARD)
         _require_ascending(mesh, [d for d, role in enumerate(roles) if role == SHARD])
@@ -148,8 +148,8 @@ class DataMesh:
 
     @staticmethod
     def named(full: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
-        """Read a checked mesh by the names of its dims. The first call is collective if several
-        dims have one role: they are flattened."""
+        """Interpret a checked mesh by the names of its dims. If several dims have one role, they
+        are flattened, and the first call is collective."""
         names = tuple(full.mesh_dim_names or ())
         shard = tuple(name for name in names if name in dims.shard_names)
         replicate = tuple(name for name in names if name in dims.replicate_names)
@@ -168,7 +168,7 @@ class DataMesh:
         return DataMesh(mesh, flat_shard, _joined_axis(full, replicate), roles, full, dims)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataMesh:
-        return self  # process groups are shared by copies
+        return self  # copies share process groups
 
     def __reduce__(self) -> tuple[Callable[..., DataMesh], tuple[Any, ...]]:
         if self.layers is not None:
@@ -178,13 +178,13 @@ class DataMesh:
         return DataMesh.of, (self.mesh, self.roles)
 
     def split(self, size: int) -> DataMesh:
-        """Return the mesh on which ``size`` neighbours share a parameter. Collective, cached."""
+        """Return a mesh (outer, inner) whose inner dim has ``size`` ranks. Collective, cached."""
         names = ("outer", "inner")
         if self.shard.is_imagined:
             rank = self.replicate.rank * self.shard.size + self.shard.rank
             shape = (self.size // size, size)
             return DataMesh.of(torch_dtensor.imagined_mesh(shape, names, rank))
-        # only the ranks of this slice may call this, so only they create the groups
+        # ranks of other slices may not call this, so only the ranks of this slice create groups
         root = torch_dtensor.root_mesh(self.mesh)
         kept: KeptOnMesh = root.__dict__.setdefault("_fsdp2_split", KeptOnMesh())
         key = (self.mesh, self.roles, size)
@@ -202,7 +202,7 @@ class DataMesh:
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return the ranks with this rank's coordinate on every own axis, shard axis last."""
+        """Return the ranks with this rank's coordinates on all own dims, shard dim innermost."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
@@ -222,14 +222,14 @@ class DataMesh:
 
 
 class KeptOnMesh(dict[Any, DataMesh]):
-    """A cache on a mesh; empty in copies and pickles of the mesh."""
+    """A cache stored on a mesh. Copies and pickles of the mesh get an empty cache."""
 
     def __reduce__(self) -> tuple[type[KeptOnMesh], tuple[()]]:
         return KeptOnMesh, ()
 
 
 def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
-    """Return the axis of some dims, flattened if several; absent if there are none."""
+    """Return the axis of these dims, flattened if there are several; ``ABSENT_AXIS`` if none."""
     if not names:
         return ABSENT_AXIS
     if len(names) == 1:
@@ -256,7 +256,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
 
 
 def _tell_of_timeout(axis: MeshAxis) -> None:
-    """Warn, once per world, if the axis's group has a longer time-out than the world's."""
+    """Warn, once per default group, if the axis's process group has a longer timeout."""
     world, group = dist.group.WORLD, axis.pg
     if world is None or group is None or group is world or world in _told:
         return
@@ -267,8 +267,8 @@ def _tell_of_timeout(axis: MeshAxis) -> None:
     warn(
         "FS231",
         f"the process group of mesh dim {axis.name!r} has a timeout of {own.total_seconds():g} s, "
-        f"the default group one of {asked.total_seconds():g} s: a mesh does not inherit the "
-        "timeout of init_process_group. If a link fails, ranks wait that long. Call "
+        f"but the default group has {asked.total_seconds():g} s: a mesh does not inherit the "
+        "timeout of init_process_group. If a link fails, ranks wait for the longer time. Call "
         f"mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
         f"seconds={asked.total_seconds():g})) for each dim.",
     )
@@ -279,7 +279,7 @@ _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def default_mesh() -> DeviceMesh:
-    """Return the 1-D mesh of all ranks on the accelerator or the CPU; may make a default group."""
+    """Return the 1-D mesh of all ranks. Initialises the default process group if necessary."""
     require_process_group("fully_shard: mesh=None")
     return init_device_mesh(default_device_type(), mesh_shape=(dist.get_world_size(),))
 
@@ -304,20 +304,20 @@ def default_device_type() -> str:
 
 
 def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
-    """Return a mesh over which parameters can be sharded: with ``dims`` it must have these names,
-    otherwise one dim, or two with names."""
+    """Check and return a mesh to shard over. With ``dims``, it must have dims with these names;
+    otherwise it must be 1-D, or 2-D with dim names."""
     if dims is not None and not isinstance(dims, DataParallelMeshDims):
         expected = "a fsdp2.DataParallelMeshDims or None"
         raise wrong_type("fully_shard", "dp_mesh_dims", expected, dims)
     if not isinstance(mesh, DeviceMesh):
         expected = "a DeviceMesh" if dims is not None else "a DeviceMesh or None"
-        hint = "Make one with torch.distributed.device_mesh.init_device_mesh."
+        hint = "Create one with torch.distributed.device_mesh.init_device_mesh."
         raise wrong_type("fully_shard", "mesh", expected, mesh, hint)
     if mesh.get_coordinate() is None:
         raise ConfigError(
             "FS229",
-            f"fully_shard: rank {dist.get_rank()} is not on {mesh}. Call it on the ranks of the "
-            "mesh only, or pass each rank a mesh that contains it.",
+            f"fully_shard: rank {dist.get_rank()} is not in {mesh}. Call fully_shard only on the "
+            "ranks of the mesh, or pass each rank a mesh that contains it.",
         )
     if dims is not None:
         _check_dims(mesh, dims)
@@ -339,10 +339,10 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
 
 
 def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
-    """Reject a mesh whose ranks do not ascend along ``dims``, which together split a tensor. torch
-    sorts the ranks of a process group, and a collective assigns shards in that order, but a DTensor
-    takes its coordinate from the mesh. If the two differ, DCP silently writes the wrong rows (torch
-    2.13.0). The full root mesh is checked, so that ranks of other slices raise too."""
+    """Reject a mesh whose ranks do not ascend along the shard dims ``dims``. torch sorts the ranks
+    of a process group, and collectives assign shards in this order, but a DTensor takes its
+    coordinate from the mesh. If the two differ, DCP silently writes the wrong rows (torch 2.13.0).
+    The check covers the full root mesh, so that ranks of other slices raise too."""
     if not dims:
         return
     whole, at = torch_dtensor.root_mesh(mesh), tuple(dims)
@@ -361,14 +361,14 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
         raise ConfigError(
             "FS230",
             f"fully_shard: found {whole}, whose ranks do not ascend along the sharded dim. torch "
-            "sorts the ranks of a process group, so checkpoints would mix up rows. Sort them; to "
-            "choose the machine of a rank, change the ranks of processes.",
+            "sorts the ranks of a process group, so checkpoints would mix up rows. Sort the mesh's "
+            "ranks; to choose the machine of a rank, change which process gets this rank.",
         )
     known.add(at)
 
 
 _ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""By mesh: dims known to ascend, because a model has many units on one mesh."""
+"""By mesh: dims known to ascend. Cached, because a model has many units on one mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
@@ -390,15 +390,15 @@ def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if places and places[-1] - places[0] >= len(places):
         raise ConfigError(
             "FS217",
-            f"fully_shard: expected the dims to shard over to be adjacent, found "
-            f"{dims.shard_names} in a mesh of {names}. Reorder the dims in init_device_mesh.",
+            f"fully_shard: expected adjacent shard dims, found {dims.shard_names} in a mesh of "
+            f"{names}. Reorder the dims in init_device_mesh.",
         )
 
 
 def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
-    """Read a parameter's ``mesh_info``; None means the mesh of its unit. Also accepts objects with
-    a ``mesh`` (and ``shard_mesh_dim`` and ``replicate_mesh_dim`` for another order of dims), such
-    as torch's own."""
+    """Return the data mesh for a parameter's ``mesh_info``; None means the mesh of its unit. Also
+    accepts objects with a ``mesh`` (and ``shard_mesh_dim`` and ``replicate_mesh_dim`` for another
+    order of dims), such as torch's mesh infos."""
     if found is None:
         return unit
     mesh = found if isinstance(found, DeviceMesh) else getattr(found, "mesh", None)
@@ -423,7 +423,7 @@ def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     if mesh.device_type != unit.mesh.device_type:
         raise ConfigError(
             "FS215",
-            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device_type} devices, but "
-            f"fully_shard has one of {unit.mesh.device_type}. Use one device type.",
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device_type} devices, but the "
+            f"mesh of fully_shard has {unit.mesh.device_type} devices. Use one device type.",
         )
     return DataMesh.of(mesh, roles)

@@ -1,12 +1,12 @@
-"""The ranks of a mesh outside of a step: how they exchange objects and failures.
+"""Communication between the ranks of a mesh outside of steps: objects, and failures.
 
 [Note: a failure reaches every rank]
-A failure on one rank (a full disk, a missing file) would leave the others in a collective. So local
-work runs inside ``Grid.together``: at its end ranks exchange whether it failed, and all raise the
-first rank's failure; an interrupted rank (Ctrl-C, ``sys.exit``) informs the others and then raises
-its interrupt. The same exchange compares arguments that must be equal on all ranks. Ctrl-C at any
-other time of an ``operation`` is deferred to the next such exchange (``_core.base.interrupts``). A
-rank that leaves a stream of tensors early reports it in the others' next exchange (``Grid.leave``).
+If one rank fails (a full disk, a missing file), the others would hang in their next collective. So
+local work runs inside ``Grid.together``: at its end, ranks exchange whether it failed, and all
+raise the error of the first rank that failed. An interrupted rank (Ctrl-C, ``sys.exit``) informs
+the others, then raises its interrupt. The exchange also compares arguments that must be equal on
+all ranks. During the rest of an ``operation``, Ctrl-C is deferred to the next exchange
+(``_core.base.interrupts``). A rank that stops a stream of tensors early calls ``Grid.leave``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAULTS: tuple[type[Exception], ...] = (
     *(AssertionError, AttributeError, ImportError, MemoryError, NameError, RecursionError),
     torch.OutOfMemoryError,
 )
-"""Faults of a program or a machine, which callers may catch by their class."""
+"""Errors of a program or a machine, which callers may catch by class."""
 
 _KINDS: dict[str, type[FSDPError]] = {
     kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
@@ -52,13 +52,13 @@ _KINDS: dict[str, type[FSDPError]] = {
 
 @contextlib.contextmanager
 def operation(what: str) -> Iterator[None]:
-    """Wrap a public function's work with other ranks; a context manager or a decorator."""
+    """Wrap a public function that communicates. A context manager or a decorator."""
     with named(what), kept_interrupts():
         yield
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return an error that can also be caught as this rank's own fault, if it is one."""
+    """Return ``failed``; if ``error`` is one of ``FAULTS``, as an instance of its class too."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed
@@ -68,7 +68,7 @@ def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
 
 
 class _Told(NamedTuple):
-    """A rank's error as sent to the others; ``kind``: its class name if fsdp2 defines it."""
+    """A rank's error, as sent to others. ``kind``: its class name, if the class is from fsdp2."""
 
     kind: str
     code: str
@@ -77,13 +77,13 @@ class _Told(NamedTuple):
 
 
 def _compared(value: object) -> str:
-    """Return an argument's text; a large int's size, since Python formats at most 4300 digits."""
+    """Return an argument as text. A large int is described: Python formats up to 4300 digits."""
     return described(value) if isinstance(value, int) else repr(value)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Axes of ranks. Without an axis, a single process."""
+    """The axes of a mesh of ranks. Without axes, a single process."""
 
     axes: tuple[MeshAxis, ...]
     device_type: str = "cpu"
@@ -98,7 +98,7 @@ class Grid:
 
     @staticmethod
     def world() -> Grid:
-        """Return all ranks as one axis, or a single process."""
+        """Return a grid of all ranks on one axis, or of a single process."""
         if not dist.is_initialized():
             return Grid(())
         return Grid((MeshAxis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD),))
@@ -133,7 +133,7 @@ class Grid:
         return held[0]  # type: ignore[no-any-return]  # the first rank's value
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the objects of all ranks on the first one, its own first; None on the others."""
+        """Return all ranks' objects on the first rank, its own first; None on the others."""
         held: list[Any] | None = [value]
         for index, axis in reversed([*enumerate(self.axes)]):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -144,7 +144,7 @@ class Grid:
         return held
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """Return each rank's item of the first rank's list, in the order of ``gather``."""
+        """Return this rank's item of the first rank's list, which is in the order of ``gather``."""
         held = values
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -167,7 +167,7 @@ class Grid:
         return self._joined([value], lambda parts: [item for part in parts for item in part])
 
     def common(self, values: set[T]) -> set[T]:
-        """Return the values that are in the sets of all ranks."""
+        """Return the intersection of the sets of all ranks."""
         return self._joined(values, lambda parts: set.intersection(*parts))
 
     def _joined(self, held: T, join: Callable[[list[Any]], T]) -> T:
@@ -181,7 +181,7 @@ class Grid:
         return held
 
     def any_is(self, flag: bool) -> bool:
-        """Return True if the flag is set on some rank; sends one number per axis."""
+        """Return True if the flag is set on any rank. Sends one number per axis."""
         return bool(self.highest(int(flag))[0])
 
     def highest(self, *numbers: int) -> list[int]:
@@ -198,8 +198,8 @@ class Grid:
     def raise_together(
         self, error: BaseException | None, what: str, same: Mapping[str, object] = NOTHING
     ) -> None:
-        """Raise on every rank if any rank has an error, or if the texts of arguments in ``same``
-        (by name) differ. See [Note: a failure reaches every rank]."""
+        """Raise on every rank if any rank has an error, or if the arguments in ``same`` (by name)
+        differ as text. See [Note: a failure reaches every rank]."""
         error = error or take_interrupt()
         try:
             with named(what):
@@ -217,7 +217,7 @@ class Grid:
     def _tell(
         self, error: BaseException | None, what: str, same: Mapping[str, object]
     ) -> _Told | None:
-        """Return the first rank's error, or one about arguments that differ, if there is any."""
+        """Return the error of the first rank that failed, or one for arguments that differ."""
         given = {name: _compared(value) for name, value in same.items()}
         digest = zlib.crc32(repr(given).encode())
         failed, most, least = self.highest(int(error is not None), digest, -digest)
@@ -250,15 +250,15 @@ class Grid:
         return _Told(ConfigError.__name__, error.code, error.text, first)
 
     def leave(self, error: BaseException, what: str) -> None:
-        """Report why this rank left, in the others' next ``raise_together``. Raises nothing."""
-        with contextlib.suppress(Exception):  # including ranks that are gone
+        """Report ``error`` in the others' next ``raise_together``. Raises no ``Exception`` here."""
+        with contextlib.suppress(Exception):  # other ranks may be gone
             if dist.is_initialized():
                 self.raise_together(error, what)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[dict[str, object]]:
-        """Run local work, without collectives; raise on all ranks if one failed, or if values that
-        were stored in the yielded dict differ."""
+        """Run local work without collectives. Raise on all ranks if it failed on any rank, or if
+        values stored in the yielded dict differ."""
         error: BaseException | None = None
         same: dict[str, object] = {}
         try:
@@ -272,7 +272,7 @@ def wire_device(
     group: dist.ProcessGroup,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> torch.device:
-    """Return the device from which a process group can send: ``device`` if possible."""
+    """Return a device from which a process group can send: ``device`` if possible."""
     kinds = [kind for kind in dist.get_backend_config(group).split(",") if kind]
     devices = [kind.split(":")[0] for kind in kinds]
     if device.type in devices or not devices:

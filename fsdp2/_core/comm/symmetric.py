@@ -1,4 +1,4 @@
-"""An all-gather into symmetric memory, which ``set_symm_mem_for_comm`` substitutes for ours."""
+"""An all-gather into symmetric memory. ``set_symm_mem_for_comm`` selects it for a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2._core.comm.wire import DefaultAllGather
 
 
 class SymmetricMemoryAllGather(DefaultAllGather):
-    """torch.distributed's all-gather into symmetric memory, which NCCL gathers by copy engine."""
+    """torch.distributed's all-gather into symmetric memory, for which NCCL uses copy engines."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         found = dist.get_backend(group)

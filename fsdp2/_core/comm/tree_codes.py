@@ -1,13 +1,13 @@
-"""Sums in the tree of [Note: one tree], sent in codes of 8 bits.
+"""Sums as in [Note: one tree] of ``tree_sum``, sent as 8-bit codes.
 
-Owns the messages: codes of columns that belong to rows of parameters, and the other columns.
-Independent of layouts; ``params.slot_sums`` rounds the sums within a rank with the same codes.
+Owns the messages: coded columns, which belong to rows of parameters, and exact columns. Contains no
+code for layouts; ``params.slot_sums`` rounds the sums within a rank with the same codes.
 
 [Note: rounded nodes]
-Which sums of a tree are sent depends on the number of ranks. Every sum but the last one, the root,
-is therefore rounded on every rank when it is added to its neighbour. A block of codes lies in one
-row of a parameter, and rows are not split between ranks, so blocks do not depend on their number
-either. Rows of fewer than ``LEAST_WIDTH`` elements, such as biases, are sent exactly.
+The number of ranks determines which sums of the tree are sent. Every sum except the root is
+therefore rounded before it is added to its neighbour, even if it is not sent. A block of codes lies
+in one row of a parameter, and rows are not split between ranks, so blocks do not depend on the
+number of ranks. Rows of fewer than ``LEAST_WIDTH`` elements, such as biases, are sent unrounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp2._core.comm.wire import Wire
 LEAST_WIDTH = 8
 
 Spans = Sequence[tuple[int, int, int]]
-"""First and last column (exclusive) of coded members in a rank's part, and the width of a row."""
+"""Coded members in a rank's part: first column, end column, and the width of a row."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class RowCodes:
     """Codes of rows of any width, in blocks of equal size."""
 
     dtype: torch.dtype
-    block: int  # the most elements that share a scale
+    block: int  # maximum number of elements that share a scale
 
     def of(self, width: int) -> tuple[Codes, int]:
-        """Return the codes of rows with so many elements, and the bytes of a coded row."""
+        """Return the codes for rows of ``width`` elements, and the bytes of a coded row."""
         blocks = -(-width // self.block)
         block = -(-width // (2 * blocks)) * 2  # even, so that scales are aligned
         return Codes(self.dtype, block, None), blocks * (block + SCALE_DTYPE.itemsize)
 
     def rounded(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows ``[n, width]`` as a receiver decodes them."""
+        """Return the values that a receiver decodes for rows ``[n, width]``."""
         codes, _ = self.of(rows.shape[1])
         return codes.decode(codes.encode(rows, ""), rows.shape[1], dtype)
 
@@ -81,7 +81,7 @@ class CodedTreeWire(TreeWire):
         axis: MeshAxis,
         async_op: bool,
     ) -> None:
-        """Gather all codes: a sum could not be rounded, so it would be sent in full."""
+        """All-gather the codes, not a sum: the root is not rounded, so it would be sent in full."""
         packed = self._pack(tensor.view(1, -1))
         gathered = packed.new_empty((axis.size, packed.shape[1]))
         torch_comm.all_gather_single(gathered.view(-1), packed.view(-1), group=axis.pg)
@@ -95,7 +95,7 @@ class CodedTreeWire(TreeWire):
         return rows[0]
 
     def _parts(self, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the spans of all columns, in order; the width of exact ones is 0."""
+        """Yield spans that cover all columns, in order. Exact columns have width 0."""
         end = 0
         for first, last, width in (*self._spans_of(), (numel, numel, 0)):
             if first > end:

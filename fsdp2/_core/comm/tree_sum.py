@@ -1,15 +1,15 @@
-"""Sums over ranks in one binary tree, independent of the number of ranks; receivers add the parts.
+"""Sums over ranks in a fixed binary tree: the same bits for any number of ranks.
 
-Owns the order of additions between ranks, and the wire that implements it. Independent of slots and
-layouts: ``params.slot_sums`` adds up the gradients within a rank.
+Owns the order of additions between ranks, and the wire that implements it. Contains no code for
+slots or layouts: ``params.slot_sums`` adds up the gradients within a rank.
 
 [Note: one tree]
-Slots are numbered, and neighbours are added first: 0 and 1, 2 and 3, then their sums. Rank r of N
-has slots r * G / N to (r + 1) * G / N. N and G are powers of two, so the slots of a rank form a
-full subtree, and their sum is a node of the tree. These nodes are added in rank order: first over
-the shard axis, whose ranks are neighbours, then over the replicate axis. Each addition therefore
-has the same two operands for every N. Every node has the dtype of the wire: if it is narrower than
-the dtype of the sum, every rank rounds its nodes, even those that are not sent.
+The G slots of a batch are numbered, and neighbours are added first: 0 and 1, 2 and 3, then their
+sums. Rank r of N has slots r * G / N up to (r + 1) * G / N. N and G are powers of two, so the slots
+of a rank form a full subtree, and their sum is a node of the tree. These nodes are added in rank
+order: first over the shard axis, whose ranks are neighbours, then over the replicate axis. Each
+addition thus has the same two operands for every N. Every node has the wire dtype: if that is
+narrower than the dtype of the sum, every rank rounds its nodes, even those that it does not send.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TreeExchange(Exchange):
 
 
 def _added(first: Tensor, second: Tensor, kept: Tensor) -> Tensor:
-    """Add two rows into one of them, but never into the memory of ``kept``, the sent tensor."""
+    """Add two rows in place, but do not write to the memory of ``kept``, the sent tensor."""
     at = kept.untyped_storage().data_ptr()
     place = second if first.untyped_storage().data_ptr() == at else first
     return torch.add(first, second, out=place)
@@ -50,9 +50,9 @@ def _added(first: Tensor, second: Tensor, kept: Tensor) -> Tensor:
 class TreeAllReduce:
     """An all-reduce: each rank sums a part of ``tensor``, and sends the sum to all ranks.
 
-    The all-gather is issued in ``wait``, and its position among all collectives is the same on
-    every rank: it is waited for only where a reduction proceeds, whose order is that of backward.
-    ``is_completed`` must therefore not depend on the time: ``free_if_done`` waits for done work.
+    ``wait`` issues the all-gather. All ranks must do this at the same point, so ``wait`` is called
+    only where reductions proceed, in the order of backward. ``is_completed`` must not depend on
+    timing, because ``free_if_done`` calls ``wait`` if the work is completed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TreeAllReduce:
         self._exchange = TreeExchange(self._part, sent, group, dist.ReduceOp.SUM)
 
     def is_completed(self) -> bool:
-        """Return True once ``wait`` has been called, which completes the exchange."""
+        """Return True after ``wait``, which completes the exchange."""
         return self._tensor is None
 
     def wait(self) -> None:
@@ -85,9 +85,9 @@ class TreeAllReduce:
 
 
 class TreeWire(Wire):
-    """A wire that replaces a ``plain`` one and sums as in [Note: one tree].
+    """A wire that replaces ``plain`` and sums as in [Note: one tree].
 
-    ``slots``: the number of gradients in a sum. ``hook_dtype``: a hook casts gradients to it.
+    ``slots``: number of gradients in a sum. ``hook_dtype``: dtype to which a hook casts them.
     """
 
     adds_alike: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class TreeWire(Wire):
         self._hook_dtype = hook_dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.plain,)  # a copy of the model adds up no slots
+        return copy.copy, (self.plain,)  # a copy of the model has no slots
 
     @property
     def only_sums(self) -> bool:
@@ -116,7 +116,7 @@ class TreeWire(Wire):
 
     @property
     def node_dtype(self) -> torch.dtype | None:
-        """The dtype that every node is rounded to; None: the dtype of the sum."""
+        """The dtype to which every node is rounded; None: the dtype of the sum."""
         return self.gradient_dtype or self._hook_dtype
 
     def summands(self, ranks: int) -> int:

@@ -1,19 +1,19 @@
-"""The wire (a group's collectives and their buffers), and the lanes in which it works.
+"""The wire (a group's collectives and their buffers), and the lanes in which it runs.
 
-Defines how data is sent, not when. A group calls a ``Wire``: an all-gather and a reduce-scatter
-that can be replaced (``_core.comm.comms``), and the sum over replicas. Tests replace the ``Wire``
-by one that joins several ranks in a process.
+Defines how data is sent, not when. A group calls a ``Wire``, which has an all-gather and a
+reduce-scatter that users can replace (``_core.comm.comms``), and the all-reduce over replicas.
+Tests replace the ``Wire`` by one that simulates several ranks in a process.
 
-On a CPU, collectives themselves are asynchronous (a ``Work``), and the stream-ordering methods of
-``Streams`` are no-ops. On a device there is a stream for each *lane* (``gather``, ``reduce``,
-``all_reduce``), and memory is handed over only by events.
+On a CPU, collectives are asynchronous (they return a ``Work``), and the stream-ordering methods of
+``Streams`` are no-ops. On a device, each *lane* (``gather``, ``reduce``, ``all_reduce``) is a
+stream, and only events order accesses to the same memory from different streams.
 
 [Note: who frees a buffer]
-An ``InFlight`` owns a buffer used by two streams until the allocating stream has been ordered after
-the last using stream. No ``record_stream``, no host synchronisation. Gather buffers are allocated
-in the gather lane and read by compute: ``retire`` records compute's progress, and the launch after
-the next one in that lane waits for it before dropping them. The next one does not wait: it gathers
-while compute unpacks. ``drain`` drops the remainder at the end of a forward or a backward. Reduce
+If two streams use a buffer, an ``InFlight`` owns it until the allocating stream waits for the other
+one, without ``record_stream`` or host synchronisation. Gather buffers are allocated in the gather
+lane and read by compute: ``retire`` records an event in the compute stream, and the second launch
+after it in that lane waits for the event and drops the buffers. The first launch does not wait, to
+overlap with unpacking. ``drain`` drops the rest at the end of a forward or backward. Reduce
 inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` makes compute wait.
 """
 
@@ -44,7 +44,7 @@ from fsdp2._core.comm.mesh import MeshAxis
 
 
 class TorchMemory:
-    """Mixin of a collective: buffers come from torch's own allocator."""
+    """Mixin for a collective: allocates buffers with torch's allocator."""
 
     def allocate(
         self,
@@ -57,7 +57,7 @@ class TorchMemory:
 
 
 class DefaultAllGather(TorchMemory, AllGather):
-    """torch.distributed's all-gather, or direct sends where they are faster."""
+    """torch.distributed's all-gather, or direct sends if these are faster."""
 
     def __call__(
         self,
@@ -74,7 +74,7 @@ class DefaultAllGather(TorchMemory, AllGather):
 
 
 class DefaultReduceScatter(TorchMemory, ReduceScatter):
-    """torch.distributed's reduce-scatter, or an exchange where it is faster."""
+    """torch.distributed's reduce-scatter, or an ``Exchange`` if that is faster."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class DefaultReduceScatter(TorchMemory, ReduceScatter):
 
 
 class GroupMemory:
-    """Mixin of a collective: buffers come from the process group's own allocator, if any."""
+    """Mixin for a collective: allocates buffers with the process group's allocator, if any."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -109,18 +109,18 @@ class GroupMemory:
 
 
 class GroupMemoryAllGather(GroupMemory, DefaultAllGather):
-    """torch.distributed's all-gather, on the process group's memory."""
+    """torch.distributed's all-gather, in memory from the process group's allocator."""
 
 
 class GroupMemoryReduceScatter(GroupMemory, DefaultReduceScatter):
-    """torch.distributed's reduce-scatter, on the process group's memory."""
+    """torch.distributed's reduce-scatter, in memory from the process group's allocator."""
 
 
 KEPT_NBYTES = 1 << 25
-"""Limit of ``KeptMemory``. The C library maps larger blocks separately, and unmaps them."""
+"""Limit of ``KeptMemory``. malloc maps larger blocks separately, and free unmaps them."""
 
 Cut = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Widths of columns, and their shapes in use, possibly with fewer rows."""
+"""Widths of columns, and the shapes of their views, which may have fewer rows."""
 
 
 class Kept:
@@ -135,17 +135,17 @@ class Kept:
         self.at_rest = self.count_owners()
 
     def count_owners(self) -> tuple[int, int, int]:
-        """Count the owners of the tensor, in Python and in C++, and of its storage (views)."""
+        """Return the reference counts of the tensor, in Python and in C++, and of its storage."""
         memory = self.memory
         holders = sys.getrefcount(memory), torch_tensors.owners_of(memory)
         return *holders, torch_tensors.use_count(self._number)
 
 
 class KeptMemory:
-    """Host buffers for one process group's data, used by its groups sequentially. Allocating and
-    freeing a few MB for each of many groups would fragment the C library's heap, and the process
-    would grow with each group. Views of the columns are also kept, because creating them costs half
-    as much as unpacking small parameters. Buffers live as long as a group that uses them."""
+    """Host buffers that the param groups of one process group reuse, one group after another.
+    Allocating and freeing a few MB for each group would fragment malloc's heap, and the process
+    would grow with each group. Views of the columns are kept too, because creating them takes half
+    as long as unpacking small parameters. Buffers live as long as any group that uses them."""
 
     def __init__(self, most: int) -> None:
         self._buffers: dict[object, list[Kept]] = {}
@@ -158,7 +158,7 @@ class KeptMemory:
         dtype: torch.dtype,
         cut: Cut,
     ) -> Kept:
-        """Return a free buffer. Outside of its columns only the same ``use`` has written to it."""
+        """Return a free buffer. Outside its columns, only this ``use`` has written to it."""
         key = use, shape, dtype, cut
         for kept in self._buffers.get(key, ()):
             if kept.count_owners() == kept.at_rest:
@@ -178,7 +178,7 @@ _memories: weakref.WeakKeyDictionary[Any, weakref.ref[KeptMemory]] = weakref.Wea
 
 
 def memory_of(axis: MeshAxis) -> KeptMemory:
-    """Return the memory of an axis's process group. Fake tensors are not kept."""
+    """Return the kept memory of an axis's process group. Fake tensors are not kept."""
     if axis.pg is None or not torch_dtensor.has_real_memory():
         return KeptMemory(0)
     known = _memories.get(axis.pg)
@@ -198,26 +198,26 @@ class Wire:
 
     gather: Any = field(default_factory=DefaultAllGather)
     scatter: Any = field(default_factory=DefaultReduceScatter)
-    uses_group_memory: bool = False  # used in copying
+    uses_group_memory: bool = False  # set in copies only
     is_separate: bool = False  # gradients are reduced over a separate process group
     scatter_group: dist.ProcessGroup | None = None
-    # which parameters are sent separately
+    # sizes of parameters that are sent separately
     zero_copy: ZeroCopy | None = field(default_factory=lambda: ZeroCopy(ZERO_COPY_NBYTES))
     gradient_dtype: torch.dtype | None = None  # dtype of sent gradients; None: the reduce dtype
-    # a user's hook over each axis; receives the exact columns with the tensors
+    # the user's hook for each axis; also receives the exact columns
     sum_rows: Callable[..., None] | None = None
     sum_replicas: Callable[..., None] | None = None
     exact: Exact = ()  # columns of a rank's part that must not be rounded
     keeps_landing: bool = True  # on a host, gathered data may land in kept memory
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy all settings; the copy's group recreates objects that need a process group."""
+        """Copy all settings. The copy's group recreates objects that need a process group."""
         gather, scatter = self.custom
         kept = {name: value for name, value in vars(self).items() if name != "zero_copy"}
         nbytes, row_nbytes = self.zero_copy or (None, 1)
         return {
             **kept,
-            "zero_copy_nbytes": nbytes,  # numbers, because pickles should refer to few classes
+            "zero_copy_nbytes": nbytes,  # numbers, so that pickles refer to fewer classes
             "zero_copy_row_nbytes": row_nbytes,
             "gather": gather,
             "scatter": scatter,
@@ -241,7 +241,7 @@ class Wire:
         self.zero_copy, self.gradient_dtype = wire.zero_copy, wire.gradient_dtype
 
     def use_group_memory(self, pg: dist.ProcessGroup | None) -> None:
-        """Allocate buffers with a process group's own allocator."""
+        """Allocate buffers with a process group's allocator."""
         if pg is not None:
             self.gather = GroupMemoryAllGather(pg)
             self.scatter = GroupMemoryReduceScatter(self.scatter_group or pg)
@@ -257,16 +257,16 @@ class Wire:
 
     @property
     def only_sums(self) -> bool:
-        """Return True if the engine must compute means, since the wire only sums."""
+        """Return True if the engine must compute means, because the wire only computes sums."""
         return self.sum_replicas is not None
 
     def summands(self, ranks: int) -> int:
-        """Return the number of gradients in a sum over ``ranks``, by which a mean divides it."""
+        """Return the divisor for means: the number of gradients in a sum over ``ranks``."""
         return ranks
 
     @property
     def custom(self) -> tuple[Any, Any]:
-        """The user's all-gather and reduce-scatter; None: the default one."""
+        """The user's all-gather and reduce-scatter; None for a default one."""
         return (
             None if isinstance(self.gather, DefaultAllGather) else self.gather,
             None if isinstance(self.scatter, DefaultReduceScatter) else self.scatter,
@@ -278,23 +278,23 @@ class Wire:
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """Return True if the all-gather works on any memory; custom ones need packed buffers."""
+        """Return True if the all-gather accepts any memory; custom ones need packed buffers."""
         return type(self.gather) is DefaultAllGather
 
     @property
     def scatters_zero_copy(self) -> bool:
-        """Return True if the reduce-scatter works on any memory."""
+        """Return True if the reduce-scatter accepts any memory."""
         return type(self.scatter) is DefaultReduceScatter
 
     @property
     def sends_kept(self) -> bool:
-        """Return True if on a host a reduce-scatter may send from kept memory."""
+        """Return True if a reduce-scatter on a host may send from kept memory."""
         return self.keeps_landing and self.scatters_zero_copy and self.sum_rows is None
 
     def stage(self, sent: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor]:
         """Return the output of an all-gather, and ``sent`` in the required memory. The output is
-        ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]``, also for custom
-        all-gathers; their input is a slice of it, as in torch's interface."""
+        ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]`` and for custom
+        all-gathers. Their input is a slice of the output, as in torch's interface."""
         numel, gather = sent.numel(), self.gather
         if type(gather) is DefaultAllGather:
             shape = (axis.size, numel) if sent.dim() == 2 else (axis.size * numel,)
@@ -325,7 +325,7 @@ class Wire:
     def all_gather_uneven(
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill each of ``outputs`` with that rank's ``sent``. gloo only supports equal lengths."""
+        """Fill ``outputs[r]`` with ``sent`` of rank r. gloo's all-gather needs equal lengths."""
         assert axis.pg is not None
         if gloo_p2p.applies(axis.pg, sent):
             return gloo_p2p.run(gloo_p2p.DirectGather(outputs, sent, axis.pg), async_op)
@@ -340,7 +340,7 @@ class Wire:
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        """Fill ``output`` with this rank's reduced part of all ``sent``; ``sizes`` per rank."""
+        """Fill ``output`` with this rank's reduced part of all ``sent``. ``sizes``: per rank."""
         group = self.scatter_group or axis.pg
         assert group is not None
         if sent.is_complex():
@@ -354,8 +354,8 @@ class Wire:
         self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
         """Fill ``output`` ``[S]`` with this rank's reduced part of all ``sent`` ``[W * S]``.
-        Complex numbers are sent as real pairs, also to a user's reduce-scatter: NCCL has no complex
-        dtypes, and torch's reduce-scatter does not convert."""
+        Complex numbers are sent as real pairs, even to a user's reduce-scatter: NCCL has no complex
+        dtypes, and torch's reduce-scatter does not convert them."""
         group = self.scatter_group or axis.pg
         assert group is not None
         exact = self._exact_in(sent)
@@ -371,14 +371,14 @@ class Wire:
     ) -> Any:
         if len(pairs) == 1:
             return self.reduce_scatter(*pairs[0], op, axis, async_op)
-        same = pairs[0][0].dtype == pairs[0][1].dtype  # else each is an exchange, with a sum
+        same = pairs[0][0].dtype == pairs[0][1].dtype  # otherwise each is an ``Exchange``
         with torch_comm.coalesced(
             self.scatter_group or axis.pg if same else None, pairs[0][0].device
         ):
             return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
     def _exact_in(self, tensor: Tensor) -> Exact:
-        """Return the columns that must not be rounded; a complex number has two."""
+        """Return the columns that must not be rounded. A complex number has two columns."""
         if not tensor.is_complex():
             return self.exact
         return [(2 * first, 2 * last) for first, last in self.exact]
@@ -403,13 +403,13 @@ def _joined(works: Sequence[Any]) -> gloo_p2p.Several | None:
 
 
 class PendingReduction:
-    """Reductions of a tree in flight, which must be waited for."""
+    """A tree's reductions in flight, for which the caller has yet to wait."""
 
     def __init__(self, tree: object) -> None:
         self.tree = tree
 
     def refuse(self, who: str, tree: object) -> None:
-        """Raise StateError for a call on this tree, or on one that shares its streams."""
+        """Raise StateError for a call on ``tree``: this tree, or one that shares its streams."""
         whose = "" if self.tree is tree else " of a model that shares its streams (share_comm_ctx)"
         raise StateError(
             "FS311",
@@ -427,7 +427,7 @@ class InFlight:
         self,
         buffers: tuple[Tensor, ...],
         work: dist.Work | None = None,  # the asynchronous collective
-        lost: Callable[[Exception], Exception] | None = None,  # converts the work's error to ours
+        lost: Callable[[Exception], Exception] | None = None,  # converts errors of the work
     ) -> None:
         self.buffers = buffers
         self._work = work
@@ -444,7 +444,7 @@ class InFlight:
 
     @property
     def is_done(self) -> bool:
-        """Return True if the work is already complete, on a CPU."""
+        """Return True if the work is complete. Always False on a device."""
         return self._event is None and (self._work is None or self._work.is_completed())
 
     def wait(self) -> None:
@@ -461,14 +461,14 @@ class InFlight:
             torch.accelerator.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Make the host wait for the work, so that it can read host memory that the work wrote."""
+        """Make the host wait for the work, before it uses host memory of the work."""
         self.wait()
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def runs(self) -> bool:
-        """Return True if an asynchronous work was issued and not waited for."""
+        """Return True if an asynchronous work has not been waited for."""
         return self._work is not None
 
     def hold_back(self, stream: torch.Stream) -> None:
@@ -481,15 +481,15 @@ WHERE_IT_IS = nullcontext()
 
 
 class Streams(Observable):
-    """The lanes of a CPU, which has no streams: collectives are issued as async works."""
+    """The lanes of a CPU, which has no streams: collectives are issued with async_op=True."""
 
     async_op = True
     host_read: InFlight | None = None  # the last launch that reads host memory
-    pending: PendingReduction | None = None  # holds the lanes until it is waited for
+    pending: PendingReduction | None = None  # no other step may start until it is waited for
     current: torch.Stream | None = None  # for compute; None on a CPU
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Return a context that computes in a stream from ``current``."""
+        """Return a context that computes in ``stream``, an earlier value of ``current``."""
         return WHERE_IT_IS
 
     def launch(
@@ -508,10 +508,10 @@ class Streams(Observable):
         return issue(*args)
 
     def order_after_compute(self, lane: str) -> None:
-        """Make a lane wait for all work issued to compute so far."""
+        """Make a lane wait for all compute issued so far."""
 
     def retire(self, lane: str, buffers: tuple[Tensor, ...]) -> None:
-        """Free buffers of a lane after the compute enqueued so far, which reads them."""
+        """Free buffers of a lane after the compute issued so far, which reads them."""
 
     def drain(self, lane: str) -> None:
         """Free a lane's retired buffers before a pause in its launches."""
@@ -521,29 +521,29 @@ class Streams(Observable):
         event.synchronize()
 
     def hold_back(self, stream: torch.Stream | None) -> None:
-        """Make a stream wait for compute, which has used the stream's memory."""
+        """Make a stream wait for compute, which used memory of the stream."""
 
     def finish_host_reads(self) -> None:
-        """Make the host wait until its memory is no longer read, before the user writes to it."""
+        """Make the host wait for all pending reads of its memory, before the user writes to it."""
         if self.host_read is not None:
             self.host_read.synchronize()
             self.host_read = None
 
     def note_late(self, looks: Iterable[LateLook]) -> None:
-        """Copy a device's received stamps to the host; on a CPU, the host checks immediately."""
+        """Copy received stamps from the device to the host. A CPU checks them on arrival."""
 
     def look_late(self, looks: Iterable[LateLook]) -> None:
-        """Check the copied stamps, without waiting. StateError if ranks gathered different data."""
+        """Check the copied stamps, without waiting. StateError: ranks gathered different data."""
 
     def lane_of(self, stream: torch.Stream) -> str:
-        """Return the lane of a user-supplied stream; a CPU needs none."""
+        """Return the lane of a user-supplied stream. A CPU has no streams."""
         return "all_reduce"
 
     def reset(self) -> None:
-        """Drop all buffers, after the device has finished with them."""
+        """Wait for the device, and drop all buffers."""
 
     def forget(self) -> None:
-        """Drop all buffers immediately: no operation that uses them was enqueued."""
+        """Drop all buffers without a wait: no enqueued operation uses them."""
 
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"launch": launch}
 

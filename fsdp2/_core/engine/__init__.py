@@ -1,1 +1,1 @@
-"""When things happen: units, the runtime above them, the hooks on modules."""
+"""The order of a step: units, the runtime of a tree of units, module and autograd hooks."""

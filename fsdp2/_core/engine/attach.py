@@ -1,5 +1,5 @@
-"""Start of a tree of units, when its root runs its first forward: everything that requires the full
-tree, such as names, the common runtime, owning units, and errors for trees that cannot run.
+"""Initialisation of a tree of units in the root's first forward: everything that requires the full
+tree, such as names, the common runtime, owning units, and errors for invalid trees.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fsdp2._core.engine.parts import Part, Parts
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
 from fsdp2._core.params.param import FSDPParam, check_unused
 
-_told: weakref.WeakSet[Unit] = weakref.WeakSet()  # roots with modules around them: warned about
+_told: weakref.WeakSet[Unit] = weakref.WeakSet()  # enclosing units for which FS304 was issued
 
 
 def attach(root: Unit) -> Runtime:
-    """Make ``root`` the root of every unit below it. StateError: the tree cannot run, for example
-    because a unit ran before it, or no unit contains all uses of a tied parameter."""
-    if root.fqn:  # named by ``fully_shard`` of a module around it
+    """Make ``root`` the root of every unit below it. StateError: the tree is invalid, for example
+    because a unit ran before the root, or no unit contains all uses of a tied parameter."""
+    if root.fqn:  # set by ``fully_shard`` of an enclosing module
         _tell_of_outer(root)
     names: dict[Unit, str] = {}
     names_of_modules: dict[nn.Module, str] = {}
@@ -88,7 +88,7 @@ def attach(root: Unit) -> Runtime:
 
 
 def _tell_of_outer(root: Unit) -> None:
-    around = units_around(root)  # none for a copy, which keeps the original's name
+    around = units_around(root)  # empty for a copy, which keeps the original's name
     outer = next((unit for unit in around if not unit.fqn), None)
     if outer is None or outer in _told:
         return
@@ -98,13 +98,13 @@ def _tell_of_outer(root: Unit) -> None:
         "FS304",
         f"{root.fqn}: ran a forward on its own before {whole}, which contains it and is also "
         f"sharded. It is now a separate root, and a forward of {whole} will raise an error. To use "
-        f"{whole}, run it first; its submodules can run on their own after that.",
+        f"{whole}, run it first; after that, its submodules can run on their own.",
     )
 
 
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
-    """Map units to the conditional ones that they own: [Note: conditional units] in ``tree``.
-    StateError: a conditional unit has no unconditional one above it, or several."""
+    """Map units to the conditional units that they own: [Note: conditional units] in ``tree``.
+    StateError: a conditional unit has no enclosing unconditional unit, or several."""
     above: dict[Unit, set[Unit | None]] = {}
 
     def walk(module: nn.Module, owner: Unit | None, inside: bool) -> None:
@@ -151,7 +151,7 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
 
 
 def _take_over(owner: Unit, units: list[Unit]) -> None:
-    """Move the groups of conditional units. See [Note: conditional units] in ``tree``."""
+    """Move groups of conditional units to their owner: [Note: conditional units] in ``tree``."""
     owner.groups = owner.own_groups + [group for unit in units for group in unit.own_groups]
     for unit in units:
         unit.owner, unit.groups = owner, []

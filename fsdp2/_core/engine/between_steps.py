@@ -1,51 +1,51 @@
 """State access between the steps of a sharded module.
 
-Owns the check that no step is in progress, and the hooks by which ``state_dict`` and
-``load_state_dict`` run it; the objects that other software finds in place of torch's own state; the
-error message for a sharded parameter among ordinary tensors; and checks of optimizers. Contains no
-code about the sequence of a step.
+Owns the check that no step is in progress, and the ``state_dict`` and ``load_state_dict`` hooks
+that run it; the objects that other libraries get in place of torch's FSDP state; the error for an
+operation that mixes sharded parameters and plain tensors; and checks of optimizers. Contains no
+code for the sequence of a step.
 
-[Note: the state that torch's software asks for]
-``fully_shard.state(module)`` is a ``TorchState``, from our accessor and from torch's getters, which
-return only an ``FSDPState``, so it is one. From torch 2.15 on, a stage of
+[Note: the state for torch's getters]
+``fully_shard.state(module)`` and torch's getters return a ``TorchState``. It derives from
+``FSDPState``, because torch's getters return only this type. Since torch 2.15, a stage of
 ``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
 ``set_manual_backward_finalization``, ``finalize_backward``, and settings. With
 ``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages. Up to torch
 2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
 False before each backward of a microbatch, so gradients stay on the unsharded parameters. After the
 last one it sets all three to True, calls ``post_backward`` on each group under
-``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward, and so none
-of our hooks, runs at that time. The runtime chooses the order of reductions: the list of states is
-empty, and the callback is the end of a backward.
+``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward runs at that
+time, so our hooks do not run either. The runtime chooses the order of reductions: ``all_states`` is
+empty, and the callback does all the work of the end of a backward.
 
-[Note: what tools may read]
-Torch's FSDP2 keeps a state with parameter groups on each module, and programs read parts of it: how
-many ranks share a parameter, the dtype in which a unit computes, whether a module is sharded
-already (docs/clients.md lists the names and their readers). These reads are valid here too; other
-access to torch's internals, and every write, is an error. One of torch's groups contains all
-parameters of a unit on one mesh, including the large parts of a root. The objects live as long as
-the unit, because programs use them as keys.
+[Note: attributes that tools may read]
+Torch's FSDP2 stores a state with parameter groups on each module, and programs read parts of it:
+the number of ranks that shard a parameter, the compute dtype of a unit, whether a module is already
+sharded (docs/clients.md lists the names and the programs). We support these reads. All other access
+to torch's internals, and every write, is an error. As in torch, one group contains all parameters
+of a unit on one mesh, including the large parts of a root. The objects live as long as the unit,
+because programs use them as keys.
 
-[Note: steps are counted]
-Unsharded parameters kept from one step to the next are compared with their shards by versions. But
-torch's multi-tensor and fused kernels write to DTensors without incrementing a version, of the
+[Note: optimizer steps are counted]
+Versions of shards show whether unsharded parameters kept from an earlier step are still valid. But
+torch's multi-tensor and fused kernels write to DTensors without incrementing the version of the
 DTensor or of its local tensor (torch 2.13.0). Every step of an optimizer that holds shards or their
-memory therefore counts as a write. A step of another one, such as a probe on one rank, does not:
-whether a forward gathers must depend only on what all ranks share.
+memory therefore counts as a write. Steps of other optimizers, such as a probe on one rank, do not:
+whether a forward gathers must depend only on information that is equal on all ranks.
 
 [Note: an optimizer that trains nothing]
-An optimizer made at the wrong moment holds parameters that never get a gradient: those from before
-``fully_shard``, or unsharded ones. Its first step raises, on every rank.
+An optimizer created at the wrong time holds parameters that never get a gradient: those from before
+``fully_shard``, or unsharded ones. Its first step raises an error on every rank.
 
 [Note: forgotten parameters]
 It is easy to forget ``fully_shard`` on the outermost module. Parameters in no unit are trained, but
-their gradients are not averaged over ranks, so they silently drift apart. The first step of an
-optimizer that holds such parameters together with sharded ones warns.
+their gradients are not averaged over ranks, so ranks silently diverge. The first step of an
+optimizer that holds both such parameters and sharded ones warns.
 
-[Note: gradients that no optimizer sees]
-Gradients of a backward without sync wait for the next backward of the same root with sync. An
-optimizer step in between does not use them, which may be intended (one optimizer, several roots),
-so it warns once. Gradients that will never be reduced are an error.
+[Note: unreduced gradients at an optimizer step]
+Gradients of a backward without sync are reduced in the next backward with sync of the same root. An
+optimizer step in between does not use them. This may be intended (one optimizer, several roots), so
+the step only warns, once. Gradients that will never be reduced are an error.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ from fsdp2._core.params.registration import GATHERING, SHARDED, Site
 
 
 def units_below(module: nn.Module) -> list[Unit]:
-    """Return the unique units of a module's tree; the module need not be a unit."""
+    """Return the units of a module and its submodules, without duplicates."""
     found = (unit_of(part) for part in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def refuse_other_thread(module: object, what: str) -> None:
-    """Raise StateError if another, living thread runs the steps: only that one may begin collective
-    operations. Equal on all ranks. See [Note: threads] in ``tree``."""
+    """Raise StateError if another live thread runs the steps: only that thread may issue collective
+    operations. Ranks raise together. See [Note: threads] in ``tree``."""
     if threading.active_count() == 1 or not isinstance(module, nn.Module):
         return
     for unit in units_below(module):
@@ -108,14 +108,14 @@ def refuse_other_thread(module: object, what: str) -> None:
             raise StateError(
                 "FS301",
                 f"{what}: called in a different thread from the one that runs steps of "
-                f"{unit.fqn or '<root>'}. All ranks must issue the collectives of both in the same "
-                "order. Call it in that thread, between steps.",
+                f"{unit.fqn or '<root>'}. Collectives of two threads may have a different order on "
+                "each rank. Call it in the thread that runs steps, between steps.",
             )
 
 
 def require_idle(module: object, what: str) -> list[Unit]:
     """Check that no step is in progress, and register sharded parameters; return the units."""
-    wait_for_copies()  # the caller may write
+    wait_for_copies()  # the caller may write to parameters
     units = units_below(check_module(what, "the model", module))
     refuse_other_thread(module, what)
     for unit in units:
@@ -139,11 +139,11 @@ def require_idle(module: object, what: str) -> list[Unit]:
 
 def reshard_if_idle(unit: Unit) -> None:
     with unless_another_thread_steps(unit) as is_another:
-        if is_another:  # freeing memory would change the collectives of this rank only
+        if is_another:  # resharding would change the collectives of this rank only
             _require_sharded(unit)
             return
         if unit.runtime is not None:
-            with contextlib.suppress(StateError):  # diverged ranks can still save their state
+            with contextlib.suppress(StateError):  # allows saving after ranks diverged
                 unit.runtime.recover_if_failed()
         if unit.runtime is None or unit.runtime.context.phase is IDLE:
             for group in unit.own_groups:
@@ -154,8 +154,8 @@ def reshard_if_idle(unit: Unit) -> None:
 
 @contextlib.contextmanager
 def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
-    """Guard access to parameters between steps; yield True if steps run in another thread.
-    StateError: that is inside a forward or a backward. See [Note: threads] in ``tree``."""
+    """Guard access to parameters between steps; yield True if another thread runs the steps.
+    StateError: it is inside a forward or a backward. See [Note: threads] in ``tree``."""
     runtime = unit.runtime
     if runtime is None:
         yield False
@@ -164,8 +164,8 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
         if runtime.is_in_other_thread:
             raise StateError(
                 "FS301",
-                f"{unit.fqn or '<root>'}: another thread is inside a {runtime.context.phase} of "
-                "it, where parameters are gathered and freed. Read, copy or save its state in the "
+                f"{unit.fqn or '<root>'}: another thread is inside its {runtime.context.phase}, "
+                "where parameters are gathered and freed. Read, copy or save the state in the "
                 "training thread, between steps.",
             )
         yield runtime.thread.is_another
@@ -176,14 +176,14 @@ def _require_sharded(unit: Unit) -> None:
         raise StateError(
             "FS301",
             f"{unit.fqn or '<root>'}: another thread has run a forward, which keeps parameters "
-            "unsharded for its backward or the next forward. Read, copy or save its state in that "
+            "unsharded for its backward or the next forward. Read, copy or save the state in that "
             "thread, between steps.",
         )
 
 
 def adopt_if_idle(unit: Unit) -> None:
-    """Adopt parameters registered by ``load_state_dict(assign=True)`` immediately, so that an
-    optimizer made next holds shards. A model on the meta device waits for its last load."""
+    """Adopt parameters registered by ``load_state_dict(assign=True)`` immediately, so that a new
+    optimizer holds shards. A group with parameters on the meta device waits for the last load."""
     if unit.summoned_on:
         return
     if unit.runtime is None or unit.runtime.context.phase is IDLE:
@@ -194,7 +194,7 @@ def adopt_if_idle(unit: Unit) -> None:
 
 @dataclass(eq=False)
 class StateHooks:
-    """State hooks of a unit's modules: an object, so that copies of them copy it."""
+    """State-dict hooks of a unit's modules. A class, so that deepcopy of a module copies them."""
 
     unit: Unit
 
@@ -209,7 +209,7 @@ class StateHooks:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Register a module's shards before a load; ConfigError for full tensors."""
+        """Reshard before a load. ConfigError: the state dict has full tensors for shards."""
         reshard_if_idle(self.unit)
         if not local_metadata.get("assign_to_params_buffers", False):
             own = ((prefix + name, param) for name, param in module._parameters.items())
@@ -231,7 +231,7 @@ class StateHooks:
 
 @contextlib.contextmanager
 def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
-    """Restore the original dtypes of cast buffers inside the context, for loading."""
+    """Restore the original dtypes of cast buffers inside the context, for a load."""
     found = [unit.precision.buffers for unit in units]
     on = [buffers for buffers in found if buffers is not None and buffers.is_on]
     for buffers in on:
@@ -246,7 +246,7 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 def refuse_whole(
     params: Iterable[tuple[str, torch.Tensor | None]], state_dict: Mapping[str, Any], after: str
 ) -> None:
-    """Raise ConfigError for full tensors, which torch cannot load. ``after`` ends its message."""
+    """Raise ConfigError for full tensors, which shards cannot load. ``after`` ends the message."""
     for name, param in params:
         value = state_dict.get(name, state_dict.get(clean(name)))
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
@@ -261,8 +261,8 @@ def refuse_whole(
 
 
 def finish(runtime: Runtime) -> None:
-    """Reduce gradients that backwards left unreduced, and reshard, by current settings. StateError:
-    a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``."""
+    """Reduce all unreduced gradients, and reshard, with the current settings. StateError: gradients
+    of a unit were lost. See ``Unit.note_unsynced_backward``."""
     lost = [
         unit
         for unit in runtime.units
@@ -276,18 +276,18 @@ def finish(runtime: Runtime) -> None:
             "FS315",
             f"{lost[0].fqn or '<root>'}: found no gradient after a pipeline step whose schedule "
             "splits the backward into input gradients and weight gradients. Such a schedule looks "
-            f"up the parameters between forward and backward, when this unit ({len(lost)} in this "
-            "stage) had freed them. Apply fully_shard to the modules of a stage with "
-            "reshard_after_forward=False.",
+            "up the parameters between forward and backward, when this unit had freed them "
+            f"(affected units in this stage: {len(lost)}). Apply fully_shard to the modules of a "
+            "stage with reshard_after_forward=False.",
         )
     runtime.is_pipelined = True
     if runtime.parts is not None:
-        runtime.parts.is_off = True  # several forwards may run before their backwards
+        runtime.parts.is_off = True  # several forwards may precede their backwards
     runtime.reduce_the_rest(set(), is_last=True, is_manual=False)
 
 
 def rest(runtime: Runtime) -> None:
-    """Wait for work in flight and for the optimizer, before a step that the engine does not run."""
+    """Wait for work in flight and for the optimizer, before a step without the engine."""
     if runtime.reductions:
         runtime.wait_for_reductions()
     event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
@@ -303,14 +303,14 @@ _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 
 
 def know(unit: Unit) -> None:
-    """Let error messages name a unit's parameters. The first call installs the excepthook."""
+    """Register a unit for error messages. The first call installs the excepthook."""
     if not _units:
         _explain_uncaught()
     _units[id(unit)] = unit
 
 
 def units_around(unit: Unit) -> list[Unit]:
-    """Return the units whose modules contain those of a unit."""
+    """Return the units whose modules contain all modules of a unit."""
     return [
         other
         for other in alive(_units)
@@ -325,7 +325,7 @@ def _parts(unit: Unit) -> Iterator[nn.Module]:
 
 
 def explained(error: BaseException) -> StateError | None:
-    """Return the error to raise in place of torch's for mixed tensors; None for another error."""
+    """Return a better error for torch's error about mixed tensors; None for other errors."""
     if not isinstance(error, RuntimeError) or MIXED not in str(error):
         return None
     owners = {
@@ -350,15 +350,15 @@ def _words(param: FSDPParam, site: Site, unit: Unit, error: RuntimeError) -> str
     names = {id(module): name for name, module in top.named_modules()}
     inside = names.get(id(site.module), "")
     ways = (
-        "Use it inside that forward (for a method other than forward, call "
+        "Use it inside that forward (or in a method passed to "
         "fsdp2.register_fsdp_forward_method)"
     )
     if inside:
         called = f"{unit.fqn}.{inside}" if unit.fqn else inside
-        ways += f", or apply fully_shard to {called} too: then its own call gathers it"
+        ways += f", or apply fully_shard to {called} too, so that its forward gathers it"
     return (
-        f"{param.fqn}: used while it is sharded. It is unsharded during a forward of {owner}, "
-        f"which was not running here. {ways}. To read it between steps, use "
+        f"{param.fqn}: used while it is sharded. It is unsharded only in the forward of {owner}, "
+        f"which was not running. {ways}. To read it between steps, use "
         f"fsdp2.summon_full_params. torch reported: {error}"
     )
 
@@ -372,7 +372,7 @@ def _innermost_first(traceback: TracebackType | None) -> list[tuple[FrameType, i
 
 
 def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the parameters of a frame's ``self``, and those named in its expression."""
+    """Yield the parameters of a frame's ``self``, and those in the running expression."""
     own = frame.f_locals.get("self")
     if isinstance(own, nn.Module):
         yield from ((own, name) for name in own._parameters)
@@ -404,14 +404,14 @@ def _expressions(frame: FrameType, instruction: int) -> Iterator[ast.AST]:
     for candidate in (f"({text})", text, text.removeprefix("return ")):
         try:
             tree = ast.parse(candidate)
-        except SyntaxError:  # part of a statement, or no statement
+        except SyntaxError:  # not a complete statement
             continue
         yield from ast.walk(tree)
         return
 
 
 def _value(node: ast.AST, known: Mapping[str, Any]) -> Any:
-    """Return the object that a chain of names refers to, without running property code."""
+    """Return the object that an expression refers to, without running property code."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -433,7 +433,7 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _explain_uncaught() -> None:
-    """Explain uncaught errors too: a call of an inner module alone runs none of our code."""
+    """Explain uncaught errors too: a direct call of an inner module does not run our code."""
     before = sys.excepthook
 
     def hook(
@@ -454,11 +454,11 @@ ADVICE = (
 
 
 def missing(what: str, name: str, of: object) -> AttributeError:
-    """Return the error for a name that only torch's own object has."""
+    """Return the error for a name that only torch's object has."""
     return AttributeError(
         coded(
             "FS910",
-            f"the {what} of a module sharded by fsdp2 has no {name!r}: it is not torch's. {ADVICE}",
+            f"the {what} of a module sharded by fsdp2 differs from torch's: no {name!r}. {ADVICE}",
         ),
         name=name,
         obj=of,
@@ -466,11 +466,11 @@ def missing(what: str, name: str, of: object) -> AttributeError:
 
 
 class View:
-    """Read-only façade; a missing name raises an error with a remedy."""
+    """A read-only view. The error for a missing name contains a remedy."""
 
     what = "state"
 
-    if not TYPE_CHECKING:  # else type checkers would accept misspelt names
+    if not TYPE_CHECKING:  # otherwise type checkers accept misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
             raise missing(self.what, name, self)
@@ -525,7 +525,7 @@ class GroupView(View):
         vars(self).update(data=data, views={})
 
     def take(self, groups: list[ParamGroup]) -> None:
-        """Show the groups' current parameters; known ones keep their views."""
+        """Set the groups' current parameters; known parameters keep their views."""
         known, params = self.views, [param for group in groups for param in group.params]
         vars(self)["views"] = {p: known.get(p) or ParamView(p, self.data) for p in params}
 
@@ -535,7 +535,7 @@ class GroupView(View):
 
     @property
     def mesh_info(self) -> Any:
-        """The mesh in torch's classes, because other code checks ``isinstance``."""
+        """The mesh as an instance of torch's class, because programs check ``isinstance``."""
         data = self.data
         if max(data.roles.count(SHARD), data.roles.count(REPLICATE)) > 1:
             raise UnsupportedError(
@@ -548,18 +548,18 @@ class GroupView(View):
 
 
 class TorchState(View, torch_modules.FSDPState):
-    """A unit, with the names of torch's ``FSDPState`` that programs read and call."""
+    """A unit, with the names of torch's ``FSDPState`` that programs use."""
 
     _unit: Unit
     _views: dict[DataMesh, GroupView]
-    _state_ctx: ClassVar[Any] = SimpleNamespace(all_states=())  # see the note above
+    _state_ctx: ClassVar[Any] = SimpleNamespace(all_states=())  # see the first note above
 
     def __init__(self, unit: Unit) -> None:
         vars(self).update(_unit=unit, _views={})
 
     @property
     def _comm_ctx(self) -> Streams:
-        """The streams: one object for roots that share them."""
+        """The streams: the same object for all roots that share them."""
         unit = self._unit
         if unit.runtime is not None:
             return unit.runtime.context.streams
@@ -573,16 +573,16 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _is_root(self) -> bool | None:
-        """None before the first forward, which decides it."""
+        """None before the first forward, which determines the root."""
         return None if self._unit.runtime is None else self._unit.is_root
 
     def _lazy_init(self) -> None:
-        """No-op: the first forward initialises."""
+        """No-op: the first forward initialises the unit."""
 
     def _root_post_backward_final_callback(self) -> None:
-        """Finish a pipeline's step, as ``finish`` does, and wait for the reductions."""
+        """Finish a pipeline step, and wait for the reductions."""
         runtime = self._unit.runtime
-        if runtime is not None:  # else no forward ran yet
+        if runtime is not None:  # otherwise no forward has run yet
             finish(runtime)
             runtime.end_reductions()
 
@@ -598,7 +598,7 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _fsdp_param_group(self) -> GroupView | None:
-        """The parameters of the unit, on one mesh; None if it has none, as in torch."""
+        """The group of the unit's parameters; None if it has no parameters, as in torch."""
         views = self._fsdp_param_groups
         if len(views) > 1:
             raise UnsupportedError(
@@ -609,7 +609,7 @@ class TorchState(View, torch_modules.FSDPState):
         return views[0] if views else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to a copied unit, whose groups have not been read yet."""
+        """Omit the views: the copied unit has other groups."""
         return {"_unit": self._unit, "_views": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -625,7 +625,7 @@ def torch_state(module: nn.Module) -> TorchState | None:
 
 
 def register_torch_state(module: nn.Module, unit: Unit) -> None:
-    """Register the state for torch's getters; all modules of a unit share one."""
+    """Register the state for torch's getters. All modules of a unit share one state."""
     known = _states.get(unit)
     state = None if known is None else known()
     if state is None:
@@ -636,13 +636,13 @@ def register_torch_state(module: nn.Module, unit: Unit) -> None:
 
 _states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.WeakKeyDictionary()
 
-# Steps of any optimizer: their count, and checks of its parameters.
+# The number of optimizer steps, and checks of an optimizer's parameters.
 
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Number of param groups of each optimizer that have been checked."""
+"""By optimizer: the number of param groups that have been checked."""
 _placed: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-"""The state table of each optimizer whose states have been placed like owned parameters."""
+"""By optimizer: the ``state`` dict whose tensors have the placements of their parameters."""
 
 
 def watch_optimizers() -> None:
@@ -668,20 +668,20 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 "FS701",
                 f"{type(optimizer).__name__}: found {what}, which gets no gradient, so this "
                 "optimizer would not train it. Create optimizers after fully_shard, when "
-                "parameters() are the shards: not between unshard() and reshard(), nor between a "
-                "forward and its backward.",
+                "parameters() returns shards: not between unshard() and reshard(), and not "
+                "between a forward and its backward.",
             )
     _looked_at[optimizer] = len(groups)
     _warn_of_forgotten(optimizer)
 
 
 def _place_states(optimizer: Optimizer) -> None:
-    """Place states like their parameters if either is dealt, so that torch's helpers can load them,
-    in an optimizer that has a ``state`` table; fsdp2's own do this themselves."""
+    """Give states the placements of their parameters if either is dealt, so that torch's helpers
+    can load them. fsdp2's optimizers do this themselves; others have a ``state`` dict."""
     table = vars(optimizer).get("state")
     if table is None or _placed.get(optimizer) is table:
         return
-    if table:  # loading states replaces the table
+    if table:  # loading states replaces the dict
         _placed[optimizer] = table
     for param in _params_of(optimizer):
         if not isinstance(param, DTensor) or param not in table:
@@ -691,7 +691,7 @@ def _place_states(optimizer: Optimizer) -> None:
 
 
 def _tell_of_unreduced(optimizer: Optimizer) -> None:
-    """See [Note: gradients that no optimizer sees]."""
+    """See [Note: unreduced gradients at an optimizer step]."""
     stepped = [OwnerMark.owner_of(param) for param in _params_of(optimizer)]
     waiting = []
     for reducer in alive(may_hold):
@@ -705,8 +705,8 @@ def _tell_of_unreduced(optimizer: Optimizer) -> None:
             "FS710",
             f"{type(optimizer).__name__}: {', '.join(sorted(waiting))}: gradients were accumulated "
             "without sync, so this step does not use them. The next backward with sync reduces "
-            "them, if its forward begins at the same outermost unit. Run that before the step, or "
-            "call zero_grad() on the model to discard them.",
+            "them, if its forward begins at the same outermost unit. Run it before the step, or "
+            "call zero_grad() on the model to discard the gradients.",
         )
 
 
@@ -721,7 +721,7 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__}: {len(forgotten)} of its parameters belong to no unit "
             f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average their "
             "gradients over ranks. Call fully_shard on the outermost module, after the inner ones. "
-            "If something else averages them, such as DistributedDataParallel, pass them as "
+            "If other code averages them, such as DistributedDataParallel, pass the parameters as "
             "ignored_params.",
         )
 

@@ -1,4 +1,4 @@
-"""Memory settings: the overlap for a named setting or a byte budget.
+"""Memory settings: translate a named setting or a byte budget to an ``Overlap``.
 
 Everything is computed from shapes and dtypes, so the result is the same on every rank.
 """
@@ -28,12 +28,12 @@ LADDER = (
     Overlap(prefetch=2, reductions=2, synchronizes=True),
     Overlap(prefetch=2, reductions=3, synchronizes=True),
 )
-"""Choices for a budget, the cheapest first."""
+"""Candidates for a budget, from the least memory to the most."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Size of a group in bytes: unsharded parameters, their gradients, reduced gradients."""
+    """Bytes of a group: unsharded parameters, their gradients, and inputs of its reduction."""
 
     whole: int
     gradients: int
@@ -51,8 +51,8 @@ class Sizes:
 
 
 def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
-    """Return the overlap for a setting of the user and a tree of units, the root first.
-    ConfigError: an invalid setting, or a budget below the tree's needs without any overlap."""
+    """Return the overlap for the user's setting. ``units``: a tree of units, root first.
+    ConfigError: an invalid setting, or a budget that is too small even without overlap."""
     if isinstance(memory, str) and memory in NAMED:
         return NAMED[memory]
     expected = f"{', '.join(map(repr, NAMED))} or a number of bytes"
@@ -64,22 +64,22 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
     if memory < needs[0]:
         raise ConfigError(
             "FS504",
-            f"set_memory: {memory} bytes are not enough: the parameters and gradients that must be "
-            f"unsharded at the same time take {needs[0]} without any overlap. Allow that many, or "
-            "apply fully_shard to smaller modules.",
+            f"set_memory: {memory} bytes are not enough: even without overlap, the parameters and "
+            f"gradients that are unsharded at the same time take {needs[0]} bytes. Set at least "
+            "this many, or apply fully_shard to smaller modules.",
         )
     return [overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory][-1]
 
 
 def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
     """Return the peak bytes of unsharded parameters, gathers in flight, unreduced gradients and
-    inputs of reductions in a usual step; shards, activations and reduced gradients do not count.
-    The root, which is first, is unsharded throughout."""
+    inputs of reductions in a typical step; excludes shards, activations and reduced gradients.
+    ``units[0]`` is the root, which is unsharded throughout."""
     root = [Sizes.of(group) for group in units[0].own_groups]
     others = []
     for unit in units[1:]:
         sizes = [Sizes.of(group) for group in unit.own_groups]
-        if unit.conditional:  # unsharded with the unit above
+        if unit.conditional:  # unsharded by the enclosing unit
             root += sizes
         else:
             others.append(sizes)
@@ -88,7 +88,7 @@ def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
     inputs = sorted((sizes.reduced for unit in others for sizes in unit), reverse=True)
     gradients = max((sum(s.gradients for s in unit) for unit in others), default=0)
     ahead, running = 1 + overlap.prefetch, max(1, overlap.reductions)
-    forward = own + sum(wholes[: max(2, ahead)])  # a gathered buffer is copied into a whole one
+    forward = own + sum(wholes[: max(2, ahead)])  # gathered data is copied to a full buffer
     backward = own + sum(wholes[:ahead]) + gradients + sum(inputs[:running])
     start = own + max((sizes.whole for sizes in root), default=0)
     parts = max((sizes.gradients + sizes.reduced for sizes in root), default=0)

@@ -1,6 +1,6 @@
-"""Observers of a unit's forwards, whether hooks or a compiled module run them.
+"""Observers of a unit's forwards, eager or compiled.
 
-Nothing here runs for a unit without observers.
+A unit without observers does not use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CallsObserver(Protocol):
         """Called after the module's own forward has returned."""
 
     def drop_forward(self, unit: Unit) -> None:
-        """Called if the forward raises, as a recomputation does once it has everything it needs."""
+        """Called if the forward raises, as when activation recomputation stops early."""
 
 
 class ObservedCalls(list[Any]):

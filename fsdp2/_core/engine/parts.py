@@ -1,29 +1,29 @@
-"""Large parts of roots: when each is reduced, and which of them backward need not gather.
+"""Large parts of roots: when to reduce each, and which ones backward does not need to gather.
 
 A *part* is a separate group for the parameters of one large submodule (an embedding, a head) of a
 unit that contains other units. Owns each rank's facts about its parts, the small collective that
-agrees on them, and the decision when a part is reduced and freed. Contains no hook code: the
-runtime reports the progress of a forward or backward.
+combines them over ranks, and the decision when to reduce and free a part. Contains no hook code:
+the runtime reports the progress of a forward or backward.
 
 [Note: reduced early]
 The gradient of a head is complete long before the root's backward ends. Each rank determines when,
 by checking ``grad`` at every *event* of a backward: a point in the order of collectives, which has
 the same number on every rank. At the end of a backward the ranks take the maximum of their events.
-Later backwards reduce and release the part at that event, whatever gradients exist: reduce is
-constant. A rank whose backward took another path may get a gradient later. It reports this in the
-same exchange, and all ranks reduce the part once more, and at a later event from then on. The event
-therefore affects memory and overlap, never the result. If no exchange follows (on a device, once
-all facts are known) nothing is reduced early, and a part is handled like any group.
+Later backwards reduce and release the part at that event even if a gradient is missing, because all
+ranks must reduce at the same point. A rank whose backward took another path may get a gradient
+later. It reports this in the same exchange: all ranks reduce the part again, and use a later event
+from then on. The event thus affects memory and overlap, never the result. Without such an exchange
+(on a device, once all facts are known) nothing is reduced early: a part is handled like any group.
 
-[Note: read by no rank]
-The same exchange reports whether something on a rank still referred to a part's parameters after
-forward (see [Note: released early] in ``buffers``). If not on any rank, later forwards release the
-part early. If this changes on a rank, it keeps its memory for that step and reports it; from then
-on the part is gathered, or kept, like others.
+[Note: not read in backward]
+The same exchange reports whether a part's parameters were still referenced after forward (see
+[Note: released early] in ``buffers``). If they were not on any rank, later forwards release the
+part early. If a rank later finds a reference, it keeps the memory for that step and reports it;
+from then on the part is gathered, or kept, like other groups.
 
-A part may be read without its modules: a fused loss uses the head's weight and never calls the
-head. References are then inconclusive, so after a few such forwards the part counts as read.
-Otherwise the ranks would repeat the exchange, for which the host of a device waits, in every step.
+A part may be read without a call of its modules: a fused loss uses the head's weight and never
+calls the head. References are then inconclusive, so after a few such forwards the part counts as
+read. Otherwise ranks would repeat the exchange in every step, which blocks the host of a device.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import GATHERING
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
-UNSEEN = 3  # number of forwards without a call of a part's modules after which it counts as read
+UNSEEN = 3  # a part counts as read after this many forwards without a call of its modules
 FACTS = 3
-"""A rank's facts about a part: the event of its last gradient, if that was late, if it is read."""
+"""Facts per part: the event of its last gradient, whether that was late, whether it is read."""
 
 
 class PartHook:
-    """Detects calls of a part's modules: an object, so that copies of them copy it."""
+    """Detects calls of a part's modules. A class, so that deepcopy of a module copies the hook."""
 
     def __init__(self, readers: Readers) -> None:
         self.readers = readers
@@ -80,7 +80,7 @@ class Part:
         self._last_event = 0
         self._present = 0
         self._is_pending = False
-        self._unseen = 0  # forwards in which its modules did not run
+        self._unseen = 0  # number of forwards without a call of its modules
 
     def begin(self) -> None:
         self.is_reduced = False
@@ -89,7 +89,7 @@ class Part:
         self._present = 0
 
     def count_gradients(self, event: int) -> None:
-        """Record the event if another gradient has arrived since the last one."""
+        """Record the event if another gradient has arrived since the previous event."""
         present = 0
         for param in self.group.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -101,7 +101,7 @@ class Part:
         self.is_reduced, self._present = True, 0
 
     def note_reads(self) -> None:
-        """Determine after a forward with gradients whether its backward reads the parameters."""
+        """Determine, after a forward in grad mode, whether its backward reads the parameters."""
         group = self.group
         found = UNKNOWN
         if group.early.readers is not None and group.early.readers.is_called:
@@ -144,7 +144,7 @@ class Parts:
 
     @property
     def can_agree(self) -> bool:
-        """Return True unless tensors are fake and ranks are real."""
+        """Return False if tensors are fake but ranks are real."""
         return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
 
     @property
@@ -161,7 +161,7 @@ class Parts:
             part.note_reduced()
 
     def end_forward(self, unit: Any, with_grad: bool) -> None:
-        """After a unit's forward, release the parts that its backward reads on no rank."""
+        """After a unit's forward, release the parts that backward does not read on any rank."""
         for group in unit.own_groups:
             if group.early.readers is not None:
                 self._end_forward_of(group, with_grad)
@@ -185,7 +185,7 @@ class Parts:
             part.begin()
 
     def pass_event(self) -> None:
-        """Process an event of all ranks: reduce the parts whose gradients are complete at it."""
+        """Process one event of a backward: reduce the parts that are due at it."""
         self._event += 1
         due = []
         for part in self._of.values():
@@ -212,7 +212,7 @@ class Parts:
 
     @property
     def _agrees(self) -> bool:
-        """Return True if ranks report late gradients; on a device that blocks the host."""
+        """Return True if ranks report late gradients, which on a device blocks the host."""
         tree = self._tree
         return bool(tree.context.streams.async_op or tree.root.settings.overlap.synchronizes)
 
@@ -222,13 +222,13 @@ class Parts:
         return not self._is_idle and (self._agrees or not self.are_known) and self.can_agree
 
     def tells_of_more(self, group: ParamGroup) -> bool:
-        """Return True for a part that was reduced, if an exchange will report late gradients."""
+        """Return True for a reduced part, if an exchange will report its late gradients."""
         part = self._of.get(group)
         return part is not None and part.is_reduced and self._will_agree
 
     def end(self) -> None:
-        """End a backward: agree with all ranks, and reduce parts again if some gradient was late.
-        With gradient sync it is collective over the meshes of all parts."""
+        """End a backward: exchange facts, and reduce parts again if a gradient was late on a rank.
+        With gradient sync, this is collective over the meshes of all parts."""
         if self._will_agree:
             self._event += 1
             for part in self._of.values():
@@ -244,23 +244,23 @@ class Parts:
 
 
 class PartExchange:
-    """Takes the maximum of the facts about parts over the ranks of one mesh."""
+    """All-reduces the facts about parts over one mesh, with MAX."""
 
     def __init__(self, data: DataMesh, parts: Sequence[Part]) -> None:
         self._parts = parts
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
-        self._axes = [] if self.is_imagined else axes  # imagined ranks have the same facts
+        self._axes = [] if self.is_imagined else axes  # imagined ranks have equal facts
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
 
     def enroll(self, fqn: str) -> None:
-        """Number the exchange over each axis. Ranks call it in the same order."""
+        """Number the exchange over each axis. All ranks must call this in the same order."""
         for axis in self._axes:
             if self._parts[0].group.ids.covers(axis):
                 device = self._parts[0].group.residence.compute
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
-                stamp.enroll(f"{fqn or '<root>'}, what its parts need")
+                stamp.enroll(f"{fqn or '<root>'}, exchange about its parts")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
                 stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
@@ -270,7 +270,7 @@ class PartExchange:
         return self._stamps.values()
 
     def run(self, streams: Streams) -> list[Part]:
-        """Take the maximum over every axis; return the parts that were reduced too early."""
+        """Reduce the facts over every axis; return the parts that were reduced too early."""
         found = [fact for part in self._parts for fact in part.facts]
         for axis in self._axes:
             found = self._join(found, axis, streams)

@@ -1,14 +1,14 @@
-"""The engine's host state around the replay of a captured step.
+"""Host state of the engine before and after the replay of a captured step.
 
-Owns the preconditions of a replay, and its effects on host state: waiting gradients, the operations
-that ranks expect of each other, and stamps seen by the device. Contains no capture code.
+Owns the preconditions of a replay and its effects on host state: unreduced gradients, the predicted
+sequence of collectives, and received stamps. Contains no capture code.
 
 [Note: a replay is a step]
-A device graph runs kernels and collectives, but none of our code. A replay is therefore allowed
-only if the engine would issue the same operations, at the same addresses, without an exchange
-between ranks. A rank that replays and one that runs its step eagerly then issue the same
-collectives with the same stamps. The buffers of stamps are part of the capture: other ranks' stamps
-are copied to the host after each replay and checked before the next one, as in eager steps
+A device graph runs kernels and collectives, but no Python code. A replay is therefore allowed only
+if an eager step would issue the same operations on the same addresses, and needs no extra exchange
+between ranks. Some ranks can then replay a step while others run it eagerly: all issue the same
+collectives with the same stamps. The stamp buffers are part of the capture: as in eager steps,
+other ranks' stamps are copied to the host after each replay and checked before the next one
 (``LateLook``).
 """
 
@@ -40,7 +40,7 @@ OTHER_COLLECTIVES = "different collectives ran before this step than before the 
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A snapshot of one group's gradients that wait for a reduction."""
+    """A snapshot of one group's unreduced gradients."""
 
     grads: list[Tensor | None]
     unreduced: Unreduced
@@ -75,7 +75,7 @@ class Trees:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
-        self.params = list(model.parameters())  # sharded, or outside all units
+        self.params = list(model.parameters())  # sharded ones, and those in no unit
         self.groups = [group for unit in units for group in unit.own_groups]
         self.runtimes: list[Runtime] = list(
             dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None)
@@ -85,7 +85,7 @@ class Trees:
 
     @property
     def are_current(self) -> bool:
-        """Return True if all units have run, in the runtimes known at construction."""
+        """Return True if every unit has run in one of the runtimes found at construction."""
         return all(unit.runtime in self.runtimes for unit in self.units if unit.own_groups)
 
     @property
@@ -93,7 +93,7 @@ class Trees:
         return any(group.reducer.unreduced.is_waiting for group in self.groups)
 
     def why_not(self) -> str:
-        """Return the reason why the next step has to run eagerly; "" if it may be replayed."""
+        """Return why the next step must run eagerly, or "" if it may be replayed."""
         if any(unit.runtime is None for unit in self.units if unit.own_groups):
             return "the model has not run yet"
         if events.listeners or any(runtime.is_observed for runtime in self.runtimes):
@@ -119,7 +119,7 @@ class Trees:
 
     @property
     def objects(self) -> list[Any]:
-        """The objects that a captured step depends on; a change replaces the object."""
+        """The objects that a captured step depends on. A change to one creates a new object."""
         found: list[Any] = []
         for group in self.groups:
             reducer = group.reducer
@@ -134,15 +134,15 @@ class Trees:
         return found + [0 if home is None else home.flat.data_ptr() for home in homes]
 
     def clear_gradients(self) -> None:
-        with torch_dtensor.DisableTorchFunctionSubclass():  # faster attributes of DTensors
+        with torch_dtensor.DisableTorchFunctionSubclass():  # faster attribute access
             for param in self.params:
                 param.grad = None
 
     def look(self) -> None:
-        """Wait for external events that a step depends on, and check other ranks' stamps of the
-        last steps. A graph cannot contain these waits: their events differ in each step.
-        StateError: ranks ran different gathers."""
-        wait_for_copies()  # of background saves: a replay runs no optimizer hooks
+        """Wait for external events that a step depends on, and check the stamps received in earlier
+        steps. A graph cannot contain these waits, because each step has different events.
+        StateError: ranks issued different gathers."""
+        wait_for_copies()  # of background saves; a replay runs no optimizer hooks
         for runtime in self.runtimes:
             runtime.context.streams.look_late(runtime.looks.all)
             event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
@@ -150,12 +150,12 @@ class Trees:
                 event.wait()
 
     def note(self) -> None:
-        """Copy other ranks' stamps to the host, as a backward does at its end."""
+        """Copy other ranks' stamps to the host, as at the end of a backward."""
         for runtime in self.runtimes:
             runtime.context.streams.note_late(runtime.looks.all)
 
     def give_up(self) -> None:
-        """Drop the state of a failed capture, whose operations never run."""
+        """Drop the state of a failed capture: the captured operations never run."""
         for runtime in self.runtimes:
             runtime.forget_flights()
             runtime.fail()
@@ -177,7 +177,7 @@ class Replayed:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """Record the operations that are captured inside."""
+        """Record the operations that are captured inside the context."""
         with contextlib.ExitStack() as stack:
             for agreement in self._trees.agreements:
                 self._rehearsals.append(stack.enter_context(agreement.rehearse()))
@@ -185,29 +185,29 @@ class Replayed:
         self._after = self._waiting()
 
     def undo(self) -> None:
-        """Restore the gradients from before the capture, which ran nothing."""
+        """Restore the gradients from before the capture, which executed nothing."""
         for waiting, group in zip(self._before, self._trees.groups, strict=True):
             waiting.put(group)
 
     @property
     def finds_gradients(self) -> bool:
-        """Return True if gradients of earlier micro-batches have the captured addresses."""
+        """Return True if earlier micro-batches left their gradients at the captured addresses."""
         pairs = zip(self._before, self._trees.groups, strict=True)
         return all(waiting.is_in(group) for waiting, group in pairs)
 
     @property
     def is_expected(self) -> bool:
-        """Return True if all ranks expect the captured collectives next."""
+        """Return True if the captured collectives are the predicted next ones."""
         return all(one.expects(noted) for one, noted in self._noted)
 
     @property
     def is_planned(self) -> bool:
-        """Return True if plans, settings and addresses are those of the capture."""
+        """Return True if plans, settings and addresses have not changed since the capture."""
         same = all(map(operator.is_, self._objects, self._trees.objects))
         return same and self._values == self._trees.values
 
     def why_not(self) -> str:
-        """Return the reason why this step cannot be replayed; "" if it can."""
+        """Return why this step cannot be replayed, or "" if it can."""
         if not self.finds_gradients:
             return GRADIENTS_ELSEWHERE
         return "" if self.is_expected else OTHER_COLLECTIVES

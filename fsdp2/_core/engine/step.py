@@ -1,81 +1,81 @@
-"""Hooks of modules and of autograd: the time line of a step.
+"""Module hooks and autograd hooks: the timeline of a step.
 
 ::
 
     pre_forward(unit)     begin_forward, if no other unit's forward is running
                           unshard, wait                     all-gather of this unit
                           prefetch                          all-gather of the next, overlapped
-                          cast inputs; mark inputs          (gradients wanted)
+                          cast inputs; mark inputs          (in grad mode)
       ... the module's forward ...
-    post_forward(unit)    cast outputs; mark outputs        (gradients wanted)
-                          reshard, as the unit's settings say
+    post_forward(unit)    cast outputs; mark outputs        (in grad mode)
+                          reshard, depending on the unit's settings
                           end_forward, if this unit began it
 
-    pre_backward(call)    on a marked output: unshard, wait, prefetch the call before it
+    pre_backward(call)    at a marked output: unshard, wait, prefetch the previous call
       ... autograd through the module ...     mark its gradients   (create_graph)
-    post_backward(call)   on a marked input: reshard, reduce
-    end_backward          by the engine: events that no marked input covered
+    post_backward(call)   at a marked input: reshard, reduce
+    end_backward          at the end of autograd's run: all events that no mark triggered
 
-Owns every hook on a module, and every hook on an autograd node (``Call``: the *marks* of one
-forward). Contains no buffer or collective code; delegates to the runtime.
+Owns every module hook, and every hook on an autograd node (``Call``: the *marks* of one forward).
+Contains no buffer or collective code; delegates to the runtime.
 
 [Note: memory of parameters in outputs]
-A unit may return its own weight, or a view of it. That memory is freed, so a copy is returned,
-through which the gradient flows. If the object around it cannot be rebuilt with a copy (a function,
-slots, a set), we raise an error, because a later reader would read freed memory.
+A forward may return the unit's weight, or a view of it. That memory is freed after forward, so we
+return a differentiable copy instead. If the containing object cannot be rebuilt with a copy (a
+function, slots, a set), we raise an error, because later reads would access freed memory.
 
 [Note: one reduction per backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
-post-backward or the end of the next backward. The unit reduces when no call is open, and always at
-the end of backward, so its parameters get one gradient per backward, as plain ones do. We count
-calls rather than track object lifetimes: garbage collection runs at different times on each rank,
-and the order of collectives must depend only on what all ranks share.
+post-backward or the end of the next backward. The unit reduces its gradients when no call is open,
+or else at the end of backward: each parameter gets one gradient per backward, as in an unsharded
+model. We count calls rather than track object lifetimes, because garbage collection runs at
+different times on each rank, and collectives must have the same order on all ranks.
 
 [Note: compiled modules]
-None of this code is compiled: collectives, streams and freed storages do not belong in a graph. A
-compiler breaks its graph at a unit, and compiles the unit's forward separately.
-``module.compile()`` compiles the code that runs the module's hooks, so a unit runs our hooks around
-it, and the registered ones, which are traced, return immediately. Other modules of the same unit
-inside it need no hooks: the parameters were gathered together.
+This code is never compiled: graphs should contain no collectives, streams or freed storages. The
+compiler breaks the graph at a unit, and compiles the unit's forward separately.
+``module.compile()`` also compiles the code that calls module hooks. We therefore run our hooks
+around the compiled call, and the registered hooks, which are traced, return immediately. Nested
+modules of the same unit need no hooks: all parameters of a unit are gathered together.
 
 [Note: marks]
-A mark is a pre-hook on an autograd node. On the output side it is on the node that made the output,
-and on the one that made its base if the output is a view: an in-place update of a view moves the
-view's history onto its base. On the input side it is on the node of a ``view_as`` (or of the dtype
-cast) inserted between the caller's tensor and the module. That node is older than the module's, and
-the engine runs younger nodes first: when it reaches the mark, it has finished the module. The view
-is a plain autograd view, so updating it, or a view of it, in place stays legal; a custom
-``autograd.Function`` would forbid that.
+A mark is a pre-hook on an autograd node. An output mark is on the output's ``grad_fn`` and, if the
+output is a view, also on its base's: an in-place update of a view moves its history to the base. An
+input mark is on the node of a ``view_as`` (or of the dtype cast) that we insert between the
+caller's tensor and the module. This node is older than the module's nodes, and autograd runs
+younger nodes first: when it reaches the mark, the module's backward is complete. The view is a
+plain autograd view, so the module may update it, or a view of it, in place; the output of a custom
+``autograd.Function`` would not allow this.
 
-An in-place update of that view, or of another view of the same base, removes it from the graph: the
-base's new history leads from the update to the earlier base, which is marked too after the forward.
+An in-place update of that view, or of another view of the same base, bypasses the mark: the base's
+new history leads from the update to the base's old node, which is therefore marked after forward.
 
-A backward with ``create_graph`` makes nodes that read parameters. A backward through them enters at
-a gradient that a node of the module made, so each node of the module gets a hook that marks these
-results like outputs.
+A backward with ``create_graph`` creates nodes that read parameters. A second backward enters them
+at a gradient that a node of the module computed, so each node of the module gets a hook that marks
+its results like outputs.
 
-If a rank's graph takes another path and no mark is reached, the order of the forward decides: see
-[Note: the order of backward] in ``_core.engine.tree``. The order also resolves marks that share a
-node: a unit may return the output of an inner unit, or its own input.
+If a backward reaches no mark of a unit on some rank, the order of forward determines when the unit
+is processed: see [Note: the order of backward] in ``_core.engine.tree``. The order also separates
+marks on the same node: a unit may return the output of an inner unit, or its own input.
 
 [Note: hidden outputs]
-A forward may store a loss on an attribute, in a list argument, or in an unknown place, and return
-something else. A backward from a tensor younger than every marked output would read freed
-parameters, because autograd runs younger nodes first; so would one from an older loss, before the
-output's backward or alone. We therefore search for such tensors in three steps:
+A forward may store a loss in an attribute, a list argument or elsewhere, and return another tensor.
+A backward from a stored tensor younger than every marked output would read freed parameters,
+because autograd runs younger nodes first. So would a backward from an older tensor that runs before
+the output's backward, or without it. We search for such tensors in three steps:
 
-- The first forward of a unit ends with a search of the attributes of its modules. Tensors that it
-  made and left there are marked, and these attributes are checked after each later forward.
-- If the youngest node is not that of a marked output, there are more: we search all attributes and
-  the arguments.
-- If there are still more, their location is unknown. In this forward the unit is resharded, as on
-  other ranks, but its memory stays while the graph lives. From the next forward on, for every unit
-  of the same class, nodes save parameters by our hooks (``saved_by_hooks``). Reading one is a mark,
-  so no memory has to stay. The hooks cost a call for each saved tensor. They would hide the user's
-  hooks: if there are any, the memory stays.
+- After a unit's first forward, we search the attributes of its modules. Tensors that the forward
+  created are marked, and the attributes that hold them are checked after each later forward.
+- If the youngest node does not belong to a marked output, there are more such tensors: we search
+  all attributes and the arguments.
+- If the youngest node is still unmarked, the tensor's location is unknown. The unit is resharded,
+  as on other ranks, but its memory is kept while the graph lives. In later forwards of all units
+  with these module classes, our saved-tensor hooks save the parameters (``saved_by_hooks``).
+  Unpacking one acts as a mark, so no memory is kept. This costs a call for each saved tensor. Our
+  hooks would override the user's saved-tensor hooks: if there are any, the memory is kept.
 
-If nothing has a mark, gradients accumulate on unsharded parameters, and no backward reduces them:
-the next forward, or the optimizer, raises.
+Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them: the
+next forward, or the optimizer, raises an error.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter,
 
 @dataclass(eq=False, slots=True)
 class _Saved:
-    """A parameter saved by a node; ``read`` gathers the unit first."""
+    """A parameter saved by a node. ``read`` gathers the unit, and must be called before use."""
 
     read: Callable[[], None]
     tensor: Tensor
 
 
 class SavedByHooks:
-    """Saved-tensor hooks of one forward of a unit, active from construction until ``end``. A node
-    calls ``read`` before it reads a parameter. ``around``: the enclosing ones of a forward."""
+    """Saved-tensor hooks of one forward of a unit, active from construction until ``end``. They
+    call ``read`` before unpacking a parameter. ``around``: the hooks of the enclosing forward."""
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class SavedByHooks:
         self._hooks.__enter__()
 
     def end(self) -> SavedByHooks | None:
-        """Deactivate the hooks; return the enclosing ones."""
+        """Deactivate the hooks; return those of the enclosing forward."""
         assert self._hooks is not None
         self._hooks.__exit__()
-        self._hooks = None  # it refers to a call, which must not outlive its graph
+        self._hooks = None  # refers to the call, which must not outlive its graph
         return self._around
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.grad_fn is not None:  # a node that saves its own result would own itself
+        if tensor.grad_fn is not None:  # else a node that saves its own output forms a cycle
             tensor = tensor.detach()
         hooks: SavedByHooks | None = self
         while hooks is not None:
@@ -152,10 +152,10 @@ def _unpack(saved: Any) -> Any:
 
 
 _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGISTRIES))
-"""Attributes of a module that cannot hold outputs of its forward."""
+"""Attributes of a module that never hold outputs of its forward."""
 
 
-Comes = Callable[[tuple[Tensor | None, ...]], None]  # runs when a backward reaches a module
+Comes = Callable[[tuple[Tensor | None, ...]], None]  # called when backward reaches a module
 
 
 class Call:
@@ -179,18 +179,18 @@ class Call:
         self.visit = visit
         self.runtime = runtime
         self.is_marked = False
-        # nodes with a higher number were made by the module
+        # nodes of the module have this sequence number or a higher one
         self.first_node = torch_autograd.sequence_number()
         self.last_marked = self.first_node - 1
-        self.given: Any = None  # the arguments, while the forward runs
-        self.has_leaf = False  # some output is a leaf, or needs no gradient
-        self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs, and the marks' nodes
+        self.given: Any = None  # the arguments, during the forward
+        self.has_leaf = False  # an output is a leaf or requires no gradient
+        self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
         self.saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
-        self.saved_by_hooks = False  # nodes of this forward were saved by our hooks
+        self.saved_by_hooks = False  # our hooks saved the parameters of this forward
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        if torch.is_grad_enabled():  # create_graph: a backward may come through the gradients
+        if torch.is_grad_enabled():  # create_graph: a later backward may start at the gradients
             self._follow_gradients()
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
@@ -205,13 +205,13 @@ class Call:
         raise StateError(
             "FS302",
             f"{self.visit.unit.fqn or '<root>'}: train() or eval() was called between this forward "
-            "and its backward. Its policy has full_precision_in_eval, so the parameters that "
-            "backward needs were freed. Run the backward first.",
+            "and its backward. The unit's policy has full_precision_in_eval, so the parameters "
+            "that backward needs were freed. Run the backward before that call.",
         )
 
     @torch_compiler.always_eager
     def come_back(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Handle a gradient that reached a result of the module's nodes in another backward."""
+        """Handle a later backward that reaches a gradient computed by the module's nodes."""
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number != visit.closed_in:
@@ -221,14 +221,14 @@ class Call:
         _aside(self.runtime.arrive, self.visit, is_in_order)
 
     def _follow_gradients(self) -> None:
-        """Make the module's nodes that precede the running one mark their results."""
+        """Register hooks on the module's nodes, from the running one on, to mark their results."""
         node = torch_autograd.current_node()
         for inner in torch_autograd.nodes_between(self.first_node, self.last_marked, node, self):
             inner.register_hook(self.mark_gradients)
 
     @torch_compiler.always_eager
     def post_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Handle the last gradient that leaves the unit, whose gradients are complete."""
+        """Handle the last gradient that leaves the unit: its parameters have their gradients."""
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
@@ -250,7 +250,7 @@ class Call:
         return cast
 
     def follow_updates(self) -> None:
-        """Mark inputs again that the module updated in place, and release all of them."""
+        """Mark inputs again if the module updated them in place; drop the references to inputs."""
         views, self.views = self.views, None
         for view, node in views or ():
             if view.grad_fn is not node:
@@ -262,7 +262,7 @@ class Call:
                     before.register_prehook(self.post_backward)
 
     def save_by_hooks(self) -> None:
-        """Make each read of a saved parameter a mark, unless the user's hooks prevent it."""
+        """Make unpacking a saved parameter act as a mark, unless the user's hooks prevent this."""
         hidden = self.runtime.hidden
         around: SavedByHooks | None = hidden.saving
         if torch_autograd.may_pack_saved_tensors(None if around is None else around.pack):
@@ -275,10 +275,10 @@ class Call:
             self.saves = None
 
     def read(self) -> None:
-        """Called before a node reads a parameter that it saved."""
+        """Called before a node unpacks a saved parameter."""
         visit, runtime = self.visit, self.runtime
         if torch_autograd.graph_task_id() == -1 or visit.unit.calls.running:
-            return  # graph inspection, or the running forward differentiates
+            return  # graph inspection, or a backward inside the forward
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number:
             if visit.unit.precision.policy is not visit.policy:
@@ -286,7 +286,7 @@ class Call:
             self._arrive(is_in_order=True)
 
     def let_go(self) -> None:
-        """Release all tensors, because the graph owns the call, and they own the graph."""
+        """Drop all tensors: they own the graph, which owns the call."""
         self.given = self.views = None
         self.end_saving()
 
@@ -303,18 +303,18 @@ class Call:
 
     @property
     def goes_on(self) -> bool:
-        """Return True if the forward made nodes after those of every marked output."""
+        """Return True if the forward created nodes younger than those of all marked outputs."""
         return torch_autograd.sequence_number() > self.last_marked + 1
 
     def mark_hidden(self, output: Any) -> bool:
-        """Mark hidden outputs (see the note above); return True if more may exist."""
+        """Mark outputs as in [Note: hidden outputs]; return True if more may exist."""
         visit_tensors(self._mark_own, [self.given, *(value for *_, value in self._attributes())])
         seen: list[Tensor] = []
         visit_tensors(seen.append, output)
         return self.goes_on and (self.is_marked or not seen)
 
     def mark_kept(self) -> None:
-        """Mark results left on attributes that held outputs after the first forward."""
+        """Mark tensors in the attributes that held outputs after the first forward."""
         calls = self.visit.unit.calls
         if calls.kept_on is None:
             calls.kept_on = [
@@ -328,7 +328,7 @@ class Call:
 
     def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
         waiting, seen = list(self.visit.unit.modules), set[nn.Module]()
-        while waiting:  # no recursion: a deep model is near the stack limit here
+        while waiting:  # not recursive: deep models are already near the recursion limit
             module = waiting.pop()
             if module not in seen:
                 seen.add(module)
@@ -338,7 +338,7 @@ class Call:
                         yield module, name, value
 
     def _is_own(self, tensor: Tensor) -> bool:
-        # not by the last mark: an autograd function that runs modules is older than their nodes
+        # not last_marked: an autograd.Function is older than the nodes of modules that it runs
         node = tensor.grad_fn
         return node is not None and torch_autograd.age_of(node) >= self.first_node
 
@@ -354,10 +354,10 @@ class Call:
             last = self.last_marked
             mark = self._mark_layers if _has_layers() else self._mark
             visit_tensors(lambda grad: mark(grad, self.come_back), grads)
-            self.last_marked = last  # that of the forward: nodes of gradients are younger
+            self.last_marked = last  # the forward's value: nodes of gradients are younger
 
     def _mark(self, tensor: Tensor, come: Comes | None = None) -> None:
-        """Put a hook, by default ``pre_backward``, on the nodes that made a tensor."""
+        """Register a hook, by default ``pre_backward``, on the nodes that created a tensor."""
         if tensor.requires_grad:
             if not self.is_marked:
                 self.is_marked = True
@@ -391,8 +391,8 @@ def _tensors_at(value: Any) -> list[Tensor]:
 
 
 class Beginning:
-    """Begins a backward at the outputs of a root without parameters, because its end is registered
-    where it begins: if that were in a nested backward that a hook runs, its end would end both."""
+    """Begins a backward at the outputs of a root without parameters. The callback for its end is
+    queued where it begins: in a nested backward, run by a hook, the callback would end both."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -407,7 +407,7 @@ class Beginning:
 
 
 def _aside(function: Callable[..., object], *args: Any) -> None:
-    """Run engine code hidden from the user's modes and transforms."""
+    """Run engine code outside the user's modes and transforms."""
     if torch_modes.count_modes() or torch_modes.transforms_are_active():
         torch_modes.run_aside(function, *args)
     else:
@@ -415,7 +415,7 @@ def _aside(function: Callable[..., object], *args: Any) -> None:
 
 
 def _has_layers() -> bool:
-    """Return True if tensors may have layers: functorch wrappers, dual numbers."""
+    """Return True if tensors may be wrapped: by functorch transforms or as dual tensors."""
     return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
 
 
@@ -429,7 +429,7 @@ def pre_forward(
     if unit.runtime is None:
         _aside(attach, unit)
     _aside(enter, unit)
-    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     call = None
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.context.phase is FORWARD else None
@@ -469,7 +469,7 @@ def pre_forward(
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     calls = unit.calls
     call: Call | None = calls.running.pop() if calls.running else None
-    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     if call is not None:
         if call.saves is not None:
             call.end_saving()
@@ -486,7 +486,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         if call.has_leaf:
             output = _without_parameters(output, unit, call, recomputing)
         if recomputing:
-            # usually the call that it repeats is open
+            # usually the recomputed call is still open
             if call.is_marked and calls.open == 0:
                 calls.open = 1
         else:
@@ -498,7 +498,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 
 
 def _cast_and_give_back(unit: Unit, output: Any) -> tuple[Any, Any]:
-    """Return the output in its dtype, and the tensors to mark: also those in lent containers."""
+    """Return the cast output, and the tensors to mark, including those in lent containers."""
     loan = unit.calls.take_back()
     dtype = unit.precision.policy.output_dtype
     if dtype is not None:
@@ -522,7 +522,7 @@ def _end_recorded(
     calls, visit = unit.calls, call.visit
     if calls.kept_on != []:
         call.mark_kept()
-    # usually an output's node is the last one that the forward made
+    # usually the youngest node is an output's
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
         runtime.hidden.note_hidden(unit, runtime.units, not call.saved_by_hooks)
     if not call.is_marked:
@@ -540,7 +540,7 @@ def _end_unrecorded(
     with_grad, owner = torch.is_grad_enabled(), unit.owner
     if with_grad and owner is not None and owner.calls.running:
         around: Call | None = owner.calls.running[-1]
-        if around is not None:  # a hook on it may differentiate before those of that unit
+        if around is not None:  # a backward in a hook may reach this output first
             around.mark_outputs(outputs)
     output = _without_parameters(output, unit, None, recomputing)
     if with_grad and runtime.forward_root is unit and not _has_layers():
@@ -554,7 +554,7 @@ def _without_parameters(
     call: Call | None,
     recomputing: bool,
 ) -> Any:
-    """Copy tensors in the unit's own memory. See [Note: memory of parameters in outputs]."""
+    """Copy outputs in the unit's own memory. See [Note: memory of parameters in outputs]."""
 
     def apart(tensor: Tensor) -> Tensor:
         if not unit.holds(tensor):
@@ -576,8 +576,8 @@ def _refuse_own(tensor: Tensor, unit: Unit) -> None:
         raise UnsupportedError(
             "FS323",
             f"{unit.fqn or '<root>'}: its forward returned one of its parameters, or a view of "
-            "one, inside an object that cannot be copied with another tensor in it. Parameter "
-            "memory is freed after a forward. Return the tensor itself, in a list, tuple, dict or "
+            "one, inside an object in which fsdp2 cannot replace tensors. The memory of parameters "
+            "is freed after forward. Return the tensor itself, or in a list, tuple, dict or "
             "dataclass, or return a clone() of it.",
         )
 
@@ -596,9 +596,9 @@ def _refuse_lazy(unit: Unit, module: nn.Module, output: Any) -> None:
 
 @torch_compiler.always_eager
 def forward_raised(unit: Unit, depth: int) -> None:
-    """Handle an exception in a unit's forward; ``depth`` calls were running before it. The caller
-    may catch it, and a recomputation that is complete ends with one. If it leaves the outermost
-    unit, the next forward recovers."""
+    """Handle an exception in a unit's forward. ``depth`` calls were running before it. The caller
+    may catch the exception, and recomputation stops early with one. If the exception leaves the
+    outermost unit, the next forward recovers."""
     unit.calls.give_up(depth)
     runtime = unit.runtime
     if runtime is None or unit.calls.running or runtime.is_recomputing:
@@ -611,7 +611,7 @@ def forward_raised(unit: Unit, depth: int) -> None:
 
 
 class _AsItIs:
-    """Runs a module without hooks: those of another module gathered its unit's parameters."""
+    """Runs a module without hooks: the unit's parameters are already gathered."""
 
     @torch_compiler.never_traced
     def call(
@@ -646,7 +646,7 @@ def call_compiled(
 
 @torch_compiler.inlined_or_eager
 def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a sharded module. It is ``FSDPModule.__call__``."""
+    """Run a sharded module: the implementation of ``FSDPModule.__call__``."""
     unit = self.__dict__.get(UNIT_ATTRIBUTE)
     if unit is not None and unit.runner is not None:
         return unit.runner.call(self._call_original, args, kwargs)
@@ -669,7 +669,7 @@ def _call_eagerly(
             return original(module, *args, **kwargs)
         return torch_compiler.call_with_hooks(module, *args, **kwargs)
     except BaseException as error:
-        found = between_steps.explained(error)  # while parameters are in the state it saw
+        found = between_steps.explained(error)  # before parameters are resharded
         forward_raised(unit, depth)
         if found is not None:
             raise found from error
@@ -678,7 +678,7 @@ def _call_eagerly(
 
 @dataclass(eq=False)
 class ForwardHooks:
-    """The hooks of a unit's modules: an object, so that copies of the module copy them."""
+    """Forward hooks of a unit's modules. A class, so that deepcopy of a module copies them."""
 
     unit: Unit
 
@@ -734,7 +734,7 @@ class ForwardMethod:
 
 
 def register_hooks(unit: Unit) -> None:
-    """Register a unit's module hooks: the first before forward, and the last after it."""
+    """Register a unit's module hooks, which run first before forward, and last after it."""
     hooks = ForwardHooks(unit)
     for module in unit.modules:
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)

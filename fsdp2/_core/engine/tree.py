@@ -1,8 +1,8 @@
 """Units, and the runtime of a tree of units: the operations of a step.
 
-``Unit`` is the result of one ``fully_shard`` call, ``Runtime`` the state shared by the units below
-one root: phases, prefetch, the end of backward, recovery. Contains no code for autograd nodes or
-module hooks: ``step`` decides when each operation runs. ``attach`` creates a runtime.
+A ``Unit`` is the result of one ``fully_shard`` call. A ``Runtime`` is the shared state of all units
+below one root: phases, prefetch, the end of backward, recovery. Contains no code for autograd nodes
+or module hooks: ``step`` decides when each operation runs. ``attach`` creates a runtime.
 
 Phases of a runtime::
 
@@ -12,66 +12,66 @@ Phases of a runtime::
 
 [Note: conditional units]
 Some ranks may skip a conditional unit, so its hooks run no collectives. Its *owning unit*, the
-nearest unit above it that is not conditional, moves its groups together with its own, on every
-rank. ``own_groups`` are those that the ``fully_shard`` call made; ``groups`` are those that this
-unit's hooks move. A unit inside a conditional one is conditional too.
+nearest enclosing unit that is not conditional, gathers, frees and reduces its groups together with
+its own, on every rank. ``own_groups`` are the groups of the ``fully_shard`` call, and ``groups``
+those that the unit's hooks manage. A unit inside a conditional unit is conditional too.
 
 [Note: the order of backward]
-Ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so each
-rank's backward reaches these events in reverse order, but perhaps not all: no gradient reaches a
-unit if a rank uses no parameter, returns the unit's input, detaches an output, or updates an input
-in place. When a backward reaches an event, it therefore first processes those in between, as if a
-zero gradient had reached them: every rank gathers and reduces the same units in the same order,
-wherever its graph is cut. It processes the remaining events at its end.
+All ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so
+each rank's backward reaches these events in reverse order. It may miss some: a unit gets no
+gradient if the rank uses no parameter, returns the unit's input, detaches an output, or updates an
+input in place. When a backward reaches an event, it therefore first processes all missed events
+before it, as if they had received zero gradients. Every rank thus gathers and reduces the same
+units in the same order, wherever its graph is cut. The end of backward processes all other events.
 
-*Within one root.* Each root has separate orders. If a rank's graph through several roots is cut, it
-processes one root's missed events after those of another. Ranks are then out of step, and get the
-error for ranks that issue different collectives.
+*Within one root.* Each root has separate orders. If a rank's graph through several roots is cut,
+the events of two roots may be processed in another order than on other ranks. All ranks then raise
+the error for different collectives.
 
-*The first backward* of a forward does this. A later one (``retain_graph``, a second derivative,
-separate weight gradients of a pipeline stage) may visit few nodes, in another order. It processes
-exactly the missed events that the first one processed (``Order._made_up``).
+*The first backward* of a forward processes all missed events. A later one (``retain_graph``, a
+second derivative, separate weight gradients of a pipeline stage) may visit few nodes, in another
+order, and processes only those that the first one also processed as missed (``Order._made_up``).
 
-*Entered first.* If the inputs of a forward's first unit, and of the units around it, need no
-gradient, no mark shows where backward leaves them. It leaves them at its end, or when it reaches
-another forward (a sum of two losses). ``Order.rest`` finds the lowest event that has a mark; units
-entered before it stay open. The outermost unit stays unsharded until then, because the other
-forward usually begins with it.
+*Entered first.* If the inputs of the first unit of a forward, and of its enclosing units, require
+no gradient, no mark shows where backward leaves these units. It leaves them at its end, or when it
+reaches another forward (a sum of two losses). ``Order.rest`` finds the lowest event with a mark;
+units entered before it stay open. The outermost unit stays unsharded until the end, because the
+other forward usually begins with it too.
 
 [Note: manual finalization]
-By default a backward's end reduces what no post-backward reduced, and waits for reductions. In
-manual mode ``finalize`` does both. A unit whose post-backward did not run keeps its memory until
+By default, the end of backward reduces the remaining gradients, and waits for reductions. In manual
+mode, ``finalize_backward`` does both. A unit whose post-backward did not run keeps its memory until
 then, and its gradients remain due. The caller may wait for the reductions later; until then, no
-tree that shares the streams may start a step: lanes hold the buffers in flight.
+tree that shares the streams may start a step, because lanes hold the buffers in flight.
 
 [Note: a step is a transaction]
-An exception leaves no state that affects the next step. A forward that raises passes through the
-unit that began it, which marks the runtime. For a backward that raises, autograd destroys its
-callback without calling it, which registers shards immediately; a dead reference to the callback,
-outside any backward, shows the failure. The next forward waits for work in flight, reshards, drops
-unreduced gradients and starts clean. If all ranks failed, as collectives require, all do this.
+An exception leaves no state that affects the next step. An exception in a forward passes through
+the unit that began the forward, which marks the runtime as failed. If a backward raises, autograd
+destroys the end-of-backward callback without calling it. Its ``__del__`` registers shards
+immediately, and later a dead reference to it shows the failure. The next forward waits for work in
+flight, reshards, and drops unreduced gradients. If all ranks failed, all of them recover.
 
 [Note: threads]
-One thread runs steps. Another may read the state between steps (``state_dict``): it holds the lock,
-for which a step that begins waits; during a step it gets an error. Collective operations have one
-order on all ranks, so only the stepping thread may begin them.
+One thread runs steps. Another thread may read the state between steps (``state_dict``). It holds
+the lock meanwhile, and a new step waits for the lock. During a step, reads raise an error. All
+ranks must issue collectives in the same order, so only the thread that runs steps may issue them.
 
 [Note: until the next step]
-After a backward without gradient sync, another one follows before the optimizer's step. Until then
-parameters may stay unsharded (``shard``), or sharded over a smaller mesh. The first forward after a
-step gathers the shards that the optimizer wrote.
+After a backward without gradient sync, another backward follows before the optimizer's step. Until
+then parameters may stay unsharded (``shard``), or sharded over a smaller mesh. The first forward
+after an optimizer step gathers the updated shards.
 
-Writes to ``.data``, a NumPy array or a local tensor do not increment a version, nor does a fused
-kernel on DTensors. A forward therefore uses kept parameters only if all of the following hold:
+Writes through ``.data``, a NumPy array or a local tensor do not increment a version, and neither do
+fused kernels on DTensors. A forward thus uses kept parameters only if all of these conditions hold:
 
-- a backward without gradient sync kept them, and this forward is recorded;
-- that backward left gradients, which are the same objects with the same versions. (One that
-  computed only gradients of inputs, as for forces, left none: it may have been an evaluation);
+- a backward without gradient sync kept them, and this forward is recorded by autograd;
+- that backward left gradients, and these are still the same objects with the same versions. (A
+  backward for gradients of inputs only, as for forces, leaves none: it may be an evaluation);
 - no optimizer has stepped, and no shard has another version.
 
 Otherwise the memory is freed when the forward begins, and gathered again unit by unit. Only a write
 that increments no version, in the middle of an accumulation that then continues, is not detected.
-All of these conditions are equal on ranks that run the same program.
+These conditions have the same value on all ranks that run the same program.
 """
 
 from __future__ import annotations
@@ -105,20 +105,20 @@ from fsdp2._core.params.registration import GATHERING, SHARDED, SMALLER, WHOLE, 
 
 
 class Staying:
-    """Groups of a tree that stay as they are from a backward to the following forwards."""
+    """Groups that stay unsharded, or on a smaller mesh, between the micro-batches of a step."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.groups = groups  # including frozen groups, which have no gradients
         self._may_keep = any(group.may_stay for group in groups)
         self._kept: dict[ParamGroup, None] = {}  # an ordered set
-        self._before: list[tuple[int, int]] = []  # gradients when the last backward began
-        self._gradients: list[tuple[int, int]] | None = None  # that it left; None: it left none
+        self._before: list[tuple[int, int]] = []  # gradients at the start of the last backward
+        self._gradients: list[tuple[int, int]] | None = None  # at its end; None: no new gradients
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def keep(self, groups: Iterable[ParamGroup]) -> None:
-        """Keep groups that serve the accumulation, after a backward."""
+        """Record the groups that were kept for accumulation, after a backward."""
         for group in groups:
             if group.registration.serves is Serves.ACCUMULATION:
                 self._kept[group] = None
@@ -129,7 +129,7 @@ class Staying:
 
     @staticmethod
     def reshard_after_backward(group: ParamGroup) -> None:
-        """Keep a group, unsharded or on a smaller mesh, if its settings specify so; or reshard."""
+        """Keep a group unsharded, or on a smaller mesh, if its settings allow it; else reshard."""
         if group.stays:
             if group.state is WHOLE and not group.settings.sharding.keeps_whole:
                 group.reshard_post_forward()
@@ -144,7 +144,7 @@ class Staying:
         self._gradients = None if found == self._before else found or None
 
     def begin_forward(self) -> None:
-        """Free what must no longer be used. See [Note: until the next step]."""
+        """Reshard groups that may be stale. See [Note: until the next step]."""
         is_evaluation = not torch.is_grad_enabled()
         is_over = is_evaluation or self._gradients is None or self._look() != self._gradients
         for group in list(self._kept):
@@ -157,10 +157,10 @@ class Staying:
             del self._kept[group]
 
     def _look(self) -> list[tuple[int, int]]:
-        """Identify the current gradients, including those that wait for a reduction. Whether this
-        changes is equal on ranks that run the same program."""
+        """Return ids and versions of all gradients, including unreduced ones. Changes at the same
+        points on all ranks that run the same program."""
         found: list[tuple[int, int]] = []
-        with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of reading a DTensor
+        with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of DTensor attributes
             for group in self.groups:
                 reducer, before = group.reducer, len(found)
                 if reducer.unreduced.own_sums:
@@ -168,7 +168,7 @@ class Staying:
                 for param in group.params:
                     for form in (param.sharded, param.unsharded):
                         grad = None if form is None else form.grad
-                        if grad is not None:  # by id: a reference would prevent buffer reuse
+                        if grad is not None:  # an id: a reference prevents buffer reuse
                             found.append((id(grad), version_of(grad)))
                 if len(found) > before:  # adding to a DTensor does not increment its version
                     found.append((0, reducer.deliveries))
@@ -176,11 +176,11 @@ class Staying:
 
 
 class Looks:
-    """Late checks of what the ranks of a tree sent; none on a CPU."""
+    """Late checks of the stamps that the ranks of a tree sent; none on a CPU."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
-        self._count = 0  # number of looks when these were collected
+        self._count = 0  # ``LateLook.count`` when these were collected
         self._found: tuple[LateLook, ...] = ()
 
     @property
@@ -195,15 +195,15 @@ class StepThread:
     """The thread that runs the steps of one tree. See [Note: threads]."""
 
     def __init__(self) -> None:
-        self.ident = 0  # ident of the thread that ran the last forward; 0: none
+        self.ident = 0  # of the thread that ran the last forward; 0: none
         self.lock = threading.RLock()  # protects reads of parameters between steps
 
     @property
     def is_another(self) -> bool:
-        """Return True if a different, living thread runs the steps."""
+        """Return True if another live thread runs the steps."""
         if self.ident in (0, threading.get_ident()):
             return False
-        if torch_autograd.graph_task_id() != -1:  # an autograd thread of that step
+        if torch_autograd.graph_task_id() != -1:  # an autograd thread of the step
             return False
         return any(one.ident == self.ident for one in threading.enumerate())
 
@@ -212,8 +212,8 @@ UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 
 class Runner(Protocol):
-    """Runs a unit's modules temporarily, in place of the engine's hooks. A compiler that traces the
-    module also traces ``call``, unless it is ``never_traced``."""
+    """Temporarily replaces the engine's hooks of a unit. A compiler that traces the module also
+    traces ``call``, unless that is ``never_traced``."""
 
     def call(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -222,19 +222,19 @@ class Runner(Protocol):
 
 @dataclass(eq=False)
 class Calls:
-    """The forwards of a unit, and the progress of backwards in them."""
+    """The forwards of a unit, and the progress of backwards through them."""
 
     running: list[Any] = field(default_factory=list)  # ``step.Call`` or None; innermost last
-    # tensors lent to a call, with the number of calls running at that time
+    # replaced tensors, with the number of calls that were running
     lent: list[tuple[int, Loan]] = field(default_factory=list)
-    ran: set[nn.Module] = field(default_factory=set)  # modules of the unit that ran in this forward
-    recorded: int = 0  # forwards whose graph lives: a backward may come
-    open: int = 0  # recorded forwards without a post-backward yet
-    active: int = 0  # forwards that the running backward has entered and not left
+    ran: set[nn.Module] = field(default_factory=set)  # modules that ran in this forward
+    recorded: int = 0  # number of forwards with a live graph
+    open: int = 0  # number of recorded forwards without a post-backward yet
+    active: int = 0  # number of forwards that the running backward is inside
     # attributes that hold outputs; None until the first forward has been inspected
     kept_on: list[tuple[nn.Module, str]] | None = None
-    hides: bool = False  # keep memory of parameters: a backward may begin at an unmarked tensor
-    saves_by_hooks: bool = False  # nodes save parameters by our hooks: each read is a mark
+    hides: bool = False  # keep parameter memory: a backward may start at an unmarked tensor
+    saves_by_hooks: bool = False  # our hooks save parameters: each unpack acts as a mark
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
         """Replace tensors in the caller's containers during the innermost call."""
@@ -243,7 +243,7 @@ class Calls:
         return loan
 
     def take_back(self) -> Loan | None:
-        """Restore the tensors lent to the finished call, if any."""
+        """Restore the tensors replaced for the finished call, if any."""
         if not self.lent or self.lent[-1][0] <= len(self.running):
             return None
         _, loan = self.lent.pop()
@@ -251,7 +251,7 @@ class Calls:
         return loan
 
     def give_up(self, depth: int) -> None:
-        """Drop the calls nested inside the first ``depth``."""
+        """Drop all running calls except the outermost ``depth``."""
         for marks in reversed(self.running[depth:]):
             if marks is not None:
                 marks.let_go()
@@ -282,17 +282,17 @@ class Unit:
         self.device = device  # compute device of the unit, if it has parameters
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
-        # groups that the unit's hooks move; ``attach`` adds those of conditional units
+        # groups that the unit's hooks manage; ``attach`` adds those of conditional units
         self.groups: list[ParamGroup] = self.own_groups
-        self.owner: Unit | None = None  # the owning unit of a conditional one
-        self.fqn = ""  # name in the tree, known after the first forward
-        self.runtime: Runtime | None = None  # made by the first forward
-        self.streams: Streams | None = None  # lanes for the runtime that the first forward makes
+        self.owner: Unit | None = None  # the owning unit, if this one is conditional
+        self.fqn = ""  # name in the tree, set by the first forward
+        self.runtime: Runtime | None = None  # set by the first forward
+        self.streams: Streams | None = None  # for the runtime, if chosen before the first forward
         self.post_optim_event: torch.Event | None = None  # the root's next forward waits for it
         self.calls = Calls()
         self.may_lose_gradients = False  # see ``note_unsynced_backward``
-        self.runner: Runner | None = None  # in place of the hooks
-        # ranks with unsharded parameters in summon_full_params: "all" or "first"; "" outside it
+        self.runner: Runner | None = None  # replaces the hooks
+        # in summon_full_params: which ranks have full parameters, "all" or "first"; "" outside it
         self.summoned_on = ""
 
     @property
@@ -321,23 +321,23 @@ class Unit:
             group.settings = self.settings
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
-        """Return True if parameters stay unsharded: by default a root's, for its backward."""
+        """Return True if parameters stay unsharded: by default only a root's, for backward."""
         settings, choice = self.settings, self.settings.reshard_after_forward
         if settings.sharding.keeps_whole and not with_grad:
             return settings.keeps_in_evaluation
         return choice is False or (choice is None and self.is_root and with_grad)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in the memory of the unit's unsharded parameters."""
+        """Return True if a tensor uses the memory of the unit's unsharded parameters."""
         plain = (torch.Tensor, nn.Parameter)
         local = tensor if type(tensor) in plain else torch_dtensor.local_part(tensor)
         if type(local) not in plain or torch_modes.transforms_are_active():
-            return False  # a wrapper of other tensors may have no memory
+            return False  # wrapper tensors may have no memory
         storage = local.untyped_storage()
         return any(group.buffers.lies_in(storage) for group in self.groups)
 
     def keep(self) -> None:
-        """Keep unsharded parameters after a forward; writes to the shards are detected."""
+        """Keep unsharded parameters after a forward. Later writes to shards are detected."""
         is_pipelined = self.runtime is not None and self.runtime.is_pipelined
         serves = Serves.BACKWARDS
         if is_pipelined and self.settings.reshard_after_forward is False:
@@ -349,7 +349,7 @@ class Unit:
                 group.keep(serves)
 
     def stop_hiding(self) -> None:
-        """Stop keeping memory for a backward from an unmarked tensor."""
+        """Stop keeping parameter memory for a backward from an unmarked tensor."""
         if self.calls.hides:
             self.calls.hides = False
             for group in self.groups:
@@ -360,17 +360,17 @@ class Unit:
             group.reshard()
 
     def show_shards(self) -> None:
-        """Register sharded parameters, and free nothing: [Note: between steps] in ``group``."""
+        """Register sharded parameters; free nothing. See [Note: between steps] in ``group``."""
         for group in self.groups:
             if group.state is not SHARDED:
                 group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
-        """Reshard after a failure, without waiting for gathers: ranks may differ."""
+        """Reshard after a failure. Do not wait for gathers: other ranks may not issue them."""
         for group in self.groups:
             group.registration.forget_placeholders()
             group.registration.forget_whole_writes()
-            # shards over a smaller mesh may be registered while they are gathered
+            # during a gather, shards on a smaller mesh may still be registered
             if group.state is GATHERING:
                 group.registration.show_shards()
             else:
@@ -383,7 +383,7 @@ class Unit:
     def note_unsynced_backward(self) -> None:
         """Check a backward without sync that found this unit's parameters sharded. If it computes
         gradients of inputs only, a pipeline stage later computes those of the parameters that were
-        registered in between, the shards: gradients may be lost."""
+        registered in between: if these were the shards, gradients are lost."""
         trainable = [p.unsharded for g in self.groups for p in g.params if p.trainable]
         if trainable and not any(
             p is not None and torch_autograd.computes_gradient(p) for p in trainable
@@ -391,7 +391,7 @@ class Unit:
             self.may_lose_gradients = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies contain the configuration only; their first forward initialises them again."""
+        """Copy only the configuration: the copy's first forward initialises it again."""
         kept = ["modules", "precision", "settings", "device", "conditional", "own_groups", "fqn"]
         return {name: getattr(self, name) for name in kept}
 
@@ -409,8 +409,8 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 class Schedule:
-    """Predicts the order of units from the last forward that began at the same unit. Prediction
-    stops where a forward deviates, and its own order is recorded for the next time."""
+    """Predicts the order of units from the last forward that began at the same unit. If a forward
+    deviates, prediction stops, and the new order replaces the recorded one."""
 
     def __init__(self) -> None:
         self._recorded: dict[int, list[Unit]] = {}
@@ -426,7 +426,7 @@ class Schedule:
         self._on_track = bool(self._expected)
 
     def visit(self, unit: Unit) -> Unit | None:
-        """Record a unit's forward; return the unit that is expected next."""
+        """Record a unit's forward; return the predicted next unit."""
         position = len(self._running)
         self._running.append(unit)
         expected = self._expected
@@ -438,7 +438,7 @@ class Schedule:
         return expected[position + 1] if position + 1 < len(expected) else None
 
     def upcoming(self, count: int) -> list[Unit]:
-        """Return up to ``count`` units expected after the last visited one."""
+        """Return up to ``count`` units that are predicted after the last visited one."""
         if not self._on_track:
             return []
         position = len(self._running)
@@ -454,7 +454,7 @@ class Schedule:
 
 
 class Visit:
-    """One forward of a unit, and the state of backwards through it."""
+    """One forward of a unit, and the state of backward through it."""
 
     __slots__ = (
         "closed_by",
@@ -478,28 +478,28 @@ class Visit:
     ) -> None:
         self.unit = unit
         self.policy: MixedPrecisionPolicy = unit.precision.policy
-        # units whose forwards ended before this one, the last one first
+        # units whose forwards ended before this one, latest first
         self.previous: tuple[Unit, ...] = ()
-        self.marks_input = False  # an input has a mark: where backward leaves the visit
-        self.opened_in = 0  # number of the backward inside the visit; 0: none
-        self.closed_in = 0  # number of the last backward that left the visit
-        self.closed_by = -1  # autograd's number of the run that closed it; runs may be nested
-        self.stream = stream  # stream of the forward, which autograd's backward uses too
-        self.order = order  # None for a recomputation, which has no position in one
-        self.entered = self.left = -1  # positions in the order; left: -1 if no backward can come
+        self.marks_input = False  # an input has a mark, which shows where backward leaves
+        self.opened_in = 0  # number of the backward that is inside this visit; 0: none
+        self.closed_in = 0  # number of the last backward that left this visit
+        self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
+        self.stream = stream  # stream of the forward, and so of its backward
+        self.order = order  # None for a recomputation
+        self.entered = self.left = -1  # positions in the order; left: -1 if no backward comes
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
 
     def was_passed(self) -> bool:
-        """Return True if the current autograd run has closed this visit. A further gradient in that
-        run belongs to a node with two marks, and needs no parameters. In another run, inside or
-        around the one that closed the visit, it differentiates the forward again."""
+        """Return True if the current autograd run has closed this visit. Another gradient in this
+        run comes from a node with two marks, and needs no parameters. In another run, nested in
+        the closing run or enclosing it, a gradient means a new backward through the forward."""
         return self.closed_by == torch_autograd.graph_task_id()
 
 
 class Order:
-    """Sequence of visits entered and left by one outermost forward."""
+    """The order in which one outermost forward entered and left visits."""
 
     __slots__ = ("_made_up", "backward", "events", "is_first", "place")
 
@@ -507,7 +507,7 @@ class Order:
         self.events: list[Visit] = []
         self.backward = 0  # number of the last backward that reached this forward
         self.is_first = True
-        self.place = 0  # position of the running backward: this event and later ones are done
+        self.place = 0  # the running backward has processed this event and later ones
         self._made_up: set[int] = set()
 
     def begin(self, number: int) -> None:
@@ -518,11 +518,11 @@ class Order:
             self.place = len(self.events)
 
     def missed(self, place: int) -> Iterator[tuple[Visit, bool]]:
-        """Advance to just after ``place``; yield visits, and True to arrive or False to leave."""
+        """Advance to just after ``place``; yield visits, with True to arrive, False to depart."""
         while self.place > place + 1:
             self.place -= 1
             at, visit = self.place, self.events[self.place]
-            if visit.left < 0:  # no backward can come
+            if visit.left < 0:  # no backward can reach it
                 continue
             if self.is_first:
                 self._made_up.add(at)
@@ -531,9 +531,9 @@ class Order:
             yield visit, at == visit.left
 
     def rest(self) -> Iterator[tuple[Visit, bool]]:
-        """Advance to the end of a backward. See *Entered first* in the note above."""
+        """Advance to the end of a backward. See *Entered first* in the module docstring."""
         first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
-        left = self.events[: self.place]  # events that backward has yet to leave
+        left = self.events[: self.place]  # events that backward has not processed
         lowest = self.place
         for at, visit in enumerate(left):
             if at == visit.entered and visit.left >= 0 and (at > first or visit.marks_input):
@@ -545,8 +545,8 @@ class Order:
 
 
 class EndOfBackward:
-    """Callback that autograd's engine runs after the running backward, and destroys with it. If it
-    was not called until then, the backward failed."""
+    """Callback that autograd runs at the end of the running backward, and then destroys. If it is
+    destroyed without a call, the backward failed."""
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
         self._ended, self._failed = ended, failed
@@ -566,15 +566,15 @@ class EndOfBackward:
 
 class Backward:
     def __init__(self) -> None:
-        self.number = 1  # stored in its visits; never 0
-        self.order: Order | None = None  # order of the forward that this backward is in
-        self.open: list[Visit] = []  # visits that this backward has reached
+        self.number = 1  # of the running or last backward; 0 in a visit means none
+        self.order: Order | None = None  # order of the forward that backward is in
+        self.open: list[Visit] = []  # visits that backward has reached
         self.with_graph = False  # the backward creates a graph (create_graph=True)
-        # mode in which backwards began since the last end; None: there was none
+        # whether backwards since the last finalization began in manual mode; None: no backward
         self.began_manual: bool | None = None
-        # None or dead while no backward runs
+        # None or dead if no backward is running
         self.callback: weakref.ref[EndOfBackward] | None = None
-        self.dropping = threading.RLock()  # an autograd thread may drop a failed backward
+        self.dropping = threading.RLock()  # an autograd thread may destroy a failed backward
 
     def forget_places(self) -> None:
         self.open.clear()
@@ -582,20 +582,20 @@ class Backward:
 
 
 class Prefetches(Observable):
-    """Early gathers, and the orders of units that predict them."""
+    """Prefetches of units, predicted from the order of earlier forwards."""
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._schedule = Schedule()
-        self._last: tuple[Unit, ...] = ()  # units that ran before this point, the last one first
-        self._gathered: list[Unit] = []  # gathered early, and maybe unused
+        self._last: tuple[Unit, ...] = ()  # units that ran before this point, latest first
+        self._gathered: list[Unit] = []  # prefetched, and maybe not used
 
     def begin(self, entry: Unit) -> None:
         self._last = ()
         self._schedule.begin(entry)
 
     def forward(self, unit: Unit) -> None:
-        """Issue the unshard of the units after ``unit``, which overlaps with its compute."""
+        """Unshard the units after ``unit``, overlapped with its compute."""
         expected = self._schedule.visit(unit)
         settings = unit.settings
         depth = settings.overlap.prefetch
@@ -610,7 +610,7 @@ class Prefetches(Observable):
             self.gather(other)
 
     def backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
-        """Issue the unshard of the units that backward needs after ``unit``."""
+        """Unshard the units that backward needs after ``unit``."""
         following = unit.settings.backward_prefetch
         if following is None:
             following = previous[: unit.settings.overlap.prefetch]
@@ -619,7 +619,7 @@ class Prefetches(Observable):
                 self.gather(other)
 
     def gather(self, unit: Unit) -> None:
-        if unit.calls.active:  # it has its parameters, even those that were released early
+        if unit.calls.active:  # in use: do not gather again parts that were released early
             return
         is_backward = self._context.phase is BACKWARD
         for group in unit.groups:
@@ -633,13 +633,13 @@ class Prefetches(Observable):
         self._gathered.append(unit)
 
     def follow(self, unit: Unit) -> tuple[Unit, ...]:
-        """End a recorded forward of a unit; return the units before it, the last one first."""
+        """End a recorded forward of a unit; return the units before it, latest first."""
         before, depth = self._last, unit.settings.overlap.prefetch
         self._last = (unit,) if depth < 2 else (unit, *before[: depth - 1])
         return before
 
     def end(self) -> None:
-        """End a forward: keep its order, and reshard unused early gathers."""
+        """End a forward: record its order, and reshard units whose prefetch was not used."""
         self._schedule.end()
         for unit in self._gathered:
             for group in unit.groups:
@@ -659,20 +659,20 @@ class Prefetches(Observable):
 
 
 class HiddenOutputs:
-    """Forwards with outputs outside their return value: [Note: hidden outputs] in ``step``."""
+    """Units with hidden outputs. See [Note: hidden outputs] in ``step``."""
 
     def __init__(self) -> None:
-        self.unmarked: set[Unit] = set()  # units that ran without a marked output
-        self.saving: Any = None  # innermost forward's saved-tensor hooks, a ``SavedByHooks``
+        self.unmarked: set[Unit] = set()  # units that ran without marked outputs
+        self.saving: Any = None  # the active ``SavedByHooks``, innermost
 
     def note_unmarked(self, unit: Unit) -> None:
-        """Record a forward that trains and has no marked output."""
+        """Record a forward of a trainable unit that has no marked output."""
         self.unmarked.add(unit)
         for group in unit.groups:
             may_hold[id(group.reducer)] = group.reducer
 
     def note_hidden(self, unit: Unit, units: list[Unit], keeps_memory: bool) -> None:
-        """Record that a backward may read parameters before a mark. ``units``: the whole tree."""
+        """Record that backward may read parameters before a mark. ``units``: the whole tree."""
         if keeps_memory:
             unit.calls.hides = True
             for group in unit.groups:
@@ -684,7 +684,7 @@ class HiddenOutputs:
                     other.calls.saves_by_hooks = True
 
     def refuse(self) -> None:
-        """Raise StateError if a backward reached an unmarked forward; else drop the records."""
+        """Raise StateError if backward ran through an unmarked forward; else clear the records."""
         for unit in self.unmarked:
             for group in unit.groups:
                 group.reducer.refuse_hidden()
@@ -698,7 +698,7 @@ class HiddenOutputs:
 
 
 class Runtime(Observable):
-    """State of a tree of units. The first unit that runs a forward becomes its root."""
+    """State of a tree of units. The first unit to run a forward becomes the root."""
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
@@ -715,7 +715,7 @@ class Runtime(Observable):
         self.hidden = HiddenOutputs()
         self.staying = Staying(groups)
         self.looks = Looks(groups)
-        self.parts: Parts | None = None  # None: no root in the tree has a large part
+        self.parts: Parts | None = None  # None: the tree has no large parts
         sizes = [sum(param.nbytes for param in group.params) for group in groups]
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
 
@@ -729,7 +729,7 @@ class Runtime(Observable):
             self.hidden.refuse()
         if not self.is_pipelined:
             for unit in self.units:
-                # its backward may come without another forward that checks requires_grad
+                # its backward may run before another forward checks requires_grad
                 if unit.calls.open:
                     for group in unit.groups:
                         toggled = [param for param in group.params if param.is_toggled]
@@ -748,7 +748,7 @@ class Runtime(Observable):
             if not self.context.streams.async_op:
                 for group in self.staying.groups:
                     group.reducer.release_gradients()
-        else:  # an optimizer that overlaps may still read unreferenced gradients
+        else:  # an overlapping optimizer may still read unreferenced gradients
             self.context.streams.order_after_event("gather", event)
         self.thread.ident = threading.get_ident()
         with self.thread.lock:
@@ -763,7 +763,7 @@ class Runtime(Observable):
         self.prefetches.end()
         self.context.streams.drain("gather")
         for unit in self.units:
-            if unit.calls.ran:  # not all of its modules ran in this forward
+            if unit.calls.ran:  # only some of its modules ran in this forward
                 unit.calls.ran.clear()
                 if unit.keeps_after_forward(torch.is_grad_enabled()):
                     unit.keep()
@@ -773,14 +773,14 @@ class Runtime(Observable):
         for unit in self.units:
             if unit.calls.recorded:
                 is_recorded = True
-            else:  # no backward of this forward can come
+            else:  # no backward can reach it
                 unit.show_shards()
         if not is_recorded:
             self.context.streams.finish_host_reads()
             self.context.streams.note_late(self.looks.all)
 
     def lose_graph(self, unit: Unit) -> None:
-        """Handle the end of a recorded forward's graph: no backward can come any more."""
+        """Handle the destruction of a recorded forward's graph: no backward can reach it now."""
         unit.calls.recorded -= 1
         if not unit.calls.recorded:
             unit.stop_hiding()
@@ -816,8 +816,8 @@ class Runtime(Observable):
             self.parts.begin()
 
     def arrive(self, visit: Visit, is_in_order: bool = True) -> None:
-        """Make a unit's parameters available when backward reaches one of its forwards. It is not
-        ``is_in_order`` through gradients that another backward made."""
+        """Make a unit's parameters available when backward reaches one of its forwards. A backward
+        through gradients that another backward computed is not ``is_in_order``."""
         number = self.backward.number
         if visit.opened_in == number:
             return
@@ -832,7 +832,7 @@ class Runtime(Observable):
         unit.calls.active += 1
         self.backward.open.append(visit)
         if is_again:
-            # a unit that is differentiated again is reduced at the end
+            # reached again in one backward: reduce at its end
             unit.calls.open = unit.calls.open or 1
         loses = not unit.settings.reduce_grads and not unit.is_unsharded
         wanted = [
@@ -848,13 +848,13 @@ class Runtime(Observable):
             group.unshard()
         for group in wanted:
             group.wait_for_unshard()
-        if not is_again:  # a solver reaches one unit many times
+        if not is_again:  # an implicit layer may reach one unit many times
             self.prefetches.backward(unit, visit.previous)
         if loses:
             unit.note_unsynced_backward()
 
     def depart(self, visit: Visit) -> None:
-        """Leave a unit's forward in backward: reshard, and reduce if it was the last one."""
+        """Leave a unit's forward in backward: reshard, and reduce if no other call is open."""
         number = self.backward.number
         if visit.opened_in != number:
             return
@@ -867,7 +867,7 @@ class Runtime(Observable):
         self._count_closed(visit)
         if unit.calls.active:
             return
-        # by another forward (see *Entered first*), or by another module of the unit
+        # by another forward (see *Entered first*) or another module of the unit
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
@@ -888,7 +888,7 @@ class Runtime(Observable):
                 calls.open -= 1
 
     def _catch_up(self, order: Order, place: int) -> None:
-        """Process the events that backward missed before a position of a forward's order."""
+        """Process the events that backward missed before a position in a forward's order."""
         if order is not self.backward.order:
             if self.backward.order is not None:
                 self._go_through(self.backward.order.missed(-1))
@@ -906,7 +906,7 @@ class Runtime(Observable):
                     self.arrive(visit)
 
     def end_call(self, visit: Visit) -> None:
-        """End a unit's forward that a backward may reach, here or on another rank."""
+        """End a unit's forward that a backward may reach, on this rank or another."""
         unit = visit.unit
         unit.calls.open += 1
         visit.previous = self.prefetches.follow(unit)
@@ -914,7 +914,7 @@ class Runtime(Observable):
         self.order.events.append(visit)
 
     def reduce(self, unit: Unit) -> None:
-        """Reduce a unit's gradients, or accumulate them while its sync is off."""
+        """Reduce a unit's gradients, or accumulate them if its sync is off."""
         parts = self.parts
         if parts is not None and any(
             group.settings.reduce_grads and group.reducer.plan().members for group in unit.groups
@@ -961,8 +961,8 @@ class Runtime(Observable):
         is_last: bool,
         is_manual: bool,
     ) -> None:
-        """Reduce what no post-backward reduced, and reshard, unless manual mode does that later.
-        ``ran``: units of this backward, which are reduced with or without gradients."""
+        """Reduce the remaining gradients, and reshard, unless manual mode does this later. ``ran``:
+        units of this backward, to be reduced with or without gradients."""
         for unit in reversed(self.units):
             has_to = bool(unit.groups) and self._has_to_reduce(unit, unit in ran)
             is_late = has_to and is_manual and unit.settings.reduce_grads
@@ -979,7 +979,7 @@ class Runtime(Observable):
             self.parts.end()
 
     def end_reductions(self) -> None:
-        """Make every gradient safe to use, after complete backwards."""
+        """Finish all reductions, so that gradients are safe to use."""
         self.wait_for_reductions()
         self._flush_partial()
         if self.staying:
@@ -989,14 +989,14 @@ class Runtime(Observable):
         self.backward.began_manual = None
 
     def refuse_pending(self, who: str) -> None:
-        """Raise StateError while a reduction is in flight that has yet to be waited for."""
+        """Raise StateError if a reduction in flight has not been waited for."""
         pending = self.context.streams.pending
         if pending is not None:
             pending.refuse(who, self)
 
     def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
-        """Return True if a unit ran, which is equal on all ranks, and no post-backward reduced it.
-        A rank that used none of its parameters reduces zeros."""
+        """Return True if a unit ran, which is equal on all ranks, but no post-backward reduced it.
+        A rank that used none of the unit's parameters reduces zeros."""
         for group in unit.groups:
             if self.parts is None or not self.parts.tells_of_more(group):
                 owes = has_run or group.reducer.unreduced.is_owed
@@ -1005,7 +1005,7 @@ class Runtime(Observable):
         return False
 
     def _reshard_after_backward(self, unit: Unit, is_last: bool) -> None:
-        """Reshard, unless an enclosing forward, or a backward through this one, needs more."""
+        """Reshard, unless a running forward or a later backward needs the parameters."""
         if unit.calls.running:
             return
         keeps = not unit.settings.reshard_after_backward
@@ -1027,7 +1027,7 @@ class Runtime(Observable):
             unit.show_shards()
 
     def _flush_partial(self) -> None:
-        """Reduce over replicas the gradients that earlier backwards reduced over shards only."""
+        """All-reduce gradients that earlier backwards reduced only over the shard axis."""
         for unit in reversed(self.units):
             for group in unit.groups:
                 if group.reducer.unreduced.partial is not None and group.settings.all_reduce_grads:
@@ -1044,7 +1044,7 @@ class Runtime(Observable):
     # Recovery.
 
     def fail(self) -> None:
-        """Handle an exception in forward: shard parameters now; the next forward recovers."""
+        """Handle an exception in forward: reshard now; the next forward recovers."""
         self.failed = True
         self.forward_root = None
         self.context.phase = IDLE
@@ -1067,14 +1067,14 @@ class Runtime(Observable):
                 self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """Handle an exception in backward: shard parameters now; the next forward recovers. Does
-        not wait: a gather in flight has registered nothing."""
+        """Handle an exception in backward: reshard now; the next forward recovers. Does not wait: a
+        gather in flight has not registered its parameters."""
         for unit in self.units:
             unit.reshard_unless_gathering()
 
     @property
     def is_in_other_thread(self) -> bool:
-        """Return True if another thread is inside a forward or a backward. See [Note: threads]."""
+        """Return True if another thread is inside a forward or backward. See [Note: threads]."""
         phase = self.context.phase
         if phase is IDLE or self.failed or not self.thread.is_another:
             return False
@@ -1082,7 +1082,7 @@ class Runtime(Observable):
         return phase is FORWARD or (callback is not None and callback() is not None)
 
     def forget_flights(self) -> None:
-        """Drop what is in flight without a wait: it was captured, and never ran."""
+        """Drop all work in flight without a wait: it was captured, but never ran."""
         self.reductions.forget()
         self.context.streams.forget()
         for group in self.staying.groups:
@@ -1108,7 +1108,7 @@ class Runtime(Observable):
                 group.reducer.discard()
                 group.registration.forget_placeholders()
             raise StateError("FS401", broken)
-        with self.backward.dropping:  # a late thread then drops nothing
+        with self.backward.dropping:  # then a late autograd thread drops nothing
             self.backward.number += 1
         self.reductions.drop()
         self.backward.forget_places()
@@ -1147,7 +1147,7 @@ class Runtime(Observable):
 
 
 def enter(unit: Unit) -> None:
-    """Begin a unit's forward: make its parameters available."""
+    """Begin a unit's forward: unshard its parameters."""
     runtime, owner = unit.runtime, unit.owner
     assert runtime is not None
     if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
@@ -1176,7 +1176,7 @@ def leave(
     module: nn.Module,
     recomputing: bool,
 ) -> None:
-    """End a unit's forward: reshard if its settings specify it."""
+    """End a unit's forward: reshard, depending on its settings."""
     with_grad = torch.is_grad_enabled()
     if not (unit.calls.active or (recomputing and with_grad)):
         _reshard_after(unit, runtime, module, with_grad)
