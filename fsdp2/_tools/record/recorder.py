@@ -2,8 +2,8 @@
 backwards of units, passes of roots, steps, and events of the engine.
 
 [Note: whose event]
-``events`` names units, and every model has a ``<root>``. So an event is recorded only while this
-model is active, under the name that the unit has in the model passed to ``record``.
+Events contain names of units, and every model has a ``<root>``. So an event is recorded only while
+this model is active, under the unit's name in the model passed to ``record``.
 
 [Note: what a step is]
 A step begins with a root's forward that records a graph, and ends when the reductions of a backward
@@ -82,7 +82,7 @@ class Passes:
 
     def begin_outer(self, tree: Tree) -> None:
         """Begin a backward that recomputes a unit without a recorded forward, as reentrant
-        checkpointing does. Each unit inside has a separate backward, at whose end it is reduced.
+        checkpointing does. Each unit inside has a separate backward, which ends with its reduction.
         All of them are one pass, which ends with the outer backward."""
         tree.is_inside = True
         self.begin(tree, "backward")
@@ -336,7 +336,7 @@ class Recorder:
     _around_abandon_backward = _around_fail
 
     def _around_prefetch(self, prefetch: Do, unit: Unit) -> None:
-        if unit not in self._names:  # the unit is above the recorded model
+        if unit not in self._names:  # the unit contains the recorded model
             prefetch(unit)
             return
         with _during(self._flights, is_prefetching=True):
