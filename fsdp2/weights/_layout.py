@@ -148,8 +148,8 @@ class Cut:
     Args:
         name: name of the trainer's parameter; ``*`` matches any text without a dot, ``#`` the
             number of an expert: all experts are stacked.
-        dim: the dim to divide, in the chunks of ``torch.chunk``: 0 for column-parallel matrices, 1
-            for row-parallel ones. None: every rank has the full parameter.
+        dim: the dim to split, as ``torch.chunk`` does: 0 for column-parallel matrices, 1 for
+            row-parallel ones. None: every rank has the full parameter.
         heads: the number of heads in the dim, or the name of the config's attribute for it. Heads
             are not split; if there are fewer heads than ranks, neighbours share one.
         pad: rows are padded with zeros to a multiple of this (vocabularies).
@@ -165,7 +165,7 @@ class Cut:
 
 
 Rules = Mapping[str, "Cut | Sequence[Cut]"]
-"""Rules by the engine's tensor name, which has the ``*`` of the Cuts; several Cuts are fused."""
+"""Rules by the engine's tensor name, with as many ``*`` as its Cut; several Cuts are fused."""
 
 
 def tensor_parallel(

@@ -157,7 +157,7 @@ def _wire_dtype(what: str, box: Box, dtype: torch.dtype, source: Source | None) 
         raise ConfigError(
             "FS631",
             f"{what}: refers to {box.name}, which the model does not have. Use the names of "
-            "model.named_parameters(), without wrappers.",
+            "model.named_parameters(), without prefixes of wrappers.",
         )
     ends = tuple(map(operator.add, box.start, box.shape))
     is_inside = len(ends) == len(source.shape) and all(map(operator.le, ends, source.shape))
@@ -415,10 +415,10 @@ class Figures:
         return max(busy.values(), default=0.0) + self.rounds * hardware.latency
 
     def gathered_seconds(self, hardware: Hardware) -> float:
-        """Return the planned seconds of the alternative without a plan.
+        """Return the planned seconds of a transfer without a plan.
 
-        In it, every trainer gathers all parameters (``full_params``), and one broadcasts them to
-        the engine ranks.
+        Every trainer then gathers all parameters (``full_params``), and one broadcasts them to the
+        engine ranks.
         """
         hardware = _links_of(hardware)
         sources = self._route.sources

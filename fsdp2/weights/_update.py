@@ -3,7 +3,7 @@
 Owns the plan of a model, both sides of an update, the checksums of the values that engine ranks
 have, and the vote of engine ranks.
 
-[Note: one update]
+[Note: protocol of an update]
 First comes a handshake, in which each rank reports its number, plan and version. Then the rounds
 follow; a header of a few ints describes each buffer. At the end engine ranks vote on whether all of
 them have received everything, and report the result to the trainers. A trainer that fails reports
@@ -99,7 +99,7 @@ def plan(
             cannot be cast; ``max_bytes`` is too small for the number of ranks; ranks pass different
             destinations.
         StateError: the call is inside a forward or a backward; a parameter is on the meta device.
-        UnsupportedError: a parameter is a partial sum, or a tensor subclass without its own bytes.
+        UnsupportedError: a parameter is a partial sum, or a subclass that wraps other tensors.
     """
     with operation(PLAN):
         with checked_together(PLAN, model) as same:
@@ -117,7 +117,7 @@ def plan(
 
 
 def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, LocalShard]]:
-    """Return the local shards of named parameters and buffers; tied ones have their first name."""
+    """Return the local shards of named parameters and buffers; tied ones use their first name."""
     params = cleaned(dict(model.named_parameters(remove_duplicate=False)))
     found: dict[str, Tensor] = cleaned(dict(model.named_buffers())) | params
     first = {id(tensor): name for name, tensor in reversed(found.items())}
@@ -303,7 +303,7 @@ class Plan:
 
 @dataclass(eq=False)
 class _Sending:
-    """One update on one trainer. See [Note: one update].
+    """One update on one trainer. See [Note: protocol of an update].
 
     ``copied`` is recorded after the device-to-host copies of shards. ``has`` are the current
     versions of engine ranks, and ``new`` the checksums of the values sent to each, by round.
@@ -395,7 +395,7 @@ class _Sending:
         raise StateError(
             "FS635",
             f"weights.send: version {self.version} arrived incomplete: engine ranks now have "
-            f"versions {has}. Fix the first error of any rank, and send again.",
+            f"versions {has}. Fix the first error among all ranks, and send again.",
         )
 
 
@@ -475,7 +475,7 @@ class Receiver:
             own = values["of"][str(index)]
             assert values["format"] == FORMAT
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            expected = f"what to_json() of a plan with engine rank {index} returned"
+            expected = f"the result of Plan.to_json() with engine rank {index}"
             raise wrong_value("Receiver", "text", expected, text) from error
         self.version = 0
         self.tensors: dict[str, Tensor] = {}
@@ -609,7 +609,7 @@ class _Update:
         error = StateError(
             "FS635",
             f"{RECEIVE}: the new version is incomplete: {text}. Version {self._owner.version} is "
-            "unchanged. Fix the first error of any rank, and send again.",
+            "unchanged. Fix the first error among all ranks, and send again.",
         )
         self._problem = self._problem or next(iter(self._link.lost.values()), error)
         return self._problem

@@ -1,4 +1,4 @@
-"""Settings, recommended only from measurements, and the accuracy of the plan."""
+"""Recommended settings, based only on measurements, and the accuracy of the plan."""
 
 from __future__ import annotations
 

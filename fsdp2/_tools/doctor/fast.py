@@ -335,7 +335,7 @@ def _counts(looks: dict[str, Values]) -> Iterator[Verdict]:
 def measure_plan(ranks: Ranks) -> Values:
     """Measure the machine, and plan the step that ``measure_steps`` timed."""
     size = LARGE if ranks.is_large else SMALL
-    machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # a function of a function
+    machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # set on a function
     hosts = ranks.hosts_alike
     if 1 < hosts < ranks.size:
         each = ranks.size // hosts

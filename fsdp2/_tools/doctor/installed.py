@@ -1,4 +1,4 @@
-"""Checks of limits, and of packages, precision and environment, which ranks must share."""
+"""Checks of limits, and of packages, precision and environment, which must match on all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 OPEN_FILES, SHM_NBYTES, DISK_NBYTES = 1024, 1 << 28, 1 << 30
-"""Minimum of open files, of free /dev/shm for NCCL, and of free disk space for checkpoints."""
+"""Minimum open files, free bytes in /dev/shm for NCCL, and free disk bytes for checkpoints."""
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_",
             "CUBLAS_", "NVIDIA_", "ATEN_", "DNNL_", "ONEDNN_")  # fmt: skip
 OF_A_RANK = ("RANK", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL")

@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--html", metavar="FILE", type=Path, help="write a page with all findings")
+    add("--html", metavar="FILE", type=Path, help="write an HTML page with all findings")
     add(
         "--json",
         metavar="FILE",

@@ -3,7 +3,7 @@
 Text is escaped HTML, so that it can be read, searched and printed even without scripts. Pictures
 are drawn by ``js/``, with the library in ``echarts/``, from the values in one block of JSON.
 
-[Note: names are not to be trusted]
+[Note: untrusted names]
 A module, and therefore a unit, may have any name, and users share pages. Text is escaped with
 ``escape``, JSON contains no ``<``, scripts set only ``textContent``, and the content security
 policy loads nothing and runs only the scripts whose hashes it lists.

@@ -1,13 +1,13 @@
 """Comparison of ranks: the offsets of their clocks, and which rank joins collectives last.
 
 [Note: aligning clocks]
-Clocks are compared without communication, by the recorded collectives. A collective ends on no rank
-before all ranks of its axis have begun it. So for ranks ``r`` and ``q``, each collective that both
-recorded bounds how far the clock of ``q`` is ahead::
+Clock offsets are estimated from the recorded collectives, without communication. A collective ends
+on no rank before all ranks of its axis have begun it. So for ranks ``r`` and ``q``, each collective
+that both recorded bounds how far the clock of ``q`` is ahead::
 
   begin of q - end of r  <=  ahead  <=  end of q - begin of r
 
-All collectives together leave a narrow range. Each also ends at about the same time on all ranks,
+Together, all collectives leave a narrow range. Each also ends at about the same time on all ranks,
 so the estimate is the median difference of exact ends (waited for, or reported by a device),
 clamped to the range. Its distance to the bounds is the accuracy: typically the time of a fast
 collective, 0.1 to 1 ms. Clocks drift, so each minute has a separate estimate, linearly

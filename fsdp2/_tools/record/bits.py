@@ -2,7 +2,7 @@
 
 Owns the digest of a tensor, and the file of a rank. Comparison is in ``bits_compared``.
 
-[Note: digests that ranks add up]
+[Note: additive digests]
 A digest is the sum, modulo 2^64, of a hash of each element and its position in the full tensor.
 Digests of shards therefore add up to that of the full tensor for any number of ranks, and recording
 needs no communication. Each replica of a parameter has a separate digest; these must be equal.

@@ -19,9 +19,9 @@ LATE = "late"
 MOST = 0.5
 """Minimum fraction of a wait that a delay must cover to be its cause."""
 WORTH = 0.01
-"""Minimum fraction of the time for advice."""
+"""Minimum fraction of the time of steps for which advice is given."""
 BOUND = 0.25
-"""Minimum fraction of the time of steps for a bound."""
+"""Minimum fraction of the time of steps for a bottleneck of all units."""
 SIGMAS = 2
 """Standard deviations from the expected number that count as significant."""
 LATER = 2

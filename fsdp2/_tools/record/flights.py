@@ -1,6 +1,6 @@
 """Collectives in flight: when each was issued and completed, and which unit waited for it.
 
-[Note: when a collective is over]
+[Note: completion of collectives]
 On a device, an event in the lane records the completion. On a CPU, a rank observes the completion
 in a wait, or earlier in a poll (some gloo works report it only in a wait). So the recorded end of a
 collective without a wait may be late by up to this rank's compute time in between.

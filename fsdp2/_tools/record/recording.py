@@ -71,7 +71,7 @@ def record(
     Raises:
         ConfigError: nothing in ``model`` is sharded; an argument is invalid; (when entered) the
             folder contains this rank's file from an earlier recording.
-        StateError: (when entered) during a step, or a second time.
+        StateError: (when entered) a step is running, or this is the second time.
         UnsupportedError: ``model`` is the result of ``fsdp2.compile``: compiled steps run no hooks.
     """
     check_path("record", "path", path)

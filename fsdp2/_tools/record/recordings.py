@@ -21,8 +21,8 @@ from fsdp2._tools.record.rows import RankFile, files_in, read_file, write_beside
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
     """Read recordings of ``fsdp2.record``: folders, or single files, of any number of ranks.
 
-    Recordings of a run that is still running, or that died, can be read too. All files must be from
-    one run.
+    Recordings of a run that is still running, or has crashed, can be read too. All files must be
+    from one run.
 
     Raises:
         ConfigError: there is nothing to read, a file is not a recording, or a rank appears twice.
@@ -214,7 +214,7 @@ class Recordings:
             planned: as for ``page``.
 
         Raises:
-            ConfigError: as ``page``; the path cannot be written, or is one of the recordings.
+            ConfigError: as for ``page``; the path cannot be written, or is one of the recordings.
         """
         target = Path(check_path("html", "path", path))
         text = render(self.page(step=step, planned=planned))

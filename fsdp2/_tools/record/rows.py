@@ -1,6 +1,6 @@
 """The file of one rank, in JSON lines: a header, then rows; its format, reading and writing.
 
-[Note: what is on disk when a rank dies]
+[Note: file contents after a crash]
 Lines are buffered, and written when a step ends, when the buffer is full, and before the host
 blocks in a wait, where writing costs no time. The last line before a wait is of kind ``waiting``,
 so the file of a hanging rank ends with the collective that it waits for. A crash truncates only the
