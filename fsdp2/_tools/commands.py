@@ -1,6 +1,6 @@
 """The command lines ``python -m fsdp2 plan``, ``report``, ``compare`` and ``doctor``.
 
-Parses arguments, and reports wrong ones before any expensive work.
+Parses arguments, and rejects invalid ones before any expensive work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(command: str, arguments: Sequence[str]) -> None:
     try:
         act(parser, given)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, closed the pipe; Python flushes once more
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe; Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (fsdp2.FSDPError, OSError) as error:
@@ -48,8 +48,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
 def _compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 compare",
-        description="Report where two recordings of fsdp2.debug.record_bits first differ. Exits "
-        "with status 1 if they do.",
+        description="Report where two recordings of fsdp2.debug.record_bits first differ. Exit "
+        "with status 1 if they differ.",
         allow_abbrev=False,
     )
     for name in ("run1", "run2"):
@@ -73,7 +73,7 @@ def _report_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folders", nargs="+", help="folders, or files of single ranks, from one run")
-    add("--html", metavar="FILE", help="write a page with pictures")
+    add("--html", metavar="FILE", help="write an HTML page with pictures")
     add("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     add("--rows", metavar="FILE", help="write one JSON line per recorded row")
     return parser

@@ -1,6 +1,6 @@
 """The layout of an engine's tensors, as the caller describes it: in boxes, or by rules.
 
-Uses integers and names only. Independent of ranks' loads and communication.
+Uses integers and names only. Independent of communication and of the load of ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Box:
     """A part of a trainer's global parameter.
 
     Args:
-        name: the parameter's name, without wrappers; None stands for zeros (for example, the
+        name: the parameter's name, without prefixes of wrappers; None means zeros (for example, the
             padding of a vocabulary).
         start: the first index in each dim of the parameter.
         shape: the number of elements in each dim of the parameter.
@@ -60,7 +60,7 @@ class Box:
         object.__setattr__(self, "start", ints_of("Box", "start", start))
         check_flag("Box", "transposed", self.transposed)
         if len(self.start) != len(self.shape) or (self.transposed and len(self.shape) < 2):
-            expected = f"{len(self.shape)} ints, as shape has (2 to transpose)"
+            expected = f"{len(self.shape)} ints, one per dim of shape (2 or more to transpose)"
             raise wrong_value("Box", "start", expected, self.start)
 
     @property
@@ -148,8 +148,8 @@ class Cut:
     Args:
         name: name of the trainer's parameter; ``*`` matches any text without a dot, ``#`` the
             number of an expert: all experts are stacked.
-        dim: the dim to divide, in the chunks of ``torch.chunk``: 0 for column-parallel matrices, 1
-            for row-parallel ones. None: every rank has the full parameter.
+        dim: the dim to split, as ``torch.chunk`` does: 0 for column-parallel matrices, 1 for
+            row-parallel ones. None: every rank has the full parameter.
         heads: the number of heads in the dim, or the name of the config's attribute for it. Heads
             are not split; if there are fewer heads than ranks, neighbours share one.
         pad: rows are padded with zeros to a multiple of this (vocabularies).
@@ -165,7 +165,7 @@ class Cut:
 
 
 Rules = Mapping[str, "Cut | Sequence[Cut]"]
-"""Rules by the engine's tensor name, with the same number of ``*``; several Cuts are fused."""
+"""Rules by the engine's tensor name, with as many ``*`` as its Cut; several Cuts are fused."""
 
 
 def tensor_parallel(

@@ -6,9 +6,9 @@ Uses integers and names only. Independent of tensors, models and process groups.
 Each pair of a trainer and an engine rank has a series of buffers; the n-th buffers of all pairs
 form round n. Two rounds are in memory at a time, so a round may use half of ``max_bytes`` on each
 rank. A pair's share of that half is proportional to its share of the rank's bytes. All pairs
-therefore need about the same number of rounds, and the contents of a pair's buffers follow from the
-sums alone. Entries of a buffer are sorted by element size, the largest first, so no entry needs
-padding for alignment.
+therefore need about the same number of rounds, and the buffers of a pair depend only on total
+sizes. Entries of a buffer are sorted by element size, the largest first, so no entry needs padding
+for alignment.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ HEAD_NBYTES = 48
 """Bytes of the header sent before each buffer: see ``_wire.Head``."""
 FORMAT = "fsdp2 weights 1"
 Cells = list[tuple[Region, list[int]]]
-"""Parts of a parameter, each with the positions in the blocks' grid that have it."""
+"""Parts of a parameter, each with the positions in the blocks' grid that hold it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter as sharded over the trainers; ``ranks`` are the trainers at the places of the
-    blocks' grid, in row-major order; -1: a trainer without it (other ranks' experts).
+    """A parameter as sharded over the trainers. ``ranks`` has the trainer at each position of the
+    blocks' grid, in row-major order; -1 if the trainer lacks the parameter (an expert).
     """
 
     name: str
@@ -58,8 +58,8 @@ class Source:
 class Piece(NamedTuple):
     """A region of a parameter, and its start ``at`` in a tensor of the engine.
 
-    ``tensor`` is the tensor's number on its engine rank, and ``dtype`` the narrower of the two, as
-    on the wire. Without a ``name`` it is zeros.
+    ``tensor`` is the number of that tensor on its engine rank, and ``dtype`` the wire dtype, the
+    narrower of the two. A piece without a ``name`` is zeros.
     """
 
     tensor: int
@@ -111,7 +111,7 @@ def pieces_of(
 
 
 def _walk(what: str, spec: Spec, at: Shape) -> Iterator[tuple[Box, Shape]]:
-    """Yield the boxes of a tensor, and the start of each in it."""
+    """Yield each box of a tensor, and its start in the tensor."""
     along, whole = 0, spec.shape or (1,)
     place = len(at) - len(spec.shape) + spec.dim  # index of the dim in the full tensor
     for part in spec.boxes:
@@ -136,7 +136,7 @@ def _walk(what: str, spec: Spec, at: Shape) -> Iterator[tuple[Box, Shape]]:
 
 
 def fitted(shape: Shape, ndim: int, fill: int) -> Shape:
-    """Return a shape with ``ndim`` dims by adding or dropping leading ``fill``, if possible."""
+    """Add or drop leading dims of size ``fill``, so that a shape has ``ndim`` dims if possible."""
     extra = max(len(shape) - ndim, 0)
     if any(size != fill for size in shape[:extra]):
         return shape
@@ -157,7 +157,7 @@ def _wire_dtype(what: str, box: Box, dtype: torch.dtype, source: Source | None) 
         raise ConfigError(
             "FS631",
             f"{what}: refers to {box.name}, which the model does not have. Use the names of "
-            "model.named_parameters(), without wrappers.",
+            "model.named_parameters(), without prefixes of wrappers.",
         )
     ends = tuple(map(operator.add, box.start, box.shape))
     is_inside = len(ends) == len(source.shape) and all(map(operator.le, ends, source.shape))
@@ -201,15 +201,15 @@ class Buffer:
     """A message from a trainer to an engine rank in one round."""
 
     entries: list[Any] = field(default_factory=list)
-    """On a trainer pairs of a piece and its offset, on an engine rank results of ``_entry``."""
+    """On a trainer, pairs of a piece and its offset; on an engine rank, results of ``_entry``."""
     nbytes: int = 0
 
 
 class Route:
     """The plan of a transfer, as plain values: identical on every rank that computes it.
 
-    ``nodes`` has the node of each trainer, followed by that of each engine rank; ``names`` maps all
-    names of a parameter to the first one.
+    ``nodes`` has the node of each trainer, followed by that of each engine rank; ``names`` maps
+    each name of a parameter to its first name.
     """
 
     def __init__(
@@ -235,10 +235,10 @@ class Route:
             for engine, layout in enumerate(self.destination)
         ]
         self.zeros = [{piece.tensor for piece in some if not piece.name} for some in found]
-        """Tensors of each engine rank that contain zeros that are not sent."""
+        """The tensors of each engine rank that contain zeros, which are not sent."""
         pieces = [[piece for piece in some if piece.name] for some in found]
         self.wires = {piece.name: piece.dtype for some in pieces for piece in some}
-        """The requested parameters, and their wire dtype."""
+        """The wire dtype of each requested parameter."""
         total = sum(piece.nbytes for some in pieces for piece in some)
         self._most = min(max(total // (32 * trainers), 1 << 16), max(max_bytes // 2, 1))
         self._cells = [
@@ -254,7 +254,7 @@ class Route:
             raise wrong_value(WHO, "max_bytes", expected, max_bytes)
 
     def _assigned(self, engine: int, piece: Piece) -> tuple[Piece, Cells, list[int]]:
-        """Return a piece's cells with their senders: for each, the holder that has sent least."""
+        """Return a piece's cells with their senders: for each cell, the least loaded holder."""
         source, itemsize = self.sources[piece.name], piece.dtype.itemsize
         cells = _cells(source.blocks, piece.region, max(self._most // itemsize, 1))
         senders = []
@@ -283,7 +283,7 @@ class Route:
         return min(caps) // ALIGNED * ALIGNED
 
     def buffers(self, engine: int, trainer: int | None = None) -> dict[int, list[Buffer]]:
-        """Return the buffers of an engine rank by sender; with ``trainer``, only its own."""
+        """Return the buffers of an engine rank by sender; with ``trainer``, only those it sends."""
         parts: dict[int, list[Piece]] = defaultdict(list)
         for piece, cells, senders in self._cells[engine]:
             for (region, _), sender in zip(cells, senders, strict=True):
@@ -324,8 +324,8 @@ def number_of(*values: object) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
-    """Return the parts of a box; parts with several holders have at most ``most`` elements.
-    Cached, because layers repeat.
+    """Return the parts of a box; parts with several holders have at most ``most`` elements. Results
+    are cached, because layers repeat.
     """
     found = []
     for block, places in _distinct(blocks).items():
@@ -338,7 +338,7 @@ def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
 
 @functools.lru_cache(maxsize=256)
 def _distinct(blocks: Blocks) -> dict[Region, list[int]]:
-    """Return the nonempty blocks of a tensor, each with the positions that have it."""
+    """Return the nonempty blocks of a tensor, each with the positions that hold it."""
     found: dict[Region, list[int]] = defaultdict(list)
     for number, place in enumerate(itertools.product(*map(range, blocks.counts))):
         found[blocks.block(place)].append(number)
@@ -370,8 +370,8 @@ class Figures:
     Attributes:
         sent_nbytes: bytes of values per trainer.
         received_nbytes: bytes of values per engine rank.
-        least_nbytes: lower bound: the bytes that engine ranks need, each counted once.
-        travels_nbytes: bytes of values and of the header of each buffer.
+        least_nbytes: lower bound: the bytes that engine ranks need.
+        travels_nbytes: bytes on the wire: values, and a header per buffer.
         messages: the number of buffers.
         rounds: the number of rounds; two are in memory at a time.
         over_least: ratio of the bytes on the wire to the lower bound.
@@ -415,9 +415,9 @@ class Figures:
         return max(busy.values(), default=0.0) + self.rounds * hardware.latency
 
     def gathered_seconds(self, hardware: Hardware) -> float:
-        """Return the planned seconds of the alternative without a plan.
+        """Return the planned seconds of a transfer without a plan.
 
-        Every trainer gathers all parameters (``full_params``), and one broadcasts them to the
+        Every trainer then gathers all parameters (``full_params``), and one broadcasts them to the
         engine ranks.
         """
         hardware = _links_of(hardware)
@@ -432,7 +432,7 @@ class Figures:
         peaks = [max(side, default=0) for side in self.peaks]
         rows = [
             ("values", f"{nbytes_text(self.least_nbytes)}, each byte once"),
-            ("over the least", f"{self.over_least:.4f}"),
+            ("bytes over lower bound", f"{self.over_least:.4f}"),
             ("sent by a trainer", _spread(self.sent_nbytes)),
             ("received by an engine rank", _spread(self.received_nbytes)),
             ("busiest trainer over mean", f"{self.busiest:.3f}"),

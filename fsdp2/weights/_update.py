@@ -3,18 +3,18 @@
 Owns the plan of a model, both sides of an update, the checksums of the values that engine ranks
 have, and the vote of engine ranks.
 
-[Note: one update]
+[Note: protocol of an update]
 First comes a handshake, in which each rank reports its number, plan and version. Then the rounds
 follow; a header of a few ints describes each buffer. At the end engine ranks vote on whether all of
 them have received everything, and report the result to the trainers. A trainer that fails reports
-it in place of its next header, so that engine ranks do not wait for it.
+the failure in place of its next header, so that engine ranks do not wait for it.
 
 [Note: all or none]
 An engine rank that has received a complete version votes for it. Engine ranks exchange votes twice,
 each with every other: first their own votes, then all votes they have received. If a rank dies
-during the first exchange, after reaching only some of the others, either all of these or none learn
-its vote. A version is committed if all votes are known and in favour, and no rank has given this
-one up.
+during the first exchange, after reaching only some of the others, the second one spreads its vote
+to the rest. A rank commits a version if it has all votes, all are in favour, and every other rank
+has this rank's vote.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def plan(
 ) -> Plan:
     """Plan the transfer of a model's weights to an inference engine with a different layout.
 
-    Collective over the ranks of the model (the trainers), called once; nothing is sent to the
-    engine yet. Trainers are numbered by their position in the model's largest mesh. No rank
-    assembles a full parameter: each sends the parts of its own shards that engine ranks need.
+    Collective over the ranks of the model (the trainers). Called once, before any transfer.
+    Trainers are numbered by their position in the model's largest mesh. No rank assembles a full
+    parameter: each sends the parts of its own shards that engine ranks need.
 
     Args:
         model: a sharded model, or any module; its parameters may be DTensors.
@@ -96,10 +96,10 @@ def plan(
 
     Raises:
         ConfigError: a box does not exist, or occurs twice; parts do not add up to a tensor; a dtype
-            that is not cast; ``max_bytes`` is too small for the number of ranks; ranks pass
-            different destinations.
+            cannot be cast; ``max_bytes`` is too small for the number of ranks; ranks pass different
+            destinations.
         StateError: the call is inside a forward or a backward; a parameter is on the meta device.
-        UnsupportedError: a parameter is a partial sum, or a tensor subclass without its own bytes.
+        UnsupportedError: a parameter is a partial sum, or a subclass that wraps other tensors.
     """
     with operation(PLAN):
         with checked_together(PLAN, model) as same:
@@ -117,7 +117,7 @@ def plan(
 
 
 def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, LocalShard]]:
-    """Return the local shards of named parameters and buffers; tied ones have their first name."""
+    """Return the local shards of named parameters and buffers; tied ones use their first name."""
     params = cleaned(dict(model.named_parameters(remove_duplicate=False)))
     found: dict[str, Tensor] = cleaned(dict(model.named_buffers())) | params
     first = {id(tensor): name for name, tensor in reversed(found.items())}
@@ -129,7 +129,7 @@ def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, Loca
 def _common(grids: Grids, shards: Iterable[LocalShard]) -> tuple[list[int], list[Source]]:
     """Return the global rank of each trainer, and the sources of all trainers.
 
-    They differ between trainers if experts are on separate meshes. ConfigError if ranks have
+    Sources differ between trainers if experts are on separate meshes. ConfigError if ranks have
     different parameters with the same name.
     """
     trainers = grids.ranks_of(grids.main) or list(range(grids.main.size))
@@ -195,9 +195,9 @@ class Plan:
 
         For each engine rank, ``of`` contains its ``tensors`` (name, shape, dtype, and whether some
         elements are zeros that are not sent), and a list of buffers for each trainer that sends to
-        it. A buffer has its size in bytes and entries of tensor, start, shape, dtype and offset:
-        the values of that box of the tensor, in row-major order, at that offset of the buffer. A
-        reader therefore needs only numpy.
+        it. A buffer has its size in bytes, and entries of tensor, start, shape, dtype and offset.
+        An entry's values, in row-major order, are at that offset of the buffer, and belong to that
+        box of the tensor. A reader therefore needs only numpy.
 
         Args:
             index: an engine rank; None includes all of them.
@@ -226,10 +226,10 @@ class Plan:
             group: a process group of exactly the trainers and the engine ranks, otherwise unused
                 during the call; or an object with ``send`` and ``receive`` (``Transport``).
             receivers: the global rank of each engine rank, in the order of the destination. None
-                uses the numbers that they report; a transport numbers them after the trainers.
+                uses the ranks that they report; with a transport, they follow the trainers.
             version: a positive number for this version; None increments the last one.
-            since: a version. Engine ranks that have it receive only changed blocks of 256 B, unless
-                these are more than half; others receive everything. ``plan.version`` is the last.
+            since: a version, such as ``plan.version``. Engine ranks that have it receive only
+                changed blocks of 256 B, unless over half have changed; others receive everything.
             callback: called on trainers with a parameter's name, the start of a box in it, and the
                 box's values; returns the values to send instead. With ``background``, it is called
                 in a thread.
@@ -258,7 +258,7 @@ class Plan:
             return self._begin(_Sending(self, link, row, shards, callback), background)
 
     def _row(self, receivers: Sequence[int] | None, version: int | None, since: int | None) -> Row:
-        """Return this rank's entry in the handshake, from checked arguments."""
+        """Check the arguments; return this rank's entry in the handshake."""
         engines = len(self._route.destination)
         others = () if receivers is None else ints_of(SEND, "receivers", receivers)
         if receivers is not None and not len({*others}) == len(others) == engines:
@@ -283,7 +283,7 @@ class Plan:
         return shards
 
     def _begin(self, sending: _Sending, background: bool) -> SendHandle:
-        """Send now, or copies in host memory from a thread."""
+        """Send now, or send copies in host memory from a thread."""
         handle = SendHandle()
         if background:
             held = sending.shards
@@ -303,10 +303,10 @@ class Plan:
 
 @dataclass(eq=False)
 class _Sending:
-    """One update on one trainer. See [Note: one update].
+    """One update on one trainer. See [Note: protocol of an update].
 
-    ``copied`` is the event of the copies of shards from a device. ``has`` are the versions that
-    engine ranks have, and ``new`` the checksums of the values sent to each, by round.
+    ``copied`` is recorded after the device-to-host copies of shards. ``has`` are the current
+    versions of engine ranks, and ``new`` the checksums of the values sent to each, by round.
     """
 
     owner: Plan
@@ -395,7 +395,7 @@ class _Sending:
         raise StateError(
             "FS635",
             f"weights.send: version {self.version} arrived incomplete: engine ranks now have "
-            f"versions {has}. Fix the first error of any rank, and send again.",
+            f"versions {has}. Fix the first error among all ranks, and send again.",
         )
 
 
@@ -417,8 +417,8 @@ class SendHandle(Future[None]):
         """Wait until all engine ranks have the version.
 
         Raises:
-            StateError: it did not arrive. All errors of ``Plan.send`` are raised here.
-            TimeoutError: it is still in flight after ``timeout`` seconds.
+            StateError: the version did not arrive. All errors of ``Plan.send`` are raised here.
+            TimeoutError: the update is still in flight after ``timeout`` seconds.
         """
         if timeout is not None:
             check_number("wait", "timeout", timeout, "seconds, or None", low=0)
@@ -439,7 +439,7 @@ class SendHandle(Future[None]):
             self.set_result(None)
 
     def _settle(self) -> None:
-        """Wait for this update before the next; warn if it failed and was never waited for."""
+        """Wait for this update before the next; warn if it failed and ``wait`` was not called."""
         error = self.exception()
         if error is not None and not self._is_told:
             self._is_told = True
@@ -475,7 +475,7 @@ class Receiver:
             own = values["of"][str(index)]
             assert values["format"] == FORMAT
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            expected = f"what to_json() of a plan with engine rank {index} returned"
+            expected = f"the result of Plan.to_json() with engine rank {index}"
             raise wrong_value("Receiver", "text", expected, text) from error
         self.version = 0
         self.tensors: dict[str, Tensor] = {}
@@ -492,8 +492,8 @@ class Receiver:
     def receive(self, group: dist.ProcessGroup | Transport) -> dict[str, Tensor]:
         """Receive one version, which trainers send with ``Plan.send``.
 
-        It is assembled next to the previous version. Returns its tensors once every engine rank has
-        received all of it. Do not write to them if trainers send only changes (``since``).
+        The new version is assembled in separate memory. Returns its tensors once every engine rank
+        has received all of it. Do not write to them if trainers send only changes (``since``).
 
         Args:
             group: the trainers' process group, or an object with ``send`` and ``receive``.
@@ -529,7 +529,7 @@ class _Update:
     # Rounds.
 
     def receive(self) -> None:
-        """Receive all rounds. After an error, which is kept, later rounds are discarded."""
+        """Receive all rounds. After an error, which is stored, later rounds are discarded."""
         rooms = wire.Rooms(self._owner._buffers, self._link.device)
         try:
             for name, shape, dtype, has_zeros in self._owner._made:
@@ -609,7 +609,7 @@ class _Update:
         error = StateError(
             "FS635",
             f"{RECEIVE}: the new version is incomplete: {text}. Version {self._owner.version} is "
-            "unchanged. Fix the first error of any rank, and send again.",
+            "unchanged. Fix the first error among all ranks, and send again.",
         )
         self._problem = self._problem or next(iter(self._link.lost.values()), error)
         return self._problem

@@ -1,6 +1,6 @@
 """Links between trainers and engine ranks: a process group, files, or the caller's transport.
 
-Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensors' names,
+Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensor names,
 parameters and plans.
 
 Ranks of a transfer are numbered: trainers from 0, followed by engine ranks.
@@ -8,7 +8,7 @@ Ranks of a transfer are numbered: trainers from 0, followed by engine ranks.
 [Note: order of messages]
 Both sides of a pair process their messages in the same order: by phase, round, sender, receiver. A
 transport with blocking sends therefore cannot deadlock. After a rank is lost, the others skip it
-and continue, so that each of them learns at the end that the version did not arrive.
+and continue, so that each of them detects at the end that the version did not arrive.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fsdp2._core.params.layout import align
 from fsdp2.weights._route import ALIGNED, Buffer
 
 BLOCK = 256
-"""Bytes of a block, the unit that is compared and sent again if it changed."""
+"""Bytes of a block, the granularity at which changes are detected and sent."""
 _AT_ONCE = 512
 
 WHOLE, PART, STOPPED = 0, 1, 2
-"""Kinds of buffers: complete; only changed blocks; none from now on, as the sender failed."""
+"""Kinds of buffers: complete; only changed blocks; no more buffers, as the sender failed."""
 
 
 class Head(NamedTuple):
@@ -62,7 +62,7 @@ class Head(NamedTuple):
 
 
 class Rooms:
-    """Memory for the buffers of two rounds; ``rounds`` are buffers by the other rank."""
+    """Memory for the buffers of two rounds; ``rounds`` has each round's buffers by peer."""
 
     def __init__(self, buffers: Mapping[int, Sequence[Buffer]], device: torch.device) -> None:
         self.rounds = [
@@ -79,7 +79,7 @@ class Rooms:
         return torch.empty(len(self.rounds[:2]), most, dtype=torch.uint8, device=self._device)
 
     def of(self, number: int) -> dict[int, Tensor]:
-        """Return the memory of each buffer of a round; it reuses that of two rounds before."""
+        """Return the memory of each buffer of a round, reused from two rounds before."""
         found, start = {}, 0
         for other, buffer in self.rounds[number].items():
             found[other] = self.slabs[number % 2][start : start + buffer.nbytes]
@@ -121,8 +121,8 @@ def _factors(device: torch.device) -> Tensor:
 def digests_of(buffer: Tensor) -> Tensor:
     """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
 
-    The sum modulo 2**64 of 32-bit words times random odd numbers. A single changed word always
-    changes it; several are missed in one case of 2**33, or far fewer if low bits differ.
+    A sum modulo 2**64 of 32-bit words times random odd numbers. It detects every change of one
+    word; changes of several are missed with probability 2**-33, or far less if low bits differ.
     """
     found = []
     for part in buffer.split(_AT_ONCE * BLOCK):  # needs little memory relative to the buffer
@@ -138,7 +138,7 @@ def digests_of(buffer: Tensor) -> Tensor:
 
 def pack_changed(buffer: Tensor, changed: Tensor) -> int:
     """Move the changed blocks to the start of a buffer, in place, followed by the bytes after the
-    last full block and a map of the changed blocks. Return the bytes of all: 0 if nothing changed,
+    last full block and a map of the changed blocks. Return the total bytes: 0 if nothing changed,
     the buffer's size if packing saves too little.
     """
     if not changed.any():
@@ -182,19 +182,19 @@ class Row(NamedTuple):
     is_engine: int
     number: int
     plan: int
-    version: int  # the version that a trainer sends (0: the next), or an engine rank has
+    version: int  # the version that a trainer sends (0: the next) or an engine rank has
     since: int = 0
     others: tuple[int, ...] = ()  # the positions at which a trainer expects the engine ranks
 
 
 Messages = Mapping[int, Tensor]
-"""Buffers of bytes by the number of the other rank."""
+"""Byte buffers by the number of the peer."""
 Flight = list[tuple[list[int], Any, object]]
-"""Sends and receives in flight: the others' numbers, their work, and tensors to keep alive."""
+"""Sends and receives in flight: numbers of the peers, works, and tensors to keep alive."""
 
 
 class Link:
-    """The connection of one rank to the others, over the caller's ``Transport``: synchronous.
+    """The synchronous connection of one rank to the others, over the caller's ``Transport``.
 
     ``number`` counts trainers from 0, followed by engine ranks; ``lost`` has the errors of ranks
     that can no longer be reached, by number.
@@ -219,7 +219,7 @@ class Link:
         if len(plans) > 1:
             raise StateError(
                 "FS634",
-                f"weights: ranks do not take part in the same transfer: found plans {plans}. Give "
+                f"weights: expected the same plan on all ranks, found plans {plans}. Give "
                 "engine ranks the to_json() of the trainers' plan.",
             )
         return rows
@@ -240,7 +240,7 @@ class Link:
         return flight
 
     def wait(self, flight: Flight) -> None:
-        """Wait for all; peers whose operation fails are added to ``lost``."""
+        """Wait for all operations; add peers whose operation fails to ``lost``."""
         for others, work, _ in flight:
             try:
                 with carrying():
@@ -338,7 +338,7 @@ def link_of(
 
 
 class Files:
-    """A transport over files in a folder, for jobs on one node (in ``/dev/shm``: shared memory).
+    """A transport over files in a folder, for jobs on one node; ``/dev/shm`` is shared memory.
 
     A rank writes a buffer for a peer into the folder, and continues when the peer has read it.
 

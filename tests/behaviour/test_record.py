@@ -619,7 +619,7 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     first = page.advice[0]  # the others, if any, are about what it did not cause
     assert first.about == "rank 1"
     assert first.found.startswith("the others waited ")
-    assert " at once; it came last to " in first.found
+    assert " at a time; it was last in " in first.found
     blamed = {
         line.name: [s for s in line.spans if s.cause.startswith("rank 1, ")]
         for line in page.time_lines

@@ -280,7 +280,7 @@ def test_paper_has_all_tabs_in_light_colours(browser: Browser, folder: Path) -> 
 
 
 def test_names_are_never_code(browser: Browser, folder: Path) -> None:
-    """See [Note: names are not to be trusted]: all are shown as they are, none does anything."""
+    """See [Note: untrusted names]: all are shown as they are, none does anything."""
     browser.open(folder / "hostile.html")
     assert browser.run("document.title") == samples.HOSTILE
     assert browser.run("document.querySelectorAll('img, b b').length") == 0

@@ -101,7 +101,7 @@ CAUSES: dict[str, tuple[dict[str, int], list[str], str]] = {
     "a host between the units": (
         {"compute": 20, "gap": 30},
         ["between the units", "a"],
-        "between the units: 59 % of the time of steps no unit computes",
+        "between the units: 59 % of the time of steps is neither compute",
     ),
     "a link, and a slower host": (
         {"compute": 10, "link": 30, "gap": 40},

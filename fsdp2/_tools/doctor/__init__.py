@@ -1,1 +1,1 @@
-"""``python -m fsdp2 doctor``: checks of correctness, speed and the machine; settings to change."""
+"""``python -m fsdp2 doctor``: check correctness, speed and the machine; recommend settings."""

@@ -1,4 +1,4 @@
-"""Recommended settings, from measurements only, and the accuracy of the plan."""
+"""Recommended settings, based only on measurements, and the accuracy of the plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 GAIN = 0.97
-"""A setting is recommended if a step takes less than this fraction of its time, and is faster in
-three quarters of the rounds."""
+"""A setting is recommended if a step with it takes less than this fraction of the current time, and
+is faster in three quarters of the rounds."""
 FAR = 2.0
 """Factor by which a step may be slower or faster than planned without a warning."""
 
@@ -35,13 +35,13 @@ def prediction(findings: Findings) -> Iterator[Verdict]:
         return
     took = statistics.median(fast.rounds_of(steps, fast.OURS))
     factor = took / plan["seconds"]
-    said = f"a step took {factor:.3g} times what the plan predicts"
+    said = f"a step took {factor:.3g} times as long as planned"
     peak = steps[0]["looks"][fast.OURS].get("peak")
     if peak:
-        said += f", its memory {peak / plan['peak']:.3g} times"
+        said += f", and {peak / plan['peak']:.3g} times the planned memory"
     is_far = not 1 / FAR <= factor <= FAR
     if is_far:
-        said += ": other work on the machine, or ranks that share cores, which a plan excludes"
+        said += ": a plan assumes no other work on the machine, and separate cores for each rank"
     yield Verdict(FAST, "prediction", WARNING if is_far else OK, said)
 
 
@@ -65,15 +65,15 @@ def _of_steps(steps: Sequence[Values], hop: str) -> Iterator[Setting]:
     yield Setting(
         "memory and prefetch",
         f"model.{best}" if is_better else "",
-        f"{said} of the time of 'balanced', which gathers one unit ahead",
+        f"{said} of the time of 'balanced', which prefetches one unit",
     )
     low, middle, high = fast.ratio(fast.rounds_of(steps, fast.PACKED), ours)
     is_better = middle < GAIN and high < 1
     yield Setting(
         "zero-copy size",
         f"model.{fast.PACKED}" if is_better else "",
-        f"with all parameters in one collective a step takes {_share(low, middle, high)} "
-        f"of its time{hop}",
+        f"if all parameters are in one collective, a step takes {_share(low, middle, high)} "
+        f"of the current time{hop}",
     )
 
 
@@ -91,7 +91,7 @@ def _copied_in_a_hop(findings: Findings) -> str:
         return ""
     nbytes = int(machine["latency"] * machine["memory_bandwidth"] / 2)
     hop = f"{machine['latency'] * 1e6:.3g} us"
-    return f"; one more collective costs a hop of {hop}, in which {nbytes_text(nbytes)} are copied"
+    return f"; an additional collective costs a hop, {hop}, the time to copy {nbytes_text(nbytes)}"
 
 
 def _environment(findings: Findings) -> Iterator[Setting]:

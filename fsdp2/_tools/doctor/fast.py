@@ -1,5 +1,5 @@
-"""Checks of speed: a step with fsdp2, with torch's FSDP2, of the unsharded model, and the plan's. A
-round runs all variants, in a rotating order, so that other load on the machine affects all."""
+"""Checks of speed: steps with fsdp2, with torch's FSDP2 and of the unsharded model, and a planned
+step. A round runs all variants, in rotating order, so that other load affects all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp2._tools.doctor.machine import seconds_of
 from fsdp2._tools.doctor.ranks import Ranks, Values
 from fsdp2._tools.doctor.verdicts import FAST, NOT_MEASURED, OK, WARNING, Check, Verdict
 
-OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's own", "unsharded", "without communication"
+OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's FSDP2", "unsharded", "without communication"
 LOW, FASTEST, PACKED = "set_memory('low')", "set_memory('fast')", "set_copy_free_min_bytes(None)"
 WARMUP, FEWEST, MOST = 3, 5, 60
 NEAR_NBYTES = 1 << 24
@@ -33,7 +33,7 @@ MARK = "fsdp2 doctor: a step"
 SHARE = 0.5
 """Fraction of the requested time budget for these rounds."""
 SLOWER, BUSIER = 1.1, 1.25
-"""Factors over torch's own from which a longer step, or a busier host, is a warning, if three
+"""Ratios to torch's FSDP2 from which the time of a step, or of the host, is a warning, if three
 quarters of the rounds agree."""
 
 
@@ -50,7 +50,7 @@ class Size:
 
 
 ODD = Size(depth=2, width=13, hidden=29, vocabulary=31, rows=3, tokens=5)
-"""For correctness: no dim divides evenly over ranks, and one parameter has a single row."""
+"""For correctness: no dim can be split evenly over ranks, and one parameter has a single row."""
 SMALL = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
 LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
 """4 million parameters for a CPU, 470 million for a GPU, which computes in bf16."""
@@ -111,7 +111,7 @@ def shard(
     by_torch: bool = False,
     bf16: bool = False,
 ) -> None:
-    """Shard each block and the root, with torch's ``fully_shard`` or ours."""
+    """Shard each block and the root, with torch's ``fully_shard`` or fsdp2's."""
     library: Any = torch_modules if by_torch else fsdp2
     policy = library.MixedPrecisionPolicy
     precision = {"mp_policy": policy(torch.bfloat16, torch.float32)} if bf16 else {}
@@ -194,7 +194,7 @@ def _step_of(model: Any, words: Tensor) -> Callable[[], None]:
 
 
 def _time(ranks: Ranks, step: Callable[[], None]) -> tuple[float, float]:
-    """Return the duration of a step and the host's time in it: on a CPU the time of all threads."""
+    """Return the duration of a step and its host time: on a CPU, the CPU time of all threads."""
     ranks.barrier()
     used, begun = time.process_time(), time.perf_counter()
     step()
@@ -219,7 +219,7 @@ def _look(ranks: Ranks, step: Callable[[], None]) -> Values:
         peak = torch.cuda.max_memory_allocated() - before
     try:
         with torch.profiler.profile(activities=kinds, profile_memory=not is_cuda) as profile:
-            for _ in range(2):  # a release is reported only if its allocation was seen
+            for _ in range(2):  # the profiler reports a release only if it saw the allocation
                 with torch.profiler.record_function(MARK):
                     pass
                 step()
@@ -278,21 +278,21 @@ def judge_steps(found: Sequence[Values]) -> Iterator[Verdict]:
     ours, peers = rounds_of(found, OURS), rounds_of(found, TORCHS)
     alone, silent = rounds_of(found, ALONE), rounds_of(found, SILENT)
     refused = found[0]["refused"].get(TORCHS, "")
-    said = f"{_of(ours)} a step (forward, backward), the unsharded model {_of(alone)}"
+    said = f"{_of(ours)} per step (forward, backward), unsharded model {_of(alone)}"
     if peers:
         low, middle, _ = ratio(ours, peers)
-        said += f", torch's own {_of(peers)}: ours takes {middle:.3g} of its time"
+        said += f", torch's FSDP2 {_of(peers)}: fsdp2 takes {middle:.3g} of its time"
         is_slower = middle > SLOWER and low > 1
         yield Verdict(FAST, "step", WARNING if is_slower else OK, said)
     else:
-        yield Verdict(FAST, "step", OK, f"{said}; torch's own not measured: {refused}")
+        yield Verdict(FAST, "step", OK, f"{said}; torch's FSDP2 not measured: {refused}")
     yield _exposed(found, ours, silent)
     what = "CPU time of a rank" if found[0]["device"] == "cpu" else "until the step is issued"
     host, of_peer = rounds_of(found, OURS, "host"), rounds_of(found, TORCHS, "host")
     said = f"{_of(host)} ({what})"
     if of_peer:
         low, middle, _ = ratio(host, of_peer)
-        said += f", torch's own {_of(of_peer)}: {middle:.3g} of it"
+        said += f", torch's FSDP2 {_of(of_peer)}: ratio {middle:.3g}"
     is_slower = bool(of_peer) and middle > BUSIER and low > 1
     yield Verdict(FAST, "host time", WARNING if is_slower else OK, said)
     yield from _counts(found[0]["looks"])
@@ -301,14 +301,14 @@ def judge_steps(found: Sequence[Values]) -> Iterator[Verdict]:
 def _exposed(found: Sequence[Values], ours: Sequence[float], silent: Sequence[float]) -> Verdict:
     name = "exposed communication"
     if found[0]["ranks"] == 1:
-        return Verdict(FAST, name, NOT_MEASURED, "one rank sends nothing")
+        return Verdict(FAST, name, NOT_MEASURED, "requires at least two ranks")
     exposed = statistics.median(a - b for a, b in zip(ours, silent, strict=True))
     share = exposed / statistics.median(ours)
     said = f"{_ms(max(exposed, 0.0))}, {max(share, 0.0):.0%} of the step"
     if found[0]["device"] == "cpu":
-        return Verdict(FAST, name, OK, f"{said}, where the ranks share the cores with gloo")
+        return Verdict(FAST, name, OK, f"{said}; the ranks share the cores with gloo")
     if share > 0.25:
-        said += ": the model of this check is small; a larger batch per rank hides more of it"
+        said += ": this check's model is small; a larger batch per rank hides more communication"
         return Verdict(FAST, name, WARNING, said)
     return Verdict(FAST, name, OK, said)
 
@@ -321,13 +321,13 @@ def _counts(looks: dict[str, Values]) -> Iterator[Verdict]:
             yield Verdict(FAST, key, NOT_MEASURED, mine.get("refused", why))
             continue
         shown = nbytes_text if key == "peak" else str
-        where = "above the memory before the step" if key == "peak" else "in a step"
+        where = "more than before the step" if key == "peak" else "per step"
         said = f"{shown(mine[key])} {where}"
         if key == "operations" and mine["collectives"]:
-            said += f", {mine['collectives']} calls of gloo or NCCL"
+            said += f", {mine['collectives']} gloo or NCCL calls"
         more = peer.get(key)
         if more is not None:
-            said += f"; torch's own {shown(more)}"
+            said += f"; torch's FSDP2 {shown(more)}"
         is_more = more is not None and key != "operations" and mine[key] > SLOWER * more
         yield Verdict(FAST, key, WARNING if is_more else OK, said)
 
@@ -335,7 +335,7 @@ def _counts(looks: dict[str, Values]) -> Iterator[Verdict]:
 def measure_plan(ranks: Ranks) -> Values:
     """Measure the machine, and plan the step that ``measure_steps`` timed."""
     size = LARGE if ranks.is_large else SMALL
-    machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # a function of a function
+    machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # set on a function
     hosts = ranks.hosts_alike
     if 1 < hosts < ranks.size:
         each = ranks.size // hosts
@@ -372,9 +372,9 @@ def _near(ranks: Ranks, hosts: int, each: int) -> float:
 def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:
     one = found[0]
     if one["hardware"] is None:
-        yield Verdict(FAST, "plan", NOT_MEASURED, "one rank has no links to plan with")
+        yield Verdict(FAST, "plan", NOT_MEASURED, "requires at least two ranks")
         return
-    said = f"predicts {_ms(one['seconds'])} a step, of which {_ms(one['waits'])} wait, "
+    said = f"predicts {_ms(one['seconds'])} per step, including {_ms(one['waits'])} of waiting, "
     said += f"{nbytes_text(one['peak'])} of memory, {one['collectives']} collectives"
     yield Verdict(FAST, "plan", OK, said)
 

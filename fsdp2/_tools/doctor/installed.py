@@ -1,4 +1,4 @@
-"""Checks of packages, precision, environment and limits, which must be the same on all ranks."""
+"""Checks of limits, and of packages, precision and environment, which must match on all ranks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 OPEN_FILES, SHM_NBYTES, DISK_NBYTES = 1024, 1 << 28, 1 << 30
-"""Minimum of open files, of /dev/shm for NCCL on one host, and of disk space for checkpoints."""
+"""Minimum open files, free bytes in /dev/shm for NCCL, and free disk bytes for checkpoints."""
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_",
             "CUBLAS_", "NVIDIA_", "ATEN_", "DNNL_", "ONEDNN_")  # fmt: skip
 OF_A_RANK = ("RANK", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL")
-"""Substrings of names of variables that differ by design, or that this doctor sets."""
+"""Substrings of names of variables that differ between ranks by design, or are set here."""
 _say = partial(Verdict, MACHINE)
 
 
@@ -93,37 +93,37 @@ def measure_package(ranks: Ranks) -> Values:
 def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
     first = found[0]
     installed = first["installed"]
-    where = f"fsdp2 {first['version']} of {first['folder']}"
+    where = f"fsdp2 {first['version']} from {first['folder']}"
     groups = differing([one["digest"] for one in found])
     mixed = [rank for rank, one in enumerate(found) if one["elsewhere"]]
     if len(groups) > 1:
         for ranks in list(groups.values())[1:]:
-            said = f"{ranks_text(ranks)} runs another fsdp2 than the other ranks: that of"
-            yield _say("package", WRONG, f"{said} {found[ranks[0]]['folder']}, with other files")
+            said = f"{ranks_text(ranks)} runs a different fsdp2: the files in"
+            yield _say("package", WRONG, f"{said} {found[ranks[0]]['folder']} differ")
     elif mixed:
         modules = ", ".join(found[mixed[0]]["elsewhere"][:3])
         said = f"modules come from other folders than fsdp2 itself ({first['folder']}): {modules}"
         yield _say("package", WRONG, f"on {ranks_text(mixed)} {said}")
     elif installed and installed["folder"] != first["folder"]:
         same = installed["digest"] == first["digest"]
-        files = "the same files" if same else "other files: check which one you want"
-        said = f"installed is {installed['version']} of {installed['folder']}, with {files}"
-        yield _say("package", OK if same else WARNING, f"{where} runs; {said}")
+        files = "the same files" if same else "different files: check which one you want to use"
+        said = f"pip installed {installed['version']} in {installed['folder']}, with {files}"
+        yield _say("package", OK if same else WARNING, f"running {where}; {said}")
     else:
         unlike = f"; another copy is in {first['others'][0]}" if first["others"] else ""
         status = OK
-        said = f"{where} runs{unlike}"
+        said = f"running {where}{unlike}"
         if not installed:
             status = NOT_MEASURED
-            said = f"{where} runs, and pip has installed none{unlike}"
+            said = f"running {where}, not installed by pip{unlike}"
         elif installed["version"] != first["version"]:
             status = WARNING
-            said += f", and pip has {installed['version']} in its records: install it again"
+            said += f", but pip recorded {installed['version']}: reinstall it"
         yield _say("package", status, said)
 
 
 def _nvidia_smi(query: str, device: str) -> list[str]:
-    """Query the driver about a device; empty if its tool is missing or fails."""
+    """Query ``nvidia-smi`` about a device; return an empty list if it is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -173,7 +173,7 @@ def judge_versions(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say("versions", OK, f"the same on all ranks: {said}")
     clocks = [one["device"] for one in found]
     if not all(clocks):
-        yield _say("device clocks", NOT_MEASURED, "nvidia-smi is missing or does not answer")
+        yield _say("device clocks", NOT_MEASURED, "nvidia-smi is missing or failed")
     else:
         said = ", ".join(f"{c['MHz']} of {c['most MHz']} MHz at {c['degrees']} C" for c in clocks)
         yield _say("device clocks", OK, said)
@@ -259,14 +259,14 @@ def judge_limits(found: Sequence[Values]) -> Iterator[Verdict]:
         said = f"{where}{who} on {cores:g} cores"
         too_many = threads > max(cores, len(ranks))
         yield _say("threads", WARNING if too_many else OK, said)
-        said = f"{where}load {first['load']:.3g} on {cores:g} cores when the doctor began"
+        said = f"{where}load {first['load']:.3g} on {cores:g} cores when the doctor started"
         if first["load"] > cores:
-            yield _say("idle", WARNING, f"{said}: other programs run, and times are noisy")
+            yield _say("idle", WARNING, f"{said}: other programs are running, so times are noisy")
         else:
             yield _say("idle", OK, said)
     for name, least, needs in (
         ("open files", OPEN_FILES, "ulimit -n"),
-        ("shm", SHM_NBYTES, "/dev/shm, which NCCL sends over in a host"),
+        ("shm", SHM_NBYTES, "/dev/shm, which NCCL uses within a host"),
         ("disk", DISK_NBYTES, f"the disk of {found[0]['folder']}, for checkpoints"),
     ):
         if name == "shm" and found[0]["device"] != "cuda":

@@ -25,23 +25,23 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of one rank's part."""
+"""Bytes per rank."""
 SIZES_OF_DEVICE = (*SIZES, 1 << 26)
 PAIRED, SHIFTS = 1 << 22, 8
-"""Bytes sent from one rank to another, and the largest number of peers."""
+"""Bytes sent from one rank to another, and the maximum number of peers."""
 REPEATS = 5
 SLOW, VERY_SLOW = 1.5, 2.5
-"""Multiples of the median time from which a rank is a warning, and an error."""
+"""Multiples of the median time from which a slow rank is a warning, and an error."""
 SLOW_LINK, VERY_SLOW_LINK = 2.0, 4.0
 CLOCK_S = 0.05
-"""Clocks with a larger difference interleave log lines and file times incorrectly."""
+"""Difference of clocks, in seconds, above which log and file times are in the wrong order."""
 ALIGNED = 16
-"""Bytes that NCCL moves at a time, if every pointer is aligned to them."""
+"""Bytes of the packs that NCCL moves if every pointer is aligned to their size."""
 _say = partial(Verdict, MACHINE)
 
 
 def seconds_of(ranks: Ranks, run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Time runs that all ranks start together, in seconds; the first run is not counted."""
+    """Return the seconds of runs that all ranks start together, without the first run."""
     times = []
     for _ in range(repeats + 1):
         ranks.barrier()
@@ -70,7 +70,7 @@ def measure_links(ranks: Ranks) -> Values:
 def judge_links(found: Sequence[Values]) -> Iterator[Verdict]:
     others = len(found) - 1
     if not others:
-        yield _say("bandwidth", NOT_MEASURED, "one rank sends nothing")
+        yield _say("bandwidth", NOT_MEASURED, "requires at least two ranks")
         return
     for kind in found[0]["seconds"]:
         said = []
@@ -110,9 +110,9 @@ def judge_pairs(found: Sequence[Values]) -> Iterator[Verdict]:
     for rank, one in enumerate(found):
         rates |= {(int(source), rank): rate for source, rate in one["rates"].items()}
     if not rates:
-        yield _say("links", NOT_MEASURED, "one rank sends nothing")
+        yield _say("links", NOT_MEASURED, "requires at least two ranks")
         return
-    for is_near, where in ((True, "in a host"), (False, "between hosts")):
+    for is_near, where in ((True, "within a host"), (False, "between hosts")):
         same = {p: r for p, r in rates.items() if (hosts[p[0]] == hosts[p[1]]) is is_near}
         if same:
             yield from _judge_same(same, where, len(found))
@@ -129,10 +129,10 @@ def _judge_same(rates: dict[tuple[int, int], float], where: str, size: int) -> I
     worst = min(slow.values())
     pairs = ", ".join(f"{source} to {target}" for source, target in sorted(slow)[:6])
     common = ""
-    for index, word in enumerate(("sends", "receives")):
+    for index, word in enumerate(("from", "to")):
         (rank, *others) = {pair[index] for pair in slow}
         if not others and size > 2 and len(slow) == sum(pair[index] == rank for pair in rates):
-            common = f": all that rank {rank} {word}"
+            common = f": all links {word} rank {rank}"
     yield _say(
         "links",
         WRONG if worst * VERY_SLOW_LINK < usual else WARNING,
@@ -152,7 +152,7 @@ def measure_compute(ranks: Ranks) -> Values:
 
 
 def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
-    """Find ranks whose fastest times are long: noise lengthens only some of the times."""
+    """Find ranks whose shortest times are long: noise lengthens only some of the times."""
     own = [statistics.quantiles(one["seconds"], n=4)[0] for one in found]
     usual = statistics.median(own)
     slow = {rank: mine / usual for rank, mine in enumerate(own) if mine > SLOW * usual}
@@ -162,17 +162,17 @@ def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say(
             "slow rank",
             WRONG if times > VERY_SLOW else WARNING,
-            f"rank {rank} takes {times:.2g} times as long as the others for the same products",
+            f"rank {rank} takes {times:.2g} times as long as others for the same matrix products",
         )
     if len(own) == 1:
-        yield _say("slow rank", NOT_MEASURED, "there is no other rank to compare with")
+        yield _say("slow rank", NOT_MEASURED, "requires at least two ranks")
     elif not slow:
-        said = f"the same products take {min(own) * 1e3:.3g} to {max(own) * 1e3:.3g} ms"
+        said = f"the same matrix products take {min(own) * 1e3:.3g} to {max(own) * 1e3:.3g} ms"
         yield _say("slow rank", OK, said)
 
 
 def measure_clocks(ranks: Ranks) -> Values:
-    """Exchange clock readings with rank 0; the reading with the shortest round trip counts."""
+    """Exchange clock readings with rank 0; keep the reading with the shortest round trip."""
     found: dict[str, list[float]] = {}
     asked = torch.zeros(1, dtype=torch.float64, device="cpu")
     for other in range(1, ranks.size):
@@ -196,19 +196,19 @@ def measure_clocks(ranks: Ranks) -> Values:
 def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
     offsets = found[0]["offsets"]
     if not offsets:
-        yield _say("clocks", NOT_MEASURED, "one rank has one clock")
+        yield _say("clocks", NOT_MEASURED, "requires at least two ranks")
         return
     off = {int(rank): off for rank, (way, off) in offsets.items() if abs(off) > CLOCK_S + way}
     for rank, offset in off.items():
-        said = f"the clock of rank {rank} is {offset:+.3g} s off that of rank 0: logs, and times"
-        yield _say("clocks", WARNING, f"{said} of files, cannot be compared")
+        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s: times in logs"
+        yield _say("clocks", WARNING, f"{said} and of files cannot be compared")
     if not off:
         most = max(abs(offset) for _, offset in offsets.values())
         yield _say("clocks", OK, f"within {most * 1e3:.2g} ms of rank 0's")
 
 
 def measure_memory(ranks: Ranks) -> Values:
-    """Measure the alignment of tensors, and the speed of copies to a device from pinned memory."""
+    """Measure the alignment of tensors, and the speed of host-to-device copies."""
     odd = [torch.empty(n, dtype=torch.uint8, device=ranks.device) for n in (1, 13, 1001, 100_003)]
     pointers = [tensor.data_ptr() for tensor in odd]
     found: Values = {"aligned": min(p & -p for p in pointers if p), "copies": {}}
@@ -225,16 +225,16 @@ def measure_memory(ranks: Ranks) -> Values:
 def judge_memory(found: Sequence[Values]) -> Iterator[Verdict]:
     bad = [rank for rank, one in enumerate(found) if one["aligned"] < ALIGNED]
     least = min(one["aligned"] for one in found)
-    said = f"tensors begin at multiples of {least} bytes"
+    said = f"tensor addresses are multiples of {least} bytes"
     if bad:
-        said += f" on {ranks_text(bad)}; collectives are slow below {ALIGNED}"
+        said += f" on {ranks_text(bad)}; collectives are slow if this is below {ALIGNED}"
     yield _say("alignment", WARNING if bad else OK, said)
     if not found[0]["copies"]:
-        yield _say("pinned copies", NOT_MEASURED, "there is no CUDA device")
+        yield _say("pinned copies", NOT_MEASURED, "requires a CUDA device")
         return
     pinned = min(one["copies"]["pinned"] for one in found) / 1e9
     pageable = min(one["copies"]["pageable"] for one in found) / 1e9
-    said = f"{pinned:.3g} GB/s from pinned memory, {pageable:.3g} from other memory"
+    said = f"{pinned:.3g} GB/s from pinned memory, {pageable:.3g} from pageable memory"
     yield _say("pinned copies", OK if pinned >= pageable else WARNING, said)
 
 

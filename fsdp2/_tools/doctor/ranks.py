@@ -1,10 +1,10 @@
-"""The ranks of a doctor: rendezvous, exchange of measurements, and waits with a time limit.
+"""The ranks of the doctor: rendezvous, exchange of measurements, and waits with a time limit.
 
 [Note: answers go through the store]
 A process group with a stopped or failed rank is unusable, so measurements are exchanged through a
-separate store. Each rank writes its answer, waits for those of the others, and then offers the
-answers that it found as the conclusion. The first offer counts for all ranks, so a late rank is
-missing either on all of them or on none.
+separate store. Each rank writes its answer, waits for those of the others, and then proposes the
+answers that it found as the conclusion. All ranks use the first proposal, so a late rank is missing
+either on all of them or on none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options. ``seconds``: budget for all repeated measurements."""
+    """The command's options. ``seconds`` is the budget for all repeated measurements."""
 
     seconds: float = 60.0
     timeout_s: float = 60.0
@@ -52,7 +52,7 @@ class LostRankError(RuntimeError):
 
 
 class Ranks:
-    """This rank and its link to the others. ``hosts`` maps each rank to the number of its host."""
+    """This rank and its connection to the others. ``hosts`` has the host number of each rank."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -105,7 +105,7 @@ class Ranks:
             self.hosts = tuple(numbers[name] for name in names)
 
     def mesh(self, *shape: int) -> DeviceMesh:
-        """Return a mesh of all ranks; two sizes are numbers of replicas and of shards."""
+        """Return a mesh of all ranks; two sizes are the numbers of replicas and shards."""
         names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
         made = init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
         for name in names:  # a mesh does not inherit the timeout of the default group
@@ -139,7 +139,7 @@ class Ranks:
     def _conclude(self, topic: str, value: Any) -> list[Any]:
         try:
             answers = self._settle(topic, json.dumps(value))
-        except dist.DistError as error:  # the first rank, which hosts the store, has ended
+        except dist.DistError as error:  # rank 0, which hosts the store, has exited
             raise LostRankError([0]) from error
         missing = [rank for rank in range(self.size) if str(rank) not in answers]
         if missing:
@@ -166,12 +166,12 @@ class Ranks:
     ) -> list[Values]:
         """Run ``measure`` and return the results of all ranks, with ``error`` where a rank raised.
         If ``measure`` hangs, as a device's collective may, another thread calls ``give_up`` with
-        the answers, after ``limit_s`` plus a collective's timeout. Raise LostRankError if a rank
-        did not answer: then collectives no longer work."""
+        the answers, after ``limit_s`` plus a collective's timeout and the time budget. Raise
+        LostRankError if a rank did not answer: then collectives no longer work."""
         self._asked, self._exchanges = self._asked + 1, 0
         limit = limit_s + self.options.timeout_s + self.options.seconds
         begun = time.monotonic()
-        hung = {"error": f"did not come back within {limit:.0f} s", "after_s": limit}
+        hung = {"error": f"did not return within {limit:.0f} s", "after_s": limit}
         timer = threading.Timer(limit, lambda: give_up(self._answers_of_others(hung)))
         timer.daemon = True
         timer.start()
@@ -191,7 +191,7 @@ class Ranks:
             return error
 
     def wait_for_teller(self, tells: bool) -> None:
-        """Wait for the printing rank: when any rank exits, a launcher ends all others."""
+        """Wait for the printing rank: when any rank exits, a launcher terminates all others."""
         with suppress(Exception):
             if tells:
                 self._store.set("told", "")
@@ -199,7 +199,7 @@ class Ranks:
                 self._store.wait(["told"], timedelta(seconds=GRACE_S))
 
     def leave(self) -> None:
-        """End the process group on all ranks together, when no rank needs it any more."""
+        """Destroy the process group on all ranks together, once no rank needs it."""
         with suppress(Exception):
             self.exchange("leave")
         with suppress(Exception):

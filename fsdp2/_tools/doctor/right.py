@@ -1,4 +1,4 @@
-"""Correctness checks: the combined results of all ranks are compared with those of one rank."""
+"""Correctness checks: compare the combined results of all ranks with those of a single rank."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from fsdp2._tools.doctor.verdicts import (
 
 STEPS = 3
 FP32, BF16 = 1e-4, 2.0**-6
-"""How much a gradient may differ, relative to the largest value of its tensor. In fp32, sums in a
-different order differ by a few roundings of 2**-24, which three steps propagate. In bf16 each
-rank's rows are computed in the same way on both sides, and a product that is rounded once more to
-2**-8 may differ by that; four of them are allowed. A wrong divisor or a lost rank: 0.5 or 1."""
+"""Tolerances of gradients, relative to the largest value of the tensor. In fp32, sums in a
+different order differ by a few roundings of 2**-24, which three steps propagate. In bf16, both
+sides compute each rank's rows in the same way, but may round a product once more, by 2**-8; four
+such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5 or 1."""
 PATTERN_NUMELS = (1, 1001, 1 << 18)
 _say = partial(Verdict, RIGHT)
 
 
 def _pattern(numel: int, rank: int, device: torch.device, start: int = 0) -> Tensor:
-    """Return small integers that differ by rank and position; sums of them are exact in fp32."""
+    """Return small integers that differ by rank and position; their sums are exact in fp32."""
     places = torch.arange(start, start + numel, dtype=torch.int64, device=device)
     return ((places * 7 + rank * 131) % 251).to(torch.float32)
 
@@ -84,7 +84,7 @@ def measure_collectives(ranks: Ranks) -> Values:
 
 def judge_collectives(found: Sequence[Values]) -> Iterator[Verdict]:
     if len(found) == 1:
-        yield _say("collectives", NOT_MEASURED, "one rank sends nothing")
+        yield _say("collectives", NOT_MEASURED, "requires at least two ranks")
         return
     for kind in found[0]["bad"]:
         where = {rank: sorted(set(one["bad"][kind])) for rank, one in enumerate(found)}
@@ -92,7 +92,7 @@ def judge_collectives(found: Sequence[Values]) -> Iterator[Verdict]:
         if where:
             each = (f"on rank {r} the part of {ranks_text(parts)}" for r, parts in where.items())
             said = "; ".join(each)
-            yield _say("collectives", WRONG, f"{kind} of known integers changes them: {said}")
+            yield _say("collectives", WRONG, f"{kind} corrupts known integers: {said}")
     if not any(any(one["bad"].values()) for one in found):
         sizes = ", ".join(map(str, PATTERN_NUMELS))
         yield _say("collectives", OK, f"integers arrive unchanged ({sizes} elements)")
@@ -118,7 +118,7 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
 
 
 def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference relative to the largest value, and the factor between them."""
+    """Return the largest difference relative to the largest value, and the tensors' ratio."""
     left, right = found.detach().double().cpu(), expected.detach().double().cpu()
     if not bool(left.isfinite().all()):
         return math.inf, math.nan
@@ -133,7 +133,7 @@ def _train(
     mesh: Any,
     **how: bool,
 ) -> Values:
-    """Train sharded and unsharded; return the worst gradient difference, and diagnostics."""
+    """Train sharded and unsharded; return the largest gradient difference, and diagnostics."""
     alone, together = build(ODD, ranks.device), build(ODD, ranks.device)
     shard(together, mesh, **how)
     bf16 = how.get("bf16", False)
@@ -175,7 +175,7 @@ def _gradient(param: Tensor) -> Tensor:
 
 
 _sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-# epsilon is above the noise of a gradient; otherwise rounding decides the sign of a step
+# eps exceeds the rounding noise of gradients, which would otherwise determine a step's sign
 _adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)
 
 
@@ -196,7 +196,7 @@ def _worst(found: Sequence[Values], name: str) -> Values:
 
 
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Compare our gradients, by optimizer, with the unsharded model's and with torch's own."""
+    """Compare fsdp2's gradients, by optimizer, with the unsharded model's and torch FSDP2's."""
     refused = found[0].get("torch", {}).get("refused")
     has_peer = all("worst" in one.get("torch", {}) for one in found)
     peer = _worst(found, "torch") if has_peer else None
@@ -210,31 +210,31 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
         also = scaled = ""
         factor = one["factor"]
         if math.isfinite(factor) and abs(factor - 1) > 0.1:
-            scaled = f"; they are {factor:.3g} times what they should be: a divisor, or a lost rank"
+            scaled = f"; they are wrong by a factor of {factor:.3g}: a divisor, or a lost rank"
         if peer is not None:
-            also = ". torch's own is right, so the cause is fsdp2, or a hook on it"
+            also = ". torch's FSDP2 is right, so the cause is fsdp2 or a hook on it"
             if not peer["worst"] <= tolerance:
-                also = ". torch's own differs too: the cause is in the collectives or the devices"
+                also = ". torch's FSDP2 differs too: the cause is the collectives or the devices"
         yield _say(
             name,
             WRONG,
-            f"with {optimizer} gradients differ by {one['worst']:.2g} of the largest "
-            f"({one['where']}) and losses by {lost:.2g}, allowed {tolerance:.2g}"
+            f"with {optimizer}, gradients differ by {one['worst']:.2g} of the largest value "
+            f"({one['where']}) and losses by {lost:.2g}; {tolerance:.2g} is allowed"
             f"{scaled}{also}",
         )
     if not is_wrong:
         worst = max(one["worst"] for one in ours.values())
-        close = f" within {worst:.1g}" if worst else ", to the bit"
-        said = f"gradients of {STEPS} steps are the unsharded model's{close}"
+        close = f" within {worst:.1g}" if worst else " bitwise"
+        said = f"gradients of {STEPS} steps match the unsharded model's{close}"
         if peer is not None:
-            said += f"; torch's own within {peer['worst']:.1g}"
+            said += f"; torch's FSDP2 within {peer['worst']:.1g}"
         elif refused is not None:
-            said += f"; torch's own not measured: {refused}"
+            said += f"; torch's FSDP2 not measured: {refused}"
         yield _say(name, OK, said)
 
 
 def judge_alike(found: Sequence[Values]) -> Iterator[Verdict]:
-    """Find ranks whose unsharded model gets different results from the same rows and weights."""
+    """Find ranks whose unsharded model gives different results for the same rows and weights."""
     alone = [one["SGD"]["alone"] for one in found]
     groups = differing(alone)
     if len(groups) == 1:
@@ -266,9 +266,9 @@ def measure_hsdp(ranks: Ranks) -> Values:
     """Train with HSDP: one replica per host, or two replicas with ``--hsdp``."""
     replicas = 2 if ranks.options.hsdp else ranks.hosts_alike
     if replicas == 1:
-        return {"skipped": "the ranks are on one host; --hsdp makes two groups of them"}
+        return {"skipped": "all ranks are on one host; --hsdp makes two replicas of them"}
     if ranks.options.hsdp and (ranks.size < 4 or ranks.size % 2):
-        return {"skipped": f"{ranks.size} ranks are not two groups of two or more"}
+        return {"skipped": f"{ranks.size} ranks cannot form two equal replicas of several ranks"}
     shape = [replicas, ranks.size // replicas]
     return {"shape": shape, "SGD": _train(ranks, _sgd, ranks.mesh(*shape))}
 
@@ -355,13 +355,13 @@ def judge_checkpoint(found: Sequence[Values]) -> Iterator[Verdict]:
         said = f"{who} cannot write to the folder {folder}: {first['says']}.{full}"
     elif blind:
         said = (
-            f"files that other ranks write to {folder} are not seen by {ranks_text(blind)}: a "
+            f"files that other ranks write to {folder} are not visible to {ranks_text(blind)}: a "
             "checkpoint needs a folder that all ranks share (--checkpoint)"
         )
     elif bad := sorted({name for one in found for name in one["differing"]}):
-        said = f"loaded with different bits: {', '.join(bad[:4])}"
+        said = f"loaded values differ from the saved ones: {', '.join(bad[:4])}"
     else:
-        yield _say("checkpoint", OK, "saved, and loaded into a new model bit for bit")
+        yield _say("checkpoint", OK, "saved, and loaded into a new model, bitwise equal")
         return
     yield _say("checkpoint", WRONG, said)
 

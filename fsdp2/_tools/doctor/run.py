@@ -1,4 +1,4 @@
-"""The ``doctor`` command. Every rank runs every check and reaches the same verdicts; one prints."""
+"""The ``doctor`` command. Every rank runs every check and reaches the same verdicts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ examples:
   torchrun --nproc-per-node 4 -m fsdp2 doctor
   torchrun --nproc-per-node 8 -m fsdp2 doctor --html doctor.html --json doctor.json
 exit status:
-  0 if nothing is wrong (warnings and missing measurements are no failure), 1 if something is,
-  2 if the command line is
+  0 if no check failed (warnings and missing measurements are not failures), 1 if a check failed,
+  2 if the command line is invalid
 """
 
 
@@ -57,15 +57,15 @@ def line_of(verdict: Verdict) -> str:
 def lines_of_settings(findings: Findings) -> Iterator[str]:
     yield AREAS[SET]
     if not findings.settings:
-        yield "  no measurement calls for a change"
+        yield "  no change is recommended"
     for one in findings.settings:
-        change = one.change or "leave it"
+        change = one.change or "no change"
         yield f"  {one.what}: {change}. {printable(one.reason, most=1000)}"
 
 
 def verdict_line(findings: Findings) -> str:
     is_wrong = exit_status(findings.verdicts)
-    return f"{'NOT WELL' if is_wrong else 'WELL'}: {last_word(findings.verdicts)}"
+    return f"{'FAILED' if is_wrong else 'PASSED'}: {last_word(findings.verdicts)}"
 
 
 def page_of(findings: Findings, ranks: int, device: str) -> Page:
@@ -73,11 +73,11 @@ def page_of(findings: Findings, ranks: int, device: str) -> Page:
     bad = [one for one in verdicts if one.status in (WRONG, WARNING)]
     tables = []
     for area, title in AREAS.items():
-        columns = ("check", "verdict", "what was found")
+        columns = ("check", "verdict", "finding")
         rows = [(one.name, one.status, one.said) for one in verdicts if one.area == area]
         if area == SET:
-            columns = ("what", "set", "why")
-            rows = [(one.what, one.change or "leave it", one.reason) for one in findings.settings]
+            columns = ("setting", "change", "reason")
+            rows = [(one.what, one.change or "no change", one.reason) for one in findings.settings]
         tables.append(Table(title, columns, tuple(rows)))
     counts = Counter(one.status for one in verdicts).items()
     facts = (Fact(status, str(number)) for status, number in counts)
@@ -124,14 +124,14 @@ def _finite(value: Any) -> Any:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m fsdp2 doctor",
-        description="Check that sharding is correct and fast here and that the machine is healthy; "
-        "recommend settings. Under torchrun it measures all ranks.",
+        description="Check that this machine is healthy, and sharding correct and fast on it; "
+        "recommend settings. Under torchrun, measures all ranks.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--html", metavar="FILE", type=Path, help="write a page with all findings")
+    add("--html", metavar="FILE", type=Path, help="write an HTML page with all findings")
     add(
         "--json",
         metavar="FILE",
@@ -140,10 +140,10 @@ def parser() -> argparse.ArgumentParser:
     )
     effort = made.add_mutually_exclusive_group()
     effort.add_argument(
-        "--seconds", type=_seconds, default=60.0, help="approximate time for timing steps (60)"
+        "--seconds", type=_seconds, default=60.0, help="approximate seconds of timing steps (60)"
     )
     effort.add_argument(
-        "--quick", dest="seconds", action="store_const", const=QUICK_S, help="10 seconds instead"
+        "--quick", dest="seconds", action="store_const", const=QUICK_S, help="same as --seconds 10"
     )
     add("--timeout", type=_seconds, default=60.0, help="seconds until a rank counts as lost (60)")
     add("--hsdp", action="store_true", help="also check HSDP on one host")
@@ -163,7 +163,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0.0 < found <= 86400.0:
-        raise argparse.ArgumentTypeError(f"expected seconds, from above 0 to a day; found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected 0 < seconds <= 86400, found {text!r}")
     return found
 
 
@@ -178,14 +178,14 @@ class Doctor:
 
     @property
     def _tells(self) -> bool:
-        """Return True on the first rank that still answers, which prints."""
+        """Return True on the rank that prints: the first one that still answers."""
         left = (rank for rank in range(self.ranks.size) if rank not in self._lost)
         return self.ranks.rank == next(left, None)
 
     def run(self, checks: Sequence[Check]) -> int:
-        self._meet("the first meeting")
+        self._meet("the first rendezvous")
         if self.ranks.size == 1:
-            self._print("One rank is measured; all: torchrun --nproc-per-node N -m fsdp2 doctor")
+            self._print("One rank is measured. All: torchrun --nproc-per-node N -m fsdp2 doctor")
         for index, check in enumerate(checks):
             if self._over:
                 left = checks[index:]
@@ -200,7 +200,7 @@ class Doctor:
             if isinstance(answers, LostRankError):
                 self._lose(answers, check.name)
             else:
-                self._over = f"{check.name} did not come back"
+                self._over = f"{check.name} did not return"
                 self._tell([_failure(check, answers)])
             self._finish()
 
@@ -212,12 +212,12 @@ class Doctor:
         self.findings.values[check.name] = answers
         if any("error" in one for one in answers):
             self._tell([_failure(check, answers)])
-            self._meet("the meeting after it")
+            self._meet("the rendezvous after an error")
             return
         try:
             self._tell(check.judge(answers))
         except Exception as error:  # unexpected values must not hide the other findings
-            said = f"figures that cannot be judged: {type(error).__name__}: {error}"
+            said = f"cannot judge the measurements: {type(error).__name__}: {error}"
             self._tell([Verdict(check.area, check.name, WRONG, said)])
         if check is CHECKS[-1]:
             self._tell(advice.prediction(self.findings))
@@ -228,13 +228,13 @@ class Doctor:
         except LostRankError as error:
             self._lose(error, where)
         except Exception as error:  # a backend raises its own exception classes
-            self._over = "the ranks could not meet"
+            self._over = "the rendezvous failed"
             said = f"{self._over}: {type(error).__name__}: {error}".partition("\n")[0]
             self._tell([Verdict(MACHINE, "ranks", WRONG, said)])
 
     def _lose(self, error: LostRankError, where: str) -> None:
-        self._lost, self._over = error.ranks, f"{ranks_text(error.ranks)} is lost"
-        said = f"did not answer within {self.ranks.options.timeout_s:g} s, in {where}"
+        self._lost, self._over = error.ranks, f"lost {ranks_text(error.ranks)}"
+        said = f"did not answer within {self.ranks.options.timeout_s:g} s in {where}"
         self._tell([Verdict(MACHINE, "ranks", WRONG, f"{ranks_text(self._lost)} {said}")])
 
     def _tell(self, verdicts: Iterable[Verdict]) -> None:
@@ -291,14 +291,14 @@ def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     given = made.parse_args(arguments)
     for path in filter(None, (given.html, given.json)):
         if not path.absolute().parent.is_dir():
-            made.error(f"there is no folder for {path}")
+            made.error(f"the folder of {path} does not exist")
     # otherwise torch kills a process whose collective timed out before the doctor can report it
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
     try:
         ranks = Ranks(options)
     except dist.DistError as error:
-        said = f"the ranks did not meet within {given.timeout:g} s: {error}".partition("\n")[0]
+        said = f"no rendezvous within {given.timeout:g} s: {error}".partition("\n")[0]
         print(f"python -m fsdp2 doctor: {said}", file=sys.stderr)
         return 1
     return Doctor(ranks, given.html, given.json).run(checks)

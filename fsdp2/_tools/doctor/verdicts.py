@@ -11,16 +11,16 @@ from fsdp2._tools.doctor.ranks import Ranks, Values
 OK, NOT_MEASURED, WARNING, WRONG = "ok", "not measured", "warning", "wrong"
 RIGHT, FAST, MACHINE, SET = "right", "fast", "machine", "set"
 AREAS = {
-    RIGHT: "Is it right here?",
-    FAST: "Is it fast here?",
-    MACHINE: "Is the machine well?",
-    SET: "What to set",
+    RIGHT: "Correctness",
+    FAST: "Speed",
+    MACHINE: "Machine",
+    SET: "Recommended settings",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of output: the name of a check, and ``said``, a sentence with its figure."""
+    """One line of output: the name of a check, and ``said``, a sentence with the measured value."""
 
     area: str
     name: str
@@ -31,7 +31,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Setting:
     """A recommended setting. ``change`` is code or a command, empty if the current setting is best;
-    ``reason`` has the figure for it."""
+    ``reason`` cites the measurement."""
 
     what: str
     change: str
@@ -40,9 +40,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Check:
-    """A check. Every rank runs ``measure``, and passes the results of all ranks, in rank order, to
-    ``judge``; so all reach the same verdicts. ``limit_s``: maximum time of ``measure`` on a healthy
-    machine."""
+    """A check. Every rank runs ``measure``, and calls ``judge`` with the results of all ranks, in
+    rank order, so all ranks reach the same verdicts. ``limit_s`` is the maximum time of ``measure``
+    on a healthy machine."""
 
     area: str
     name: str

@@ -13,7 +13,7 @@ KINDS = (
     "gathered parameters",
     "communication",  # buffers of collectives
     "activations",  # and everything else that the model and its backward allocate
-    "logits",  # activations with one number per word of the vocabulary
+    "logits",  # activations with one number per vocabulary entry
 )
 """Categories of memory, from the bottom of the picture to its top."""
 MEASURED = ("parameters", "gathered parameters", "communication")
@@ -31,11 +31,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation with the figure behind it. ``print`` shows it as text.
+    """A recommendation and the figure that supports it. ``print`` shows it as text.
 
-    ``severity`` is what is lost: ``slow`` or ``memory``. ``about`` names the unit, the parameter or
-    the step. ``found`` is the finding, with its number. ``change`` is what to do, as code where
-    possible. ``gain`` is the predicted effect of the change, with its number; it may be empty.
+    ``severity`` is ``slow`` or ``memory``. ``about`` names the unit, the parameter or the step.
+    ``found`` is the finding, with its number. ``change`` is what to do, as code where possible.
+    ``gain`` is the predicted effect of the change, with its number; it may be empty.
     """
 
     severity: str
@@ -117,8 +117,8 @@ class TimeLine:
 @dataclass(frozen=True)
 class Planned:
     """The plan of a step, to be drawn over measurements. ``moments``: of one kind, in order, each
-    drawn at the measured time of the event that it is labelled with. ``time_line``: None if no time
-    was planned."""
+    drawn at the measured time of the event in its label. ``time_line`` is None if no time was
+    planned."""
 
     moments: tuple[Moment, ...]
     time_line: TimeLine | None = None

@@ -3,8 +3,8 @@
 Text is escaped HTML, so that it can be read, searched and printed even without scripts. Pictures
 are drawn by ``js/``, with the library in ``echarts/``, from the values in one block of JSON.
 
-[Note: names are not to be trusted]
-A module, and so a unit, may have any name, and a page is sent to other people. Text is escaped with
+[Note: untrusted names]
+A module, and therefore a unit, may have any name, and users share pages. Text is escaped with
 ``escape``, JSON contains no ``<``, scripts set only ``textContent``, and the content security
 policy loads nothing and runs only the scripts whose hashes it lists.
 """
@@ -119,7 +119,7 @@ def _body(page: content.Page) -> Iterator[str]:
     yield from _facts(page.facts)
     yield from _advice(page.advice)
     pictures = {
-        "units": (page.units, "Units", "Bytes as areas. Click a part to look into it."),
+        "units": (page.units, "Units", "Areas are proportional to bytes. Click a part to zoom in."),
         "memory": (page.memory, "Memory over a step", ""),
         "times": (page.time_lines, "Time", ""),
     }

@@ -1,17 +1,17 @@
 """Comparison of ranks: the offsets of their clocks, and which rank joins collectives last.
 
 [Note: aligning clocks]
-Clocks are compared without communication, by the recorded collectives. A collective ends on no rank
-before all ranks of its axis have begun it. So for ranks ``r`` and ``q``, each collective that both
-recorded bounds how far the clock of ``q`` is ahead::
+Clock offsets are estimated from the recorded collectives, without communication. A collective ends
+on no rank before all ranks of its axis have begun it. So for ranks ``r`` and ``q``, each collective
+that both recorded bounds how far the clock of ``q`` is ahead::
 
   begin of q - end of r  <=  ahead  <=  end of q - begin of r
 
-All collectives together leave a narrow range. Each also ends at about the same time on all ranks,
+Together, all collectives leave a narrow range. Each also ends at about the same time on all ranks,
 so the estimate is the median difference of exact ends (waited for, or reported by a device),
-clamped to the range. The distance to its bounds is the accuracy: typically the time of a fast
-collective, 0.1 to 1 ms. Clocks drift, so each minute has its own estimate, linearly interpolated. A
-collective is identified by its unit, its kind, and the last backward's number, which ranks share.
+clamped to the range. Its distance to the bounds is the accuracy: typically the time of a fast
+collective, 0.1 to 1 ms. Clocks drift, so each minute has a separate estimate, linearly
+interpolated. A collective is identified by its unit, its kind, and the number of the last backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp2._tools.record.steps import COLLECTIVES, LATE_NS
 WINDOW_NS = 60_000_000_000
 KINDS = {"unshard": "all_gather", "reduce": "reduce_scatter", "all_reduce": "all_reduce"}
 WAITS = tuple(f"wait_{kind}_s" for kind in COLLECTIVES)
-"""The waits among the figures of a step."""
+"""Names of the waits in the figures of a step."""
 
 Key = tuple[Any, ...]
 
@@ -50,12 +50,12 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A rank's arrivals at collectives: it was the last rank in ``last`` of ``counted``.
+    """A rank's arrivals at collectives: it was last in ``last`` of ``counted`` collectives.
 
-    A collective counts if its last rank came later than the accuracy of the clocks, and at least
-    0.1 ms late. ``expected`` is the number of collectives in which the rank would be last by
-    chance. Lateness is in seconds after the last but one: ``late_s`` is the sum, ``median_late_s``
-    the median, ``longest_late_s`` the maximum.
+    A collective counts if its last rank was late by more than the accuracy of the clocks, and by at
+    least 0.1 ms. ``expected`` is the number of collectives in which the rank would be last by
+    chance. Lateness is in seconds after the second-to-last rank: ``late_s`` is the sum,
+    ``median_late_s`` the median, ``longest_late_s`` the maximum.
     """
 
     rank: int
@@ -97,8 +97,8 @@ class Shift:
 
 @dataclass(frozen=True)
 class Delay:
-    """A collective for which ``rank`` was late: from the arrival of the last but one to its own.
-    Times are nanoseconds since the epoch, on the first rank's clock. ``ranks``: of the axis."""
+    """A collective for which ``rank`` was late, from the second-to-last arrival to its own. Times
+    are nanoseconds since the epoch, on the first rank's clock. ``ranks`` are those of the axis."""
 
     rank: int
     kind: str
@@ -226,7 +226,7 @@ def align(files: Sequence[RankFile]) -> Aligned:
 
 
 def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
-    """Drop collectives whose number between the same backwards differs among ranks."""
+    """Drop collectives whose count between the same backwards differs between ranks."""
     counts: dict[Key, set[int]] = defaultdict(set)
     for met in raw.values():
         for name, count in Counter(key[:-1] for key in met).items():

@@ -2,10 +2,10 @@
 
 Owns the digest of a tensor, and the file of a rank. Comparison is in ``bits_compared``.
 
-[Note: digests that ranks add up]
+[Note: additive digests]
 A digest is the sum, modulo 2^64, of a hash of each element and its position in the full tensor.
 Digests of shards therefore add up to that of the full tensor for any number of ranks, and recording
-needs no communication. Each replica of a parameter has its own digest; they must be equal.
+needs no communication. Each replica of a parameter has a separate digest; these must be equal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # signed
 
 
 def digest_of(tensor: Tensor, places: Tensor | None = None, key: int = 0) -> Tensor:
-    """Return the digest of a plain tensor, 0-dim in int64; ``places``: positions of elements."""
+    """Return a plain tensor's digest, a 0-dim int64; ``places`` are the elements' positions."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -86,7 +86,7 @@ class BitsRecording:
         self._slots: Slots | None = None
         self._writer: Writer | None = None
         self._handles: list[Any] = []
-        # rows to be written later, to avoid waiting for the device
+        # rows are written later, to avoid waiting for the device
         self._rows: list[tuple[list[Any], Tensor]] = []
         self._counts: dict[tuple[int, int, str], int] = {}  # forwards of a unit in a slot
 
@@ -238,20 +238,20 @@ def record_bits(model: nn.Module, path: str) -> BitsRecording:
 
     For each slot, it writes one 64-bit number for the outputs of each unit, and one for its
     gradients. For each step, it writes one for the gradients before the optimizer's step, and one
-    for the parameters after it. Each rank writes a file; nothing is sent. A digest needs a few
-    kernels over the tensor, so steps take longer while recording::
+    for the parameters after it. Each rank writes a file; nothing is communicated. A digest takes a
+    few kernels over the tensor, so steps are slower while recording::
 
         with fsdp2.debug.record_bits(model, "run1") as bits:
             ...  # train
                 bits.note("loss", loss)
 
     Args:
-        model: a model that ``reproducible`` was called for.
+        model: a model that was passed to ``reproducible``.
         path: a folder without a recording.
 
     Raises:
         ConfigError: the folder has a recording of this rank, or cannot be written to.
-        StateError: the model is not reproducible; entered during a step.
+        StateError: the model is not reproducible; the context is entered during a step.
     """
     slots_of("record_bits", model)
     return BitsRecording(model, Path(check_path("record_bits", "path", path)))

@@ -35,8 +35,8 @@ class SameBits:
 
     ``step``, ``slot``, ``unit`` and ``what`` describe the first difference. ``slot`` is None if the
     difference is in the sum over slots or in an update; all are None if there is no difference.
-    ``compared`` is the number of equal digests up to there. ``notes`` lists differences between the
-    programs, such as versions or numbers of threads.
+    ``compared`` is the number of equal digests before the difference. ``notes`` lists differences
+    between the programs, such as versions or numbers of threads.
     """
 
     step: int | None
@@ -55,7 +55,7 @@ class SameBits:
 
 
 class _Run:
-    """The digests of a run, joined over its ranks."""
+    """The digests of a run, summed over its ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class _Run:
         self._sums: dict[Key, dict[int, int]] = {}
         files = [folder] if folder.is_file() else sorted(folder.glob("bits*.jsonl"))
         if not files:
-            raise _unreadable(folder, "it has no such files")
+            raise _unreadable(folder, "it contains no bits*.jsonl")
         for file in files:
             self._read(file)
 
@@ -119,11 +119,11 @@ def same_bits(
     first difference is in a unit's outputs, its cause is inside that unit, because its inputs are
     other units' outputs. Only steps that are in both recordings are compared.
 
-    ``python -m fsdp2 compare run1 run2`` prints the same.
+    ``python -m fsdp2 compare run1 run2`` prints the result.
 
     Args:
-        a: the path that was passed to ``record_bits``, with the files of all ranks; or, for a run
-            of one process, its result.
+        a: the path that was passed to ``record_bits``, with the files of all ranks; or, for a
+            single process, the result of ``record_bits``.
         b: the same for the other run.
 
     Raises:
@@ -134,10 +134,10 @@ def same_bits(
     first, second = runs
     slots = [run.header.get("slots") for run in runs]
     if slots[0] != slots[1]:
-        raise _unreadable(second.folder, f"it has {slots[1]} slots, the other one {slots[0]}")
+        raise _unreadable(second.folder, f"it has {slots[1]} slots, the other run {slots[0]}")
     steps = first.steps & second.steps
     if not steps:
-        raise _unreadable(second.folder, "it has no step in common with the other one")
+        raise _unreadable(second.folder, "the runs have no common step")
     compared = 0
     notes = tuple(_notes(first.header, second.header))
     order = second.order | first.order  # keep the order of a process that runs all slots
@@ -169,7 +169,7 @@ def _difference(key: Key, a: _Run, b: _Run) -> str:
         if len(run.digests(key)) > 1:
             return f"its replicas differ from each other in {run.folder}"
         if not run.digests(key):
-            return f"{run.folder} has none"
+            return f"missing in {run.folder}"
     (one,), (other,) = a.digests(key), b.digests(key)
     return "" if one == other else f"{one:016x} and {other:016x}"
 

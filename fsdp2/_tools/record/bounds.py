@@ -1,4 +1,4 @@
-"""The limits of recorded steps, as advice: a rank, the links, code between units, or a unit."""
+"""Bottlenecks of recorded steps, as advice: a rank, the links, code between units, or a unit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LATE = "late"
 MOST = 0.5
 """Minimum fraction of a wait that a delay must cover to be its cause."""
 WORTH = 0.01
-"""Minimum fraction of the time for advice."""
+"""Minimum fraction of the time of steps for which advice is given."""
 BOUND = 0.25
-"""Minimum fraction of the time of steps for a bound."""
+"""Minimum fraction of the time of steps for a bottleneck of all units."""
 SIGMAS = 2
-"""Deviations from the expected number that count as significant."""
+"""Standard deviations from the expected number that count as significant."""
 LATER = 2
 """A rank is habitually late if it is this many times as late as all others together."""
 
@@ -184,8 +184,8 @@ def _advise_ranks(
             Advice(
                 "slow",
                 f"rank {one.rank}",
-                f"the others waited {time_text(one.late_s)} for it in all{share}, at most "
-                f"{time_text(one.longest_late_s)} at once; it came last to {one.last} of "
+                f"the others waited {time_text(one.late_s)} for it in total{share}, at most "
+                f"{time_text(one.longest_late_s)} at a time; it was last in {one.last} of "
                 f"{one.counted} collectives, mostly of {where}",
                 "check this rank's input pipeline, its share of the work, its clock rate, and "
                 "other processes on its host",
@@ -214,8 +214,8 @@ def _advise_steps(aligned: Aligned, left: dict[str, UnitWaits]) -> list[Advice]:
                 "the links",
                 waited,
                 f"is spent waiting for collectives for which no rank was late: {_carried(aligned)}",
-                "more work between them (a larger batch a rank, or accumulation), or fewer bytes "
-                "(MixedPrecisionPolicy, gather_dtype, Compress); units that are larger, where the "
+                "more compute per collective (a larger batch per rank, accumulation); fewer bytes "
+                "(MixedPrecisionPolicy, gather_dtype, Compress); larger units, if their "
                 "collectives are small",
             )
         )
@@ -225,7 +225,7 @@ def _advise_steps(aligned: Aligned, left: dict[str, UnitWaits]) -> list[Advice]:
             _slow(
                 "between the units",
                 idle,
-                "no unit computes and nothing is waited for: the optimizer, the input, or a host "
+                "is neither compute nor a wait for collectives: the optimizer, input, or a host "
                 "that is too slow to keep a device busy",
                 "fsdp2.optim.local for the optimizer, workers for the input; fsdp2.compile or "
                 "larger operations for the host",
@@ -240,7 +240,7 @@ def _carried(aligned: Aligned) -> str:
     nbytes = sum(row["nbytes"] for row, _ in carried)
     seconds = sum(took for _, took in carried)
     rate = f", {nbytes_text(int(nbytes / seconds))}/s while in flight" if seconds else ""
-    return f"{nbytes_text(nbytes // len(aligned.steps))} a step and rank{rate}"
+    return f"{nbytes_text(nbytes // len(aligned.steps))} per step and rank{rate}"
 
 
 def _without(
@@ -274,10 +274,10 @@ def _remedy(kind: str, unit: UnitWaits) -> str:
         return 'model.set_memory("fast"), which keeps more reductions in flight'
     if unit.prefetches["none"] > unit.prefetches["late"]:
         return (
-            "it is not prefetched: the first unit of a step cannot be; for others keep the "
+            "it is not prefetched. The first unit of a step cannot be; for other units keep the "
             "order of forwards, or use set_modules_to_forward_prefetch"
         )
-    return 'model.set_memory("fast"), which gathers two units ahead; or larger units'
+    return 'model.set_memory("fast"), which prefetches two units; or larger units'
 
 
 def time_text(seconds: float) -> str:

@@ -1,9 +1,9 @@
 """Collectives in flight: when each was issued and completed, and which unit waited for it.
 
-[Note: when a collective is over]
-On a device, an event in the lane records the completion. On a CPU, a rank observes it when it
-waits, or earlier at the next poll (some works of gloo report it only to a waiter). So the recorded
-end of a collective without a waiter may be late by up to this rank's compute time in between.
+[Note: completion of collectives]
+On a device, an event in the lane records the completion. On a CPU, a rank observes the completion
+in a wait, or earlier in a poll (some gloo works report it only in a wait). So the recorded end of a
+collective without a wait may be late by up to this rank's compute time in between.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXACT_NS = 20_000
 
 
 class Flown:
-    """A launched collective that records which code waits for it."""
+    """A launched collective that records the waits for it."""
 
     __slots__ = ("entry", "flight", "flights", "is_ahead", "kind", "row", "wait", "was_done")
 
@@ -44,7 +44,7 @@ class Flown:
         self.is_ahead = flights.is_prefetching
         self.wait: Row | None = None
         self.was_done = False
-        self.flight: Callable[[], InFlight | None] = lambda: None  # weak: it holds buffers
+        self.flight: Callable[[], InFlight | None] = lambda: None  # weak: a flight holds buffers
 
     def before_wait(self, flight: InFlight) -> None:
         flights = self.flights

@@ -1,11 +1,11 @@
 """``Ledger``: rows with begin and end times, which may become known later, and sums per step.
 
 [Note: times of a device]
-An event in a stream has a time only after the stream reaches it. The host does not wait for it: the
-moment is kept, and queried again when another step begins. Differences between events are fp32
-milliseconds, which are too coarse after minutes. So each step has an *anchor*: an event from which
-its moments are measured. Its time is the previous anchor's plus the difference. The host waits only
-for the first anchor.
+An event in a stream has a time only after the stream reaches it. The host does not wait for this:
+the moment is queried again when another step begins. Differences between events are fp32
+milliseconds, which become too coarse after minutes. So each step has an *anchor*: an event from
+which its moments are measured. Its time is the previous anchor's plus the difference. The host
+waits only for the first anchor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._start = time.perf_counter_ns()
-        # read it between two readings of the other clock, whose mean is used as the same moment
+        # read between two readings of the other clock, whose mean counts as the same moment
         epoch = time.time_ns()
         self.epoch_ns = epoch - (time.perf_counter_ns() - self._start) // 2
 
@@ -101,7 +101,7 @@ class DeviceClock(Clock):
             passed_ms = moment.anchor.event.elapsed_time(moment.event)
             moment.time_ns = start + round(passed_ms * 1e6)
             moment.anchor = None  # otherwise each anchor keeps all earlier ones alive
-        return moment.time_ns  # type: ignore[no-any-return]  # a moment's is a number
+        return moment.time_ns  # type: ignore[no-any-return]  # an int or None
 
     def settle(self) -> None:
         torch.accelerator.synchronize()
@@ -141,8 +141,8 @@ class Ledger:
         self.memory = memory
         self.writer = writer
         self.step = Step(0)
-        self.round = 0  # number of the last backward: the same on all ranks, whenever they began
-        self.profiles = False  # a profiler runs
+        self.round = 0  # number of the last backward: equal on all ranks, whenever they began
+        self.profiles = False  # True while a profiler runs
         self.numbers = itertools.count(1)
         self._allocator = allocator
         self._ended = ended  # called with each step whose times are known
@@ -175,7 +175,7 @@ class Ledger:
         return quoted
 
     def say_waiting(self, row: Row) -> None:
-        """Record that the host will block. See [Note: what is on disk when a rank dies]."""
+        """Record that the host will block. See [Note: file contents after a crash]."""
         self._write(row.text.replace('"kind":"wait"', '"kind":"waiting"', 1), row.begin, None)
         self.writer.flush()
 

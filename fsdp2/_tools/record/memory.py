@@ -20,7 +20,7 @@ from fsdp2._core.params.reduce import Reduction
 from fsdp2._core.params.registration import GATHERING
 
 SHARE = 100
-"""Queries of a device's allocator take at most one part in this many of the time."""
+"""Queries of a device's allocator take at most 1 / ``SHARE`` of the time."""
 
 
 @dataclass(eq=False)

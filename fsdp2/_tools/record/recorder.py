@@ -1,11 +1,11 @@
 """``Recorder``: observes a model and writes its events as rows of a ledger. It tracks forwards and
 backwards of units, passes of roots, steps, and events of the engine.
 
-[Note: whose event]
-``events`` names units, and every model has a ``<root>``. So an event is recorded only while this
-model is active, under the name that the unit has in the model passed to ``record``.
+[Note: events of this model]
+Events contain names of units, and every model has a ``<root>``. So an event is recorded only while
+this model is active, under the unit's name in the model passed to ``record``.
 
-[Note: what a step is]
+[Note: definition of a step]
 A step begins with a root's forward that records a graph, and ends when the reductions of a backward
 were waited for. A backward without reductions (``no_sync``) does not end it, so accumulated
 microbatches are one step. Nor does a backward end it while another root that ran still needs one. A
@@ -82,7 +82,7 @@ class Passes:
 
     def begin_outer(self, tree: Tree) -> None:
         """Begin a backward that recomputes a unit without a recorded forward, as reentrant
-        checkpointing does. Each unit inside has a separate backward, at whose end it is reduced.
+        checkpointing does. Each unit inside has a separate backward, which ends with its reduction.
         All of them are one pass, which ends with the outer backward."""
         tree.is_inside = True
         self.begin(tree, "backward")
@@ -157,7 +157,7 @@ class Recorder:
         events.listeners.append(self._hear)
 
     def stop(self) -> None:
-        """Stop observing; unfinished rows stay without an end."""
+        """Stop observing; unfinished rows get no end time."""
         events.listeners.remove(self._hear)
         for one in self._observed:
             one.leave(self)
@@ -211,7 +211,7 @@ class Recorder:
         return self._act(entry.name, entry, call, *args)
 
     def _hear(self, event: Event) -> None:
-        """Record an event. See [Note: whose event]."""
+        """Record an event. See [Note: events of this model]."""
         if self._active is None:
             return
         entry, kind = self._entry, event.kind
@@ -274,7 +274,7 @@ class Recorder:
         with _during(self, _since=self._ledger.clock.now()):
             self._act(name, entry, wait)
 
-    # Methods of runtimes, by kind. See [Note: what a step is].
+    # Methods of runtimes, by kind. See [Note: definition of a step].
 
     def _around_begin_forward(
         self,
@@ -336,7 +336,7 @@ class Recorder:
     _around_abandon_backward = _around_fail
 
     def _around_prefetch(self, prefetch: Do, unit: Unit) -> None:
-        if unit not in self._names:  # the unit is above the recorded model
+        if unit not in self._names:  # the unit contains the recorded model
             prefetch(unit)
             return
         with _during(self._flights, is_prefetching=True):

@@ -47,7 +47,7 @@ def record(
     scalars: Scalars | None = None,
     tokens: int | None = None,
 ) -> Recording:
-    """Record what a model's units do on this rank, while the ``with`` block runs.
+    """Record the events of a model's units on this rank, during the ``with`` block.
 
     Each recording rank writes ``rank<N>.jsonl`` into the folder ``path``. Nothing is communicated,
     so ranks may record at different times. ``fsdp2.read_recordings(path)`` reads all files. While a
@@ -71,7 +71,7 @@ def record(
     Raises:
         ConfigError: nothing in ``model`` is sharded; an argument is invalid; (when entered) the
             folder contains this rank's file from an earlier recording.
-        StateError: (when entered) during a step, or a second time.
+        StateError: (when entered) a step is running, or this is the second time.
         UnsupportedError: ``model`` is the result of ``fsdp2.compile``: compiled steps run no hooks.
     """
     check_path("record", "path", path)
@@ -93,8 +93,8 @@ class Recording:
     """The result of ``record``: a context manager, and afterwards this rank's recording.
 
     ``steps`` are the complete steps, as ``RecordedStep``. ``path`` is this rank's file, and
-    ``rank`` its number. The methods read the file. During the ``with`` block they return what has
-    been written so far. They raise the same errors as those of ``Recordings``.
+    ``rank`` its number. The methods read the file. During the ``with`` block, they cover the rows
+    written so far. They raise the same errors as the methods of ``Recordings``.
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class Recording:
                 "FS918",
                 f"fsdp2.record: scalars raised {type(error).__name__}: {error} at step "
                 f"{found.number} of rank {self.rank}. It will not be called again; the "
-                "recording continues. Fix the function that was passed.",
+                "recording continues. Fix this function.",
                 RuntimeWarning,
             )
 
     def read(self) -> Recordings:
-        """Return this rank's recording, as far as it has been written.
+        """Return this rank's recording, up to the last row written.
 
         Raises:
             ConfigError: nothing was recorded yet.

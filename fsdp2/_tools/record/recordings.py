@@ -21,8 +21,8 @@ from fsdp2._tools.record.rows import RankFile, files_in, read_file, write_beside
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
     """Read recordings of ``fsdp2.record``: folders, or single files, of any number of ranks.
 
-    Recordings of a run that is still running, or that died, can be read too. All files must be from
-    one run.
+    Recordings of a run that is still running, or has crashed, can be read too. All files must be
+    from one run.
 
     Raises:
         ConfigError: there is nothing to read, a file is not a recording, or a rank appears twice.
@@ -61,7 +61,7 @@ class Recordings:
         return f"Recordings(ranks={self.ranks}, steps={counts})"
 
     def __str__(self) -> str:
-        """Summarize what bounds the steps, and what to change."""
+        """Summarize the bottleneck of the steps, and the recommended changes."""
         found = bounds.find_bounds(self._aligned)
         changes: dict[str, list[str]] = {}
         for one in found.advice:
@@ -93,7 +93,7 @@ class Recordings:
     def steps(self) -> dict[int, tuple[dict[str, Any], ...]]:
         """The figures of each complete step by rank, as dicts with the names of ``RecordedStep``.
 
-        A dict has the number of the step as ``step``, and its ``begin_ns`` and ``end_ns``.
+        Each dict also has the number of the step as ``step``, and its ``begin_ns`` and ``end_ns``.
         """
         return {file.rank: file.steps for file in self._files}
 
@@ -143,7 +143,7 @@ class Recordings:
             if not isinstance(own, int) or isinstance(own, bool) or not 0 <= own < trace.FOREIGN:
                 raise ConfigError(
                     "FS917",
-                    f"trace: the rank of profile {path} is not known (found {own!r}). Pass "
+                    f"trace: the rank of profile {path} is unknown (found {own!r}). Pass "
                     "profiles as a dict from ranks to paths.",
                 )
             found.append((own, profile))
@@ -183,7 +183,7 @@ class Recordings:
         """Return the contents of ``html`` as plain values, for programs that draw them differently.
 
         Args:
-            step: whose time line and memory are shown; default: the last complete one.
+            step: the step whose time line and memory are shown; None: the last complete step.
             planned: the result of ``Plan.planned()``, to be drawn over the measurements.
 
         Raises:
@@ -214,7 +214,7 @@ class Recordings:
             planned: as for ``page``.
 
         Raises:
-            ConfigError: as ``page``; the path cannot be written, or is one of the recordings.
+            ConfigError: as for ``page``; the path cannot be written, or is one of the recordings.
         """
         target = Path(check_path("html", "path", path))
         text = render(self.page(step=step, planned=planned))

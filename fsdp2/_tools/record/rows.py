@@ -1,10 +1,10 @@
 """The file of one rank, in JSON lines: a header, then rows; its format, reading and writing.
 
-[Note: what is on disk when a rank dies]
-Lines are buffered, and written when a step ends, when there are many, and before the host blocks in
-a wait, where writing costs no time. The last line before a wait is of kind ``waiting``, so the file
-of a hanging rank ends with the collective that it waits for. A crash truncates only the last line,
-which readers skip.
+[Note: file contents after a crash]
+Lines are buffered, and written when a step ends, when the buffer is full, and before the host
+blocks in a wait, where writing costs no time. The last line before a wait is of kind ``waiting``,
+so the file of a hanging rank ends with the collective that it waits for. A crash truncates only the
+last line, which readers skip.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MANY = 1024
 """Maximum number of buffered lines."""
 WAITS_FOR = ("wait_for_unshard", "wait_for_reduce")
 EVENTS = ("unshard", "reshard", "reduce", "prefetch", "adopt", "recover", *WAITS_FOR)
-"""Kinds of rows that are events of the engine, with its names and numbers."""
+"""Kinds of rows that are events of the engine, with the engine's names and numbers."""
 
 FORMAT = 1
 MOST = 1 << 62
-"""Upper bound of all numbers in a recording, so that sums of them stay finite."""
+"""Upper bound of all numbers in a recording, so that their sums stay finite."""
 MOST_RANKS = 1 << 20
 
 # The format of headers and rows: a file is validated once, before its values are used.
@@ -212,7 +212,7 @@ class RankFile:
 
 
 def read_file(path: Path) -> RankFile:
-    """Read a rank's file, also that of a running or dead process; ConfigError for other files."""
+    """Read the file of a rank, which may be running or dead; ConfigError for other files."""
     rows: list[dict[str, Any]] = []
     try:
         for line in _lines(path):
@@ -246,11 +246,11 @@ def _lines(path: Path) -> Iterator[bytes]:
     be read or is not a regular file, and ValueError if a line is too long."""
     with open_regular(path) as file:
         if is_hollow(os.fstat(file.fileno())):
-            raise ValueError("it is mostly holes")
+            raise ValueError("it is a sparse file")
         while (line := file.readline(LINE_NBYTES)).endswith(b"\n"):
             yield line
         if len(line) == LINE_NBYTES:
-            raise ValueError("a line never ends")
+            raise ValueError("a line is too long")
 
 
 def files_in(folders: Sequence[Path]) -> list[Path]:

@@ -14,15 +14,15 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 class RecordedStep:
     """A step of one rank: from its first forward until its reductions were waited for.
 
-    Times are seconds, sizes are bytes. ``seconds`` is the sum of ``compute_s``, of ``between_s``
-    (the loss, the caller's own code) and of the three waits. A wait is *exposed*: compute was idle.
+    Times are seconds, sizes are bytes. ``seconds`` is the sum of ``compute_s``, ``between_s`` (the
+    loss, the caller's own code) and the three waits. Waits are *exposed*: compute was idle.
 
-    - ``gathered_nbytes``, ``reduced_nbytes``: the buffers of all all-gathers and reduce-scatters.
+    - ``gathered_nbytes``, ``reduced_nbytes``: the buffer sizes of all-gathers and reduce-scatters.
     - ``prefetch_hits``: all-gathers that had completed when they were needed; ``prefetch_late``:
-      those that were prefetched and not complete; ``prefetch_none``: those that were not
+      those that were prefetched but not complete; ``prefetch_none``: those that were not
       prefetched.
     - ``peak_nbytes``: the peak of shards, unsharded parameters and buffers of collectives.
-    - ``rss_nbytes``: the process' memory at the end, 0 where the system does not report it.
+    - ``rss_nbytes``: the process's memory at the end, 0 if the system does not report it.
     - ``allocated_nbytes``: memory allocated by the device's allocator, 0 without a device.
     - ``tokens_per_s``: measured from the end of the previous step, so that the optimizer is
       included; 0 if ``tokens`` was not given.

@@ -26,7 +26,7 @@ def choose_step(files: Sequence[RankFile], step: int | None) -> int | None:
         if step not in known:
             raise ConfigError(
                 "FS916",
-                f"page: expected step to be a recorded one, found {described(step)}. Pass one from "
+                f"page: expected a recorded step, found {described(step)}. Pass a number from "
                 f"1 to {max(known, default=0)}.",
             )
         return step
@@ -55,7 +55,7 @@ def page(aligned: Aligned, step: int | None, planned: Planned | None) -> content
         tables=tuple(_tables(aligned, bounds.waits)),
         notes=tuple(_notes(aligned)),
         headline=bounds.headline,
-        order=("times", "memory", "units"),  # a step's time and its cause show best in these
+        order=("times", "memory", "units"),  # the most useful pictures of a step come first
     )
 
 
@@ -70,7 +70,7 @@ def _facts(aligned: Aligned) -> list[Fact]:
     for row in rows:
         longest[row["step"]] = max(longest.get(row["step"], 0.0), row["seconds"])
     worst, most = max(longest.items(), key=lambda item: item[1], default=(0, 0.0))
-    note = f"half of the steps took longer; the longest: {time_text(most)}, step {worst}"
+    note = f"median; the longest: {time_text(most)}, step {worst}"
     typical = statistics.median(longest.values() or [0.0])
     seconds = _mean(rows, "seconds")
     waited = _mean(rows, *WAITS)
@@ -192,12 +192,12 @@ def _tables(aligned: Aligned, waits: dict[str, UnitWaits]) -> list[Table]:
     units = sorted(waits.items(), key=lambda item: -item[1].total)
     return [
         Table(
-            "Ranks side by side (means over steps)",
-            ("rank", "host", "step", "compute", *COLLECTIVES, "came last", "by", "clock", "within"),
+            "Ranks (means over steps)",
+            ("rank", "host", "step", "compute", *COLLECTIVES, "last in", "by", "clock", "accuracy"),
             tuple(ranks),
         ),
         Table(
-            "Waits for each unit's collectives (all ranks and steps), and its gathers",
+            "Waits for each unit's collectives (all ranks and steps), and its all-gathers",
             ("unit", *COLLECTIVES, "prefetched in time", "too late", "not prefetched"),
             tuple(
                 (
@@ -213,8 +213,8 @@ def _tables(aligned: Aligned, waits: dict[str, UnitWaits]) -> list[Table]:
 
 def _notes(aligned: Aligned) -> list[str]:
     found = [
-        "Clocks are aligned by collectives, which no rank ends before all have begun them; "
-        f"the worst rank is known within {time_text(max(c.accuracy_s for c in aligned.clocks))}."
+        "Clocks are aligned by collectives, which end on no rank before all have begun them; "
+        f"the accuracy is {time_text(max(c.accuracy_s for c in aligned.clocks))} or better."
     ]
     rows = [(file.rank, row) for file in aligned.files for row in file.rows]
     failed = sum(row["kind"] == "step" and row["failed"] for _, row in rows)

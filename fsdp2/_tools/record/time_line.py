@@ -21,7 +21,7 @@ def has_times(row: dict[str, Any]) -> bool:
 
 
 def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
-    """Return the lanes of some rows (such as those of a step), in the rows' nanoseconds."""
+    """Return rows (such as those of a step) as spans of lanes, in the rows' nanoseconds."""
     known = [row for row in rows if has_times(row)]
     waits = sorted(
         (_wait(row) for row in known if row["kind"] == "wait" and row["end_ns"] > row["begin_ns"]),

@@ -1,10 +1,10 @@
 """Traces for Perfetto and chrome://tracing, from recordings and exports of torch.profiler.
 
-A rank is a process. Its threads: steps, compute, waits, gathers, reductions, engine (events without
-duration); counters: memory. A profiler's processes and threads are kept, and follow ours.
+A rank is shown as a process, with a thread for steps, compute, waits, gathers, reductions and
+engine (events without duration), and a memory counter. A profiler's processes and threads follow.
 
-Source: "Trace Event Format", the document that Perfetto's importer follows; ``baseTimeNanoseconds``
-as torch.profiler writes it: the origin of ``ts``, in microseconds.
+Source: "Trace Event Format", the document that Perfetto's importer follows;
+``baseTimeNanoseconds``, as torch.profiler writes it, is the origin of ``ts`` (microseconds).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LANES_OF_ONE = 100
 """Thread numbers for overlapping spans in a lane."""
 PROFILE_NBYTES = 4 << 30
 TIMES = 200
-"""Maximum growth of a profile that is decompressed; a trace grows by a factor of about 30."""
+"""Maximum growth of a profile when decompressed; a trace grows by a factor of about 30."""
 FOREIGN = MOST_RANKS
-"""The first number of a profiler's processes; ranks must be below it."""
+"""The first process number for profilers; ranks must be below it."""
 
 
 def events_of(file: RankFile, time: Time) -> Iterator[dict[str, Any]]:
@@ -128,7 +128,7 @@ def read_profile(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "FS917",
             f"trace: expected profiles to be traces of torch.profiler, found {printable(path)} "
-            f"({type(error).__name__}: {printable(error)}). Pass files of export_chrome_trace.",
+            f"({type(error).__name__}: {printable(error)}). Pass results of export_chrome_trace.",
         ) from error
     return found  # type: ignore[no-any-return]  # a dict, or the check above raised
 
@@ -139,9 +139,9 @@ def _unpacked(data: bytes) -> bytes:
     most = TIMES * len(data) + (64 << 20)
     found = machine.decompress(data, most)
     if machine.unconsumed_tail:
-        raise ValueError(f"it unpacks to more than {most} bytes")
+        raise ValueError(f"it decompresses to more than {most} bytes")
     if not machine.eof:
-        raise ValueError("it ends too early")
+        raise ValueError("it is truncated")
     return found
 
 
@@ -173,7 +173,7 @@ def rank_of_profile(profile: Mapping[str, Any]) -> int | None:
 
 
 def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[str, Any]]:
-    """Yield a profile's events as those of a rank: on our clock, with separate process numbers."""
+    """Yield a profile's events as those of a rank: on the trace's clock, as other processes."""
     base = int(profile["baseTimeNanoseconds"])
     numbers: dict[Any, int] = {}
     for event in profile["traceEvents"]:

@@ -1,7 +1,7 @@
 """Runs at the start of all Python processes that a program under ``python -m fsdp2`` starts.
 
-Its folder is in their ``PYTHONPATH``, and Python imports a module of this name automatically. It
-must not import torch, which most processes never need, and must not hide another file of its name.
+Their ``PYTHONPATH`` contains this folder, and Python imports ``sitecustomize`` automatically. This
+file must not import torch, which most processes never need, nor hide another ``sitecustomize``.
 """
 
 import importlib.machinery
@@ -32,7 +32,7 @@ class _AfterTorch:
 
             def load_and_import(module: ModuleType) -> None:
                 load(module)
-                # the parent found it in its working folder
+                # the parent process found fsdp2 in its working folder
                 if importlib.util.find_spec("fsdp2") is None:
                     sys.path.append(str(_HERE.parent.parent))
                 importlib.import_module("fsdp2")

@@ -1,7 +1,7 @@
 // Memory over a step: stacked areas, a tab for each setting or rank.
 
 const KIND_ORDER = ["parameters", "optimizer state", "gradients", "gathered parameters", "communication", "activations", "logits"];
-const HIGH_LIMIT = 2.5; // a limit so many times above the peak would make all below it flat
+const HIGH_LIMIT = 2.5; // a limit this many times above the peak would flatten everything below it
 
 function kindColour(name, index) {
   const known = KIND_ORDER.indexOf(name);
@@ -23,7 +23,7 @@ function scaleOf(tabs) {
   return byteSteps(Math.max(most, ...limits) * 1.04);
 }
 
-// A peak of unknown duration would have no width: it is drawn from the midpoint after the previous moment.
+// A peak of unknown duration would have no width, so it begins at the midpoint after the previous moment.
 function spread(moments, sizeOf) {
   moments.forEach((moment, at) => {
     const [before, after] = [moments[at - 1], moments[at + 1]];
@@ -133,16 +133,16 @@ function memoryLegend(tab, picture) {
 
 function memoryCaption(tab, scale) {
   const peak = peakOf(tab);
-  if (!peak) return "Nothing is known of it.";
+  if (!peak) return "No data.";
   const words = [`Peak ${bytesText(totalAt(peak))} at ${when(tab, peak[0])} (${peak[1]}).`];
   if (tab.limit != null) {
     const left = tab.limit - totalAt(peak);
     words.push(`${bytesText(Math.abs(left))} ${left >= 0 ? "below" : "above"} the limit of ${bytesText(tab.limit)}.`);
-    if (tab.limit > scale.max) words.push("The limit is above the picture.");
+    if (tab.limit > scale.max) words.push("The limit is outside the picture.");
   }
   if (tab.measured.length) {
     const most = Math.max(...tab.measured.map((moment) => moment[2]));
-    words.push(`The peak of what is ${tab.measuredName} is ${bytesText(most)}.`);
+    words.push(`Peak ${tab.measuredName}: ${bytesText(most)}.`);
   }
   return words.join(" ");
 }

@@ -29,7 +29,7 @@ function inkOn(hex) {
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
-// A picture is redrawn for another theme and for paper: `option(width)` is its content, `after(chart)` adds handlers.
+// A picture, redrawn when the theme changes and for paper: `option(width)` is its content, `after(chart)` adds handlers.
 class Picture {
   constructor(host, label, option, after = () => {}) {
     Object.assign(this, {host, option, after, chart: null, width: 0});
@@ -40,10 +40,10 @@ class Picture {
   }
 
   draw({width = this.host.clientWidth, ratio = window.devicePixelRatio} = {}) {
-    if (!width) return; // in a tab that is not shown: drawn when it is
+    if (!width) return; // a hidden tab is drawn when it is shown
     const [kept] = (this.chart && this.chart.getOption().dataZoom) || [];
     if (this.chart) this.chart.dispose();
-    this.host.replaceChildren(); // what lay over it
+    this.host.replaceChildren(); // removes tooltips
     const option = this.option(width);
     if (isOnPaper()) withoutSlider(option);
     for (const zoom of option.dataZoom || []) if (kept) Object.assign(zoom, {start: kept.start, end: kept.end});
@@ -62,7 +62,7 @@ class Picture {
 }
 Picture.all = [];
 
-// On paper there is no slider, and no space for it.
+// Removes the slider and its space, for printing.
 function withoutSlider(option) {
   if (!option.dataZoom) return;
   option.dataZoom = option.dataZoom.filter((zoom) => zoom.type !== "slider");
@@ -190,4 +190,4 @@ function answerKeys(picture) {
   });
 }
 
-const ZOOM_HINT = "Drag over a range to zoom; a double click shows all. Ctrl and the wheel, or + - 0 and arrows, do too.";
+const ZOOM_HINT = "Drag over a range to zoom; double-click to reset. Ctrl and the mouse wheel, or + - 0 and arrow keys, also zoom.";

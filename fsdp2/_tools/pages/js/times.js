@@ -1,7 +1,7 @@
 // Time lines: lanes of spans, stacked for several ranks or settings on one time axis.
 
 const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
-const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, ROW_HEIGHT = 16, BETWEEN = 10; // pixels, as the next ones
+const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, ROW_HEIGHT = 16, BETWEEN = 10; // pixels, like the next line
 const NARROW = 6, WORDS = 14, LETTER = 6.2, SMALL_LETTER = 5.8, NEAR = 3;
 const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions", late: "cause-0"};
 const CAUSES = 6; // colours of --cause-0 and on, in page.css
@@ -26,7 +26,7 @@ function causesIn(lines) {
   }
   const found = [...totals.entries()].sort(([, a], [, b]) => b - a).map(([name, total]) => ({name, total}));
   let next = 1;
-  // A late rank has a strong colour in a separate lane; the ranks that wait for it have muted ones.
+  // A late rank has a strong colour in a separate lane; waits for it have muted colours.
   return found.map((cause) => ({...cause, index: isOfARank(cause.name) ? CAUSES : found.some(({name}) => isOfARank(name)) ? next++ : next++ - 1}));
 }
 
@@ -79,7 +79,7 @@ function spansDrawer(line, looks) {
   return (params, api) => {
     const {x: least, width: space} = params.coordSys, most = least + space;
     const children = [], narrow = new Map(), filled = new Set();
-    const [origin] = api.coord([0, 0]), scale = api.size([1, 0])[0]; // once: thousands of calls would be felt
+    const [origin] = api.coord([0, 0]), scale = api.size([1, 0])[0]; // computed once: thousands of calls would be slow
     const tops = line.lanes.map((_, lane) => api.coord([0, lane])[1] - height / 2);
     for (const span of line.spans) {
       const begin = origin + span[BEGIN] * scale, end = origin + span[END] * scale;
@@ -108,7 +108,7 @@ function wordsFor(name, width) {
 
 function wideSpan(shape, look, span) {
   const rect = {type: "rect", shape, silent: true, style: {fill: look.fill, stroke: look.stroke, lineWidth: 1}};
-  if (shape.width > (span[CAUSE] ? 7 * WORDS : WORDS)) { // stripes speak for themselves
+  if (shape.width > (span[CAUSE] ? 7 * WORDS : WORDS)) { // a short wait shows only its stripes
     rect.textConfig = {position: "inside"};
     rect.textContent = {style: {
       text: wordsFor(span[NAME] || span[CAUSE], shape.width - 6), fill: look.ink, width: shape.width - 4, overflow: "truncate", ellipsis: "…", fontSize: 11, fontFamily: FONT,

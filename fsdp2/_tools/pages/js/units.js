@@ -1,6 +1,6 @@
 // The tree of units as a treemap of bytes.
 
-const MOST_TILES = 400; // more are not read: the tree opens at the depth that has no more
+const MOST_TILES = 400; // more would be unreadable: the tree opens at the greatest depth with at most this many
 
 // A tree of dotted names. A node with both parameters and children gets a leaf for its own parameters.
 function unitTree(units) {
@@ -30,7 +30,7 @@ function joined(node, isRoot = false) {
 
 const likeness = (unit) => [unit.parameters, unit.numel, unit.dtypes, unit.whole, unit.shard].join();
 
-// Units that are equal in everything that is drawn share one colour, so a different one stands out.
+// Units that look equal in every drawn value share a colour, so that a different unit stands out.
 function kindsOfUnits(units) {
   const kinds = new Map();
   for (const unit of units) {
@@ -88,7 +88,7 @@ function tile(word, unit, measure, kinds) {
 function tiles(node, measure, kinds) {
   const own = node.own.map((unit) => tile(node.parts.length ? "(own)" : node.word, unit, measure, kinds));
   if (!node.parts.length && own.length === 1) return own[0];
-  // The library puts the last of equals first, but blocks should start with 0.
+  // The library reverses the order of equal tiles, but blocks should start with 0.
   const parts = runsOf(node.parts).map((run) =>
     run.length > 1 ? runTile(run, measure, kinds) : tiles(run[0], measure, kinds));
   const children = [...own, ...parts].reverse();
@@ -119,8 +119,8 @@ function unitHover(node) {
   const rows = [
     [null, "parameters", `${whole.format(sum((u) => u.parameters))}, ${countText(sum((u) => u.numel))} elements`],
     [null, "dtypes", [...new Set(leaves.flatMap((u) => u.dtypes))].join(", ")],
-    [null, "whole", bytesText(sum((u) => u.whole))],
-    [null, "shard here", bytesText(sum((u) => u.shard))],
+    [null, "unsharded", bytesText(sum((u) => u.whole))],
+    [null, "shard", bytesText(sum((u) => u.shard))],
     [null, "padding, all ranks", bytesText(sum((u) => u.padding))],
     [null, "gathered", bytesText(sum((u) => u.gather))],
     [null, "reduced", bytesText(sum((u) => u.reduce))],
@@ -139,7 +139,7 @@ function unitsOption(units, measure, width) {
     tooltip: {...hoverStyle(), formatter: ({data}) => (data && (data.unit || data.children) ? unitHover(data) : "")},
     series: [{
       type: "treemap", name: "all units", data: nodes, left: 0, right: 0, top: 0, bottom: 34, roam: false,
-      animation: false, stateAnimation: {duration: 0}, // the page's own setting does not reach labels
+      animation: false, stateAnimation: {duration: 0}, // the page's animation setting does not apply to labels
       nodeClick: "zoomToNode", leafDepth: openDepth(nodes), visibleMin: 0, drillDownIcon: "",
       label: {formatter: label, fontSize: 12, lineHeight: 15, overflow: "truncate", padding: 3},
       upperLabel: {show: true, height: 22, color: colour("ink"), formatter: ({name, value}) => `${name}  ${bytesText(value)}`},
@@ -186,5 +186,5 @@ function showUnits(section, units) {
       picture.draw();
     },
   }, name));
-  place.append(element("div", {class: "switch", role: "group", "aria-label": "What areas are"}, ...buttons), host, legend);
+  place.append(element("div", {class: "switch", role: "group", "aria-label": "Meaning of areas"}, ...buttons), host, legend);
 }
