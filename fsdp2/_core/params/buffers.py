@@ -6,13 +6,13 @@ memory is allocated and freed repeatedly. Contains no state machine or module co
 
 [Note: released early]
 A large part of a root is *released early*: after forward if no rank's backward reads it, and after
-backward as soon as its gradients have arrived. The release determines collectives, and is equal on
-every rank: the group counts as sharded, and its next use gathers it. (After forward, that is not
-its backward; after the gradients, it may be the backward of another open call.) Freeing the memory
-is a local decision: a rank frees it if and only if neither autograd (a saved tensor, or the storage
-of a saved view) nor the user refers to it. Otherwise the unsharded parameters stay registered, in
-state RELEASED, until the rank reshards. Recomputation (checkpointing) reads parameters that nothing
-refers to in between, so the memory of a part that ran under checkpointing is kept.
+backward as soon as its gradients have arrived. The release affects collectives, so all ranks agree
+on it: the group counts as sharded, and its next use gathers it. (After forward, that is not its
+backward; after the gradients, it may be the backward of another open call.) Freeing the memory is a
+local decision: a rank frees it if and only if neither autograd (a saved tensor, or the storage of a
+saved view) nor the user refers to it. Otherwise the unsharded parameters stay registered, in state
+RELEASED, until the rank reshards. Recomputation (checkpointing) reads parameters to which nothing
+refers until then, so the memory of a part that ran under checkpointing is kept.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class ShardBuffer:
             self.tail.arrived()
 
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the input of a single cast kernel or None; the send buffer if nothing is cast."""
+        """Return the input of a single cast kernel, and the send buffer without casts (or None)."""
         layout = self.layout
         if not layout.casts:
             return None, self._as_wire(flat)
@@ -216,7 +216,7 @@ class ShardBuffer:
         """Issue the all-gather of all padded shards, zero-copy ones directly to the full buffer.
 
         The buffers of the result are the gathered data ``[W, C]`` in wire dtype, this rank's send
-        buffer and, with ``write_tail`` (it fills more bytes), tails ``[W, open_tail_nbytes]``.
+        buffer and, if ``write_tail`` fills an open tail, all tails ``[W, open_tail_nbytes]``.
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         self._landing = None
@@ -382,7 +382,7 @@ class EarlyRelease:
     skips_backward: bool = False  # until the next reshard, backward does not gather it
 
     def is_unread(self, full: FullBuffer | None, registration: Registration) -> bool:
-        """Return True if it is certain that nothing here refers to the unsharded parameters."""
+        """Return True only if nothing on this rank can refer to the unsharded parameters."""
         readers = self.readers
         if readers is None or full is None or not readers.are_known or registration.placed:
             return False

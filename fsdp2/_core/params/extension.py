@@ -1,7 +1,7 @@
-"""The all-gather extension: parameters that define the tensors to gather, and use the result.
+"""All-gather extensions: parameters that define which tensors to gather, and use the result.
 
 ``Extension`` handles one parameter, from its inputs to the unsharded tensor. ``ExtensionTail`` is
-the data that a group's extended parameters append to its all-gather, whose size ranks agree on.
+the data that a group's extended parameters append to its all-gather; ranks agree on its size first.
 Contains no flat-layout, state or stream code.
 
 [Note: extensions]
@@ -69,14 +69,14 @@ def has_extension(tensor: Tensor) -> bool:
 
 
 def needs_extension(tensor: Tensor) -> bool:
-    """Return True if a tensor has an extension, or is a wrapper, which needs one for gathers."""
+    """Return True if a tensor has an extension, or needs one because it is a wrapper."""
     if has_extension(tensor):
         return True
     return torch_dtensor.is_wrapper_subclass(tensor) and not torch_dtensor.is_on_its_way(tensor)
 
 
 class _LackingError(StateError):
-    """A shard without the extension that it needs is about to be gathered."""
+    """Raised before a gather if a shard lacks the extension that it needs."""
 
 
 def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
@@ -131,7 +131,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
 
 
 def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
-    """Make this rank's shard of an extended tensor, in separate memory. ConfigError: impossible."""
+    """Make this rank's shard of an extended tensor, in separate memory, or raise ConfigError."""
     kind, layout = type(whole).__name__, param.placement.layout
     if layout.is_dealt:
         raise ConfigError("FS510", _not_by_rows(param.fqn))

@@ -1,6 +1,6 @@
 """Placeholders for parameters during one forward, as in ``torch.func.functional_call``.
 
-If a placeholder is a shard, it is gathered differentiably, and backward reduces its gradient like
+A placeholder that is a shard is gathered differentiably, and its gradient is reduced like those of
 the group. This is slower than the group's gather (one collective per tensor), and the unsharded
 tensor stays in memory until backward, because its storage must not be freed.
 """
@@ -28,7 +28,7 @@ def whole_tensor(
     placeholder: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
 ) -> Tensor:
     """Return the unsharded form of ``placeholder``, which is registered in place of ``param``.
-    UnsupportedError: ``placeholder`` is neither a shard nor an unsharded tensor, or is unusable."""
+    UnsupportedError: ``placeholder`` is neither a shard nor an unsharded tensor of ``param``."""
     placement = param.placement
     if isinstance(placeholder, DTensor) and placement.is_sharded(placeholder):
         if param.is_extended:

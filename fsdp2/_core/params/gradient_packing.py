@@ -33,7 +33,7 @@ def inputs_of(
 ) -> list[Tensor]:
     """Return the inputs of a reduction: packed gradients ``[W, packed_numel]`` and the zero-copy
     gradients or, with dealt members, one flat buffer of all ranks' pieces. ``allocate`` allocates
-    buffers; ``kept`` is a packed one to reuse. Other arguments: see ``pack_gradients``."""
+    buffers; ``kept`` is an existing packed buffer. Other arguments: see ``pack_gradients``."""
     if kept is not None:
         packed, parts = kept.memory, kept.parts
     else:

@@ -90,7 +90,7 @@ class ParamGroup(Observable):
         self.policy = policy
         self.residence = Residence(device, offload)
         self.settings = Settings()  # the unit's settings: frozen, so changes replace them
-        self.context = StepContext(Streams())  # the first forward sets the tree's
+        self.context = StepContext(Streams())  # replaced in the first forward
         self.fqn = ""  # the unit's name, for messages
         self.params: list[FSDPParam] = []  # in registration order, the same on all ranks
         self.ids = CollectiveIds(data, device)
@@ -389,7 +389,7 @@ class ParamGroup(Observable):
     def release_early(self, skips_backward: bool) -> None:
         """Make the group count as sharded: [Note: released early] in ``buffers``.
         ``skips_backward``: pre-backward hooks do not gather it until the next reshard."""
-        self.early.skips_backward |= skips_backward  # on all ranks, whatever is freed here
+        self.early.skips_backward |= skips_backward  # all ranks, freed or not
         self.registration.values = None
         if self.registration.state is not WHOLE:
             return

@@ -11,7 +11,7 @@ the memory of its shards to that of the unsharded parameter; all others are *pac
 
 [Note: dealt parameters]
 With dealt parameters, ranks send *pieces* of different sizes: the *even* part, which has the same
-size on every rank, then the rank's rows of each dealt parameter. Pieces are not padded to the same
+size on every rank, then the rank's rows of each dealt parameter. Pieces are not padded to a common
 size. A layout therefore describes one rank, and includes the sizes of all pieces. Adjacent ranks
 with the same number of rows of each dealt parameter form a *run*: their pieces have the same
 structure, so one copy unpacks their rows of a parameter. If all dealt parameters are owned, pieces
@@ -211,7 +211,7 @@ class Packed:
 
     ``sizes`` and ``shapes`` are in wire elements; ``shapes`` are of the unpacked data, without
     ranks that have no rows. ``is_dense``: not empty, no gaps, only rank-major items.
-    ``is_one_split``: one kernel can unpack it (CUDA's aborts if it is empty: torch 2.11.0)."""
+    ``is_one_split``: one kernel unpacks it (CUDA's would abort without data: torch 2.11.0)."""
 
     order: tuple[int, ...]
     nbytes: int

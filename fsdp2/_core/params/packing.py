@@ -38,7 +38,7 @@ class Views:
 
     def __init__(self, buffer: Tensor, coding: Coding) -> None:
         self._coding = coding
-        whole = buffer.shape[-1] - buffer.shape[-1] % SCALE_DTYPE.itemsize  # ends with full scales
+        whole = buffer.shape[-1] - buffer.shape[-1] % SCALE_DTYPE.itemsize  # drop an odd byte
         self._codes = buffer.view(coding.dtype)
         self._scales = buffer[..., :whole].view(SCALE_DTYPE)
         self._start = buffer.storage_offset()
@@ -189,7 +189,7 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
 def gather_targets(
     full: Tensor, layout: GatherLayout, indices: Sequence[int], tail: Tensor | None = None
 ) -> list[Tensor]:
-    """View the destinations of shards: rows ``[n, C_i]`` in wire dtype if data is used as gathered,
+    """View the destinations of shards: rows ``[n, C_i]`` in wire dtype if one copy is sufficient,
     else the full tensor. ``n`` is from ``ranks_of``. ``tail``: memory that receives the tail."""
     targets = []
     for index in indices:

@@ -6,11 +6,11 @@ Converts between shards and full tensors. Contains no group, state or collective
 A quantised weight wraps other tensors: codes, scales of groups, zero points. Some classes define an
 all-gather extension. For frozen tensors of other classes that define ``__tensor_flatten__`` and
 ``__tensor_unflatten__``, we shard each inner tensor along its dim whose size is the number of rows,
-and replicate inner tensors without such a dim. This interpretation of the dims is only inferred, so
-we check that ``dequantize()`` of a shard returns the rows of the full tensor, bit for bit.
+and replicate inner tensors without this dim. The class does not confirm this use of the dims, so we
+check that ``dequantize()`` of a shard returns the rows of the full tensor, bit for bit.
 
 A checkpoint contains the inner tensors of a wrapper parameter, whether it is gathered by an
-extension or by us. Inner tensors that are smaller in a shard than in the full tensor are sharded.
+extension or by us. An inner tensor that is smaller in a shard than in the full tensor is sharded.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Buffers:
         return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
-        """Determine which parameters are extended, so not in the flat buffer. Atomic on error."""
+        """Find the extended parameters, which are not in the flat buffer. Atomic on error."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
         dealt = [p for p in self._params if p.placement.layout.is_dealt]
@@ -463,7 +463,7 @@ class ReducePlanner:
         # a real wire dtype cannot represent imaginary parts
         chosen = None if dtype.is_complex else wire.gradient_dtype
         wire_dtype = dtype if size == 1 else chosen or dtype
-        # a zero-copy gradient is sent as autograd produced it, so no cast or scaling may be needed
+        # a zero-copy gradient is sent as autograd produced it, so it must need no cast or scaling
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
         layout = ReduceLayout.plan(
             indices,

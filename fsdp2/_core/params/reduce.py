@@ -237,7 +237,7 @@ class Reducer(Observable):
         for param in params:
             param.toggle()
         self.planner.current = None
-        self.prepare(settings)  # now, because placeholders of other ranks may already need it
+        self.prepare(settings)  # now: other ranks may issue placeholders for this reduction
 
     def forget(self, param: FSDPParam) -> None:
         if param.unsharded is not None:
@@ -302,7 +302,7 @@ class Reducer(Observable):
         self, settings: Settings, context: StepContext, with_graph: bool
     ) -> Reduction | None:
         """Pack the local gradients. Return the reduction to start, or None if sync is off.
-        ``with_graph``: this backward has ``create_graph``. UnsupportedError: so has a gradient."""
+        UnsupportedError: a gradient has an autograd graph, which only occurs ``with_graph``."""
         self.unreduced.is_owed = not settings.reduce_grads
         if not (settings.reduce_grads and settings.all_reduce_grads):
             may_hold[id(self)] = self
@@ -453,7 +453,7 @@ class Reduction:
         self._buffer = owner.acquire(plan)
         only = self._buffer.only  # target of the reduction if gradients keep their reduced dtype
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
-        # gradient memory that receives the sum directly; None: memory lent by the wire does
+        # gradient memory that receives the sum directly; None: the wire lends memory
         self._place: Tensor | None = only if fits else None
         self._reduced: Tensor | None = self._place if owner.data.layers is None else None
         self._flight: InFlight | None = None  # the last launched part of the reduction
@@ -537,7 +537,7 @@ class Reduction:
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner, layout = self.owner, self._plan.layout
-        self._held = partial = owner.unreduced.partial  # its stream may be compute
+        self._held = partial = owner.unreduced.partial  # maybe compute's memory
         if partial is not None:
             self._reduced.add_(partial.view(-1))
             owner.unreduced.partial = None

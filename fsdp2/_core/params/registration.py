@@ -145,7 +145,7 @@ class Changes:
 
 
 class Serves(enum.Enum):
-    """The later uses for which unsharded parameters are kept, without a gather. See ``group``."""
+    """Uses for which unsharded parameters are kept, and need no new gather. See ``group``."""
 
     BACKWARDS = enum.auto()  # backwards of the forward that gathered them
     EVALUATIONS = enum.auto()  # also a later forward without gradients
@@ -193,7 +193,7 @@ class Registration:
         _all[id(self)] = self
 
     def move(self, target: GroupState, fqn: str) -> None:
-        """Change the state and register its form. StateError: illegal move; nothing is changed."""
+        """Change the state and register its form. StateError: illegal transition; no change."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 "FS313",
@@ -223,7 +223,7 @@ class Registration:
                     registered[name] = form
 
     def show_shards(self) -> None:
-        """Register the sharded parameters, unless unshard() holds others. Frees no memory."""
+        """Register the sharded parameters, unless unsharded ones are held. Frees no memory."""
         if not self.is_held:
             self.show(FORM_SHARDED)
 

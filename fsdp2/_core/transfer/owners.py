@@ -28,7 +28,7 @@ from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Cut of one matrix: ``blocks``, the ``places`` of peers in them, ``lead`` index in a batch."""
+    """Sharding of one matrix: ``blocks``, the peers' ``places``, and its index in a batch."""
 
     blocks: Blocks
     places: tuple[tuple[int, ...], ...]

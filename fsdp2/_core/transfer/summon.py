@@ -250,7 +250,7 @@ def _gather(
         item = found[index]
         whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
         vars(whole).update(torch_dtensor.own_attributes(item.sharded))
-        if whole.grad_dtype is not item.sharded.grad_dtype:  # lets the user assign such a grad
+        if whole.grad_dtype is not item.sharded.grad_dtype:  # accept the same grads as the shard
             whole.grad_dtype = item.sharded.grad_dtype
         whole.__dict__[SUMMONED] = item
         item.whole = whole
@@ -338,7 +338,7 @@ def full_params(
         dtype: cast floating-point tensors to this dtype, before sending if it is narrower.
         callback: called with each name and full tensor on every rank. Its result is yielded; None
             skips the tensor.
-        names: predicate that selects parameters; None selects all. Must be equal on every rank.
+        names: predicate that selects the same parameters on every rank; None selects all.
         buffers: yield this rank's buffers too, after the parameters.
 
     Raises:
