@@ -170,7 +170,7 @@ class FSDPParam(Forms):
     def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
         """Return the coding in which a shard is sent; None: uncoded, in the compute dtype. Vectors
         (one element per row) and parameters that keep their dtype are not coded. ``is_again``:
-        decoded values are encoded a second time, which is exact only if each row keeps its scale."""
+        decoded values are encoded again, which is exact only if each row keeps its scale."""
         coding, dtype = self.chosen.coding, self.compute_dtype
         is_cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.chosen.keeps_dtype
         if coding is None or not is_cast or layout.dim is None or layout.size == 1:
