@@ -222,7 +222,7 @@ def test_wrong_inits_name_the_module_on_every_rank(rank: int) -> None:
         (leaves_meta, fsdp2.ConfigError, r"init of 0 \(Linear\).*left parameter weight on meta"),
         (changes_shape, fsdp2.ConfigError, r"init of 0 \(Linear\).*shape \(2, 2\)"),
         (changes_dtype, fsdp2.ConfigError, r"init of 0 \(Linear\).*float64"),
-        (removes, fsdp2.ConfigError, r"init of 0 \(Linear\).*left parameter weight out"),
+        (removes, fsdp2.ConfigError, r"init of 0 \(Linear\).*left parameter weight unset"),
         (lambda module: None, fsdp2.ConfigError, "did not write parameter bias; did not write"),
         (writes_a_part, fsdp2.ConfigError, r"weight: 26 of 377 elements"),
         (raises_on_rank_1, fsdp2.StateError, r"init of 0 \(Linear\): rank 1 failed with OSError"),

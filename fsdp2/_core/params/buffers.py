@@ -1,18 +1,18 @@
-"""The flat buffers of a group: kept shards, gathered shards, and unsharded parameters.
+"""The flat buffers of a group: stored shards, gathered shards, and unsharded parameters.
 
-Sharded parameters are views of one byte buffer in a gather layout, so an all-gather needs no
-copy-in and a cast is one kernel. Unsharded parameters are views of a second buffer, whose memory is
-allocated and freed. Contains no state machine or module code.
+Sharded parameters are views of one byte buffer with the layout of the all-gather, which therefore
+needs no copy-in and at most a cast kernel. Unsharded parameters are views of a second buffer, whose
+memory is allocated and freed repeatedly. Contains no state machine or module code.
 
 [Note: released early]
-A large part of a root is *released early*: after forward if its backward does not read it on any
-rank, and as soon as its gradients have arrived. Release is about collectives, and equal on every
-rank: the group counts as sharded, and its next use gathers it. (After forward that is not a
-backward; after the gradients it may be the backward of another open call.) Memory is a local
-decision: a rank frees it if and only if neither autograd (a saved tensor, or the storage of a saved
-view) nor the user refers to it. Otherwise the unsharded parameters stay registered until the rank
-reshards, in state RELEASED. Recomputation (checkpointing) reads parameters to which nothing refers
-in the meantime, so a part that ran under checkpointing is kept.
+A large part of a root is *released early*: after forward if no rank's backward reads it, and after
+backward as soon as its gradients have arrived. The release affects collectives, so all ranks agree
+on it: the group counts as sharded, and its next use gathers it. (After forward, that is not its
+backward; after the gradients, it may be the backward of another open call.) Freeing the memory is a
+local decision: a rank frees it if and only if neither autograd (a saved tensor, or the storage of a
+saved view) nor the user refers to it. Otherwise the unsharded parameters stay registered, in state
+RELEASED, until the rank reshards. Recomputation (checkpointing) reads parameters to which nothing
+refers until then, so the memory of a part that ran under checkpointing is kept.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class Tail(Protocol):
 class Targets:
     """Destinations of gathered shards: views of a full buffer, valid while it has memory."""
 
-    together: tuple[Packed, list[Tensor]]  # used if one collective carries everything
-    apart: tuple[Packed, list[Tensor]]  # if zero-copy parameters travel by themselves
-    replicated: Sequence[Tensor] = ()  # parameters that are not sent
+    together: tuple[Packed, list[Tensor]]  # used if one collective sends everything
+    apart: tuple[Packed, list[Tensor]]  # used if zero-copy parameters are sent separately
+    replicated: Sequence[Tensor] = ()  # replicated parameters, which are not sent
     zero_copy: Sequence[Tensor] = ()
     landed: Tensor | None = None  # all ranks' pieces, flat; None: separate memory
     dealt: Sequence[Tensor] = ()  # destinations of the rows of dealt parameters
 
 
 class ShardBuffer:
-    """Padded shards of every parameter of a group over one axis, stored on ``device`` and gathered
-    on ``compute`` (None: ``device``). ``tail`` fills the last item of the layout; None: that is a
-    parameter. ``is_freed``: the owner resizes the storage, so shards must be views of it."""
+    """Padded shards of a group's parameters over one axis, stored on ``device`` and gathered on
+    ``compute`` (None: ``device``). ``tail`` fills the last item of the layout; None: there is no
+    tail. ``is_freed``: the owner frees and refills the storage, so shards must be views of it."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class ShardBuffer:
         self.shards = [make(self.flat, layout, index, axis.rank) for index in indices]
         self._targets = Targets((layout.whole, []), (layout.packed, []))
         self._way = self._targets.together  # content and targets of the last gather
-        self._inputs: list[Tensor] = []  # input of each collective, if nothing is cast
+        self._inputs: list[Tensor] = []  # cached inputs of the collectives, if nothing is cast
         self._memory = memory_of(axis)
-        self._landing: Kept | None = None  # destination of the current gather
+        self._landing: Kept | None = None  # reused memory of the current gather
         self.open_tail_nbytes = 0  # bytes that extended parameters add to each rank's input
         self._lands_directly = False  # the wire may gather into the final destination
-        self._keeps_landing = True  # the wire may gather into memory that is kept
+        self._keeps_landing = True  # the wire may gather into reused memory
         is_away = self._compute != self.flat.device and not self.flat.is_meta
         self._views = None if is_away else self._views_of(self.flat)
 
@@ -120,12 +120,12 @@ class ShardBuffer:
         if self.tail is not None:
             last = self.layout.items[-1]
             self.tail.expect(last.compute_dtype, last.shard.padded_numel)
-            # without memory, as over a smaller mesh, the tail is written later with the shards
+            # a buffer without memory (over a smaller mesh) gets its tail later, with the shards
             if self.flat.untyped_storage().nbytes():
                 self.write_tail()
 
     def bind(self, full: Tensor) -> None:
-        """Gather into the full buffer ``full``, which must have memory now."""
+        """Set ``full`` as the target of gathers. It must have memory during this call."""
         layout, tail = self.layout, None
         if self.tail is not None:
             nbytes = layout.padded_nbytes(len(layout.items) - 1)
@@ -147,13 +147,13 @@ class ShardBuffer:
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """Return True if a gather writes to the full buffer, which must have memory then."""
+        """Return True if a gather writes directly to the full buffer, so that it needs memory."""
         if self.layout.landing.pieces:
             return self._targets.landed is not None
         return bool(self._targets.zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
 
     def sent_numels(self) -> list[int]:
-        """Elements, in wire dtype, that a rank sends in each collective."""
+        """Number of elements, in wire dtype, that a rank sends in each collective."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
         if layout.landing.pieces:
             return [layout.packed_nbytes // itemsize]
@@ -179,7 +179,7 @@ class ShardBuffer:
         sent: Tensor,
         _tail: Tensor | None = None,
     ) -> None:
-        """Copy gathered shards into the full buffer; StateError if another rank sent others."""
+        """Copy gathered shards to the full buffer. StateError: a rank issued another operation."""
         packed, targets = self._way
         if self._landing is not None:
             torch_tensors.copy_all(targets, self._landing.parts)
@@ -197,7 +197,7 @@ class ShardBuffer:
             self.tail.arrived()
 
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the input of a single cast kernel, and the send buffer if nothing is cast."""
+        """Return the input of a single cast kernel, and the send buffer without casts (or None)."""
         layout = self.layout
         if not layout.casts:
             return None, self._as_wire(flat)
@@ -213,10 +213,10 @@ class ShardBuffer:
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> InFlight:
-        """Issue the all-gather of every padded shard, zero-copy ones directly into the full buffer.
+        """Issue the all-gather of all padded shards, zero-copy ones directly to the full buffer.
 
-        The buffers of the result are ``[W, C]`` in wire dtype, this rank's send buffer and, with
-        ``write_tail``, which fills additional bytes, the gathered tails ``[W, open_tail_nbytes]``.
+        The buffers of the result are the gathered data ``[W, C]`` in wire dtype, this rank's send
+        buffer and, if ``write_tail`` fills an open tail, all tails ``[W, open_tail_nbytes]``.
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         self._landing = None
@@ -268,7 +268,7 @@ class ShardBuffer:
         return InFlight((rows, kept), work, failed)
 
     def _landing_for(self, sent: Tensor) -> Tensor | None:
-        """Return kept memory for a gather on a CPU; None: allocate new memory."""
+        """Return reused memory for a gather on a CPU; None: allocate new memory."""
         packed, _ = self._way
         if not (packed.is_dense and sent.is_cpu and self._lands_directly and self._keeps_landing):
             return None
@@ -300,7 +300,7 @@ class ShardBuffer:
         kept: Tensor,
         write_tail: Callable[[Tensor], None],
     ) -> InFlight:
-        """Send the flat part followed by an open tail, as bytes, in one all-gather."""
+        """Send the flat part and the open tail together, as bytes, in one all-gather."""
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
         end = start + self.open_tail_nbytes
@@ -318,7 +318,7 @@ class ShardBuffer:
 
 
 class FullBuffer:
-    """Memory of the unsharded parameters, which remain views of it while it is freed."""
+    """Memory of the unsharded parameters, which stay views of its storage while it is freed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -342,20 +342,20 @@ class FullBuffer:
     def fill(
         self, source: ShardBuffer, gathered: Sequence[Tensor], stream: torch.Stream | None
     ) -> None:
-        """Copy the result of a gather here; allocate memory for ``stream`` if there is none."""
+        """Copy the result of a gather to this buffer; first allocate it in ``stream`` if needed."""
         if not self.has_memory:
             self.allocate(source.layout.full_nbytes, stream)
         source.unpack(*gathered)
 
     def free(self) -> None:
-        """Free the memory and invalidate its content, unless it must stay."""
+        """Free the memory, unless its address is fixed or a backward may still read it."""
         if self.is_fixed or self.is_read_later:
             return
         self._storage.resize_(0)
         self.has_memory = False
 
     def bind(self, buffer: ShardBuffer) -> None:
-        """Gather another shard buffer into this one, with memory while views are made."""
+        """Set this buffer as the target of another shard buffer's gathers."""
         self.allocate(buffer.layout.full_nbytes)
         buffer.bind(self.flat)
         self.free()
@@ -366,7 +366,7 @@ class PostForward:
     """Shards of parameters over a smaller mesh between forward and backward."""
 
     mesh: DataMesh | None = None  # a mesh with fewer ranks than the group's
-    buffer: ShardBuffer | None = None  # shards over that mesh, made by the first gather
+    buffer: ShardBuffer | None = None  # shards over it, created by the first gather
 
     def free(self) -> None:
         if self.buffer is not None:
@@ -375,14 +375,14 @@ class PostForward:
 
 @dataclass(eq=False)
 class EarlyRelease:
-    """State of a group's early release, if it is a large part of a root."""
+    """Early-release state of a group, which is only used if it is a large part of a root."""
 
     part: str = ""  # the part's name in its root
     readers: Readers | None = None  # None unless the group is a part
-    skips_backward: bool = False  # backward does not read it, until the next reshard
+    skips_backward: bool = False  # until the next reshard, backward does not gather it
 
     def is_unread(self, full: FullBuffer | None, registration: Registration) -> bool:
-        """Return True if certainly nothing on this rank refers to the unsharded parameters."""
+        """Return True only if nothing on this rank can refer to the unsharded parameters."""
         readers = self.readers
         if readers is None or full is None or not readers.are_known or registration.placed:
             return False
@@ -392,26 +392,26 @@ class EarlyRelease:
         return is_unread
 
     def become_part(self, name: str) -> Readers:
-        """Make the group a large part of a root; return the record of its readers."""
+        """Make the group a large part of a root, and return the object that tracks its readers."""
         self.part = name
         self.readers = readers = Readers()
         return readers
 
 
 class Readers:
-    """Readers of a part's unsharded parameters. See [Note: released early]."""
+    """Tracks the readers of a part's unsharded parameters. See [Note: released early]."""
 
     def __init__(self) -> None:
-        self.is_called = False  # through the part's own modules, which are observed
-        self.is_recomputed = False  # a recomputation reads parameters that nothing refers to
-        self.ran_without_grad = False  # as reentrant checkpointing does first
-        # nodes that accumulate gradients: kept, or a graph that uses them would count as an owner
+        self.is_called = False  # the part's own modules, which are observed, were called
+        self.is_recomputed = False  # recomputation reads parameters without holding references
+        self.ran_without_grad = False  # as in the first forward of reentrant checkpointing
+        # AccumulateGrad nodes, kept alive so that a graph that uses them adds no reference
         self._accumulators: list[Any] = []
-        self._stream: torch.Stream | None = None  # the accumulators' stream
-        self._at_rest: list[int] | None = None  # owners while there is no reader; None: not known
+        self._stream: torch.Stream | None = None  # stream of the accumulators
+        self._at_rest: list[int] | None = None  # reference counts without readers; None: unknown
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied group and its hooks share a copy, which starts without readers."""
+        """A copied group and its hooks share one copy of this object, without readers."""
         return vars(Readers())
 
     def forget(self) -> None:
@@ -420,15 +420,15 @@ class Readers:
     def meet(
         self, full: FullBuffer, wholes: Sequence[Tensor | None], stream: torch.Stream | None
     ) -> None:
-        """Count the references to newly made unsharded parameters, which have no readers yet."""
+        """Count the references to new unsharded parameters, while they have no readers."""
         self._accumulators = torch_autograd.accumulators_of(wholes)
         self._stream = stream
         self._at_rest = _owners(full, wholes)
 
     def follow(self, wholes: Sequence[Tensor | None], stream: torch.Stream | None) -> None:
-        """Accumulate gradients in ``stream``, that of the current forward."""
+        """Make autograd accumulate gradients in ``stream``, the stream of the current forward."""
         if stream != self._stream and self._accumulators:
-            self._accumulators = []  # otherwise the same nodes would be found
+            self._accumulators = []  # otherwise autograd would return the same nodes
             self._accumulators = torch_autograd.accumulators_of(wholes)
             self._stream = stream
 
@@ -438,7 +438,7 @@ class Readers:
         return self._at_rest is not None and not self.is_recomputed and self.is_called
 
     def are_gone(self, full: FullBuffer, wholes: Sequence[Tensor | None]) -> bool:
-        """Return True if nothing else refers to the memory, while shards are registered."""
+        """Return True if nothing else refers to the memory. Call while shards are registered."""
         return _owners(full, wholes) == self._at_rest
 
 

@@ -1,14 +1,14 @@
-"""Choice of the ranks that are dealt blocks of a parameter: ``fsdp2.Whole`` and ``fsdp2.Aligned``.
+"""Assignment of parameter blocks to ranks, for ``fsdp2.Whole`` and ``fsdp2.Aligned``.
 
-Owns the cost of a matrix, the choice of ranks, and each rank's load so far. Contains no tensor or
-collective code.
+Computes the cost of a matrix, assigns blocks, and records each rank's load so far. Contains no
+tensor or collective code.
 
 [Note: deals of a mesh]
-Each ``fully_shard`` call deals its blocks before the model is complete. It may have fewer blocks
-than there are ranks, so it starts from the loads of earlier calls, which are counted per process
-group. Calls have one order, so counts are equal on all ranks. Blocks of a call that failed are not
-counted. The first forward ends the count, because the model is then complete; a model made later is
-dealt from zero.
+Each ``fully_shard`` call assigns its blocks before the model is complete. A call may have fewer
+blocks than ranks, so it starts from the loads of earlier calls, which are recorded per process
+group. The order of calls, and therefore the loads, are the same on all ranks. Blocks of a failed
+call are not recorded. The first forward resets the loads, because the model is then complete; a
+model that is built later starts from zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """Return the FLOPs to orthogonalise a tensor of a shape once, plus one for each element.
+    """Return the FLOPs to orthogonalise a tensor of this shape once, plus one per element.
 
-    Five Newton-Schulz steps of the quintic iteration on ``[m, n]`` with ``m <= n``: products of
-    ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, 2 FLOPs per multiplication. Dims
+    Five quintic Newton-Schulz steps on ``[m, n]`` with ``m <= n``: the matrix products
+    ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, at 2 FLOPs per multiply-add. Dims
     before the last two are batch dims; a vector costs 1 per element.
 
-    Source: the iteration of Keller Jordan's Muon, which ``torch.optim.Muon`` computes.
+    Source: the iteration of Keller Jordan's Muon, as in ``torch.optim.Muon``.
     """
     numel = math.prod(shape)
     if len(shape) < 2 or not numel:
@@ -45,7 +45,7 @@ def newton_schulz_flops(shape: Sequence[int]) -> float:
 
 @dataclass
 class Loads:
-    """Load of each rank of an axis: bytes, and FLOPs of an optimizer step on full matrices."""
+    """Load of each rank of an axis: bytes stored, and FLOPs of an optimizer step on its blocks."""
 
     nbytes: list[float]
     flops: list[float]
@@ -61,7 +61,7 @@ class Loads:
         shape: Sequence[int],
         itemsize: int,
     ) -> None:
-        """Add ``count`` blocks of a shape, starting at the first rank of a deal."""
+        """Add the load of ``count`` blocks, one per rank, starting at the first rank of a deal."""
         for index in range(count):
             rank = (deal.first + index) % len(self.nbytes)
             self.nbytes[rank] += math.prod(shape) * itemsize
@@ -80,8 +80,8 @@ class Loads:
 
 @dataclass(frozen=True)
 class Claim:
-    """A parameter whose rows on ``dim`` are to be dealt in blocks of ``block`` rows. ``owner``: the
-    rank that the user chose for a single block. ``is_long``: no block may be shorter."""
+    """A parameter to be dealt along ``dim`` in blocks of ``block`` rows. ``owner``: the rank that
+    the user chose for its only block. ``is_long``: no block may be shorter than ``block``."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -96,13 +96,13 @@ class Claim:
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
     def blocks_over(self, size: int) -> int:
-        """Return the number of blocks that remain after dealing the same number to every rank."""
+        """Return the number of blocks left over after every rank got the same number of blocks."""
         length = self.shape[self.dim]
         return (length // self.block if self.is_long else -(-length // self.block)) % size
 
 
 def deal_blocks(claims: Sequence[Claim], loads: Loads) -> list[Deal]:
-    """Return the deal of each claim, costliest first, and add the remaining blocks to ``loads``."""
+    """Deal the claims, costliest first, and add their leftover blocks to ``loads``."""
     size = len(loads.nbytes)
     deals = [Deal(claim.block) for claim in claims]
     costs = [newton_schulz_flops(claim.shape_of_block) for claim in claims]
@@ -124,16 +124,16 @@ def deal_blocks(claims: Sequence[Claim], loads: Loads) -> list[Deal]:
 
 
 _given: weakref.WeakKeyDictionary[Any, Loads] = weakref.WeakKeyDictionary()
-"""Loads by process group. See [Note: deals of a mesh]."""
+"""Loads so far, by process group. See [Note: deals of a mesh]."""
 
 
 def given_so_far(group: Any, size: int) -> Loads:
-    """Return a copy of the current loads of a process group's ranks, for planning."""
+    """Return a copy of the loads so far in a process group, which a planner may modify."""
     return copy.deepcopy(_given.get(group)) or Loads.of(size)
 
 
 def start_anew(group: Any) -> None:
-    """End the count: the model over this process group is complete."""
+    """Reset the loads of a process group, because its model is complete."""
     if group is not None:
         _given.pop(group, None)
 

@@ -1,29 +1,29 @@
-"""The all-gather extension: parameters that define what is gathered and how the result is used.
+"""All-gather extensions: parameters that define which tensors to gather, and use the result.
 
-``Extension`` is the path of one parameter from inputs to the unsharded tensor; ``ExtensionTail`` is
-the data that a group's extended parameters add to its all-gather, with the agreement on its size.
+``Extension`` handles one parameter, from its inputs to the unsharded tensor. ``ExtensionTail`` is
+the data that a group's extended parameters append to its all-gather; ranks agree on its size first.
 Contains no flat-layout, state or stream code.
 
 [Note: extensions]
 A shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, defined by its class or set on
-the object, has separate memory and is *extended*. So is a subclass that wraps other tensors: it has
-no bytes to send without these methods, which may be added until its first all-gather; that raises
-on every rank if they are missing. Before each all-gather the shard returns tensors, which are sent
-as bytes after the flat part of the group's buffer. The result is passed to it as ``[sum of rows,
-*input.shape[1:]]``, always in the same tensors: their storages, and those of the inner tensors that
-the shard returned, are freed when the group reshards and filled again later, so the unsharded
-parameter stays one object. A third method (``RELEASE``), called once per parameter, may report that
-the result shares no memory with the gathered tensors: these are then freed immediately.
+the object, is *extended* and has separate memory. A wrapper subclass is extended too, because it
+has no bytes to send without these methods; they may be added until its first all-gather, which
+raises on every rank if they are missing. Before each all-gather, the pre method returns tensors,
+which are sent as bytes after the flat part of the group's buffer. The post method receives the
+result as ``[sum of rows, *input.shape[1:]]``, always in the same tensors. Their storages, and those
+of the inner tensors that it returned, are freed on reshard and refilled later, so the unsharded
+parameter stays the same object. A third method (``RELEASE``), called once per parameter, may report
+that the result shares no memory with the gathered tensors, which are then freed immediately.
 
-For a frozen tensor whose class has no such methods we may do the same: see [Note: parts of wrapped
-parameters] in ``parts``.
+Frozen tensors whose class lacks these methods may be gathered in the same way: see [Note: parts of
+wrapped parameters] in ``parts``.
 
 [Note: sizes of extensions]
 Ranks may have different numbers of rows, so no rank can compute the size of the gather alone. They
-exchange it once for each plan of the group, before the first all-gather, in one small collective
-over the shard axis (and a flag over the replicate axis). If an extension failed on some rank, every
-rank raises there. Later failures are reported in the header of the data. On a CPU, where reading
-the header is free, every rank raises then too.
+exchange sizes once per plan of the group, before the first all-gather, in one small collective over
+the shard axis (and a flag over the replicate axis). If an extension failed on any rank, every rank
+raises at this point. Later failures are reported in the header of the data. On a CPU, where reading
+the header costs nothing, every rank raises for these too.
 
 Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.15.
 """
@@ -56,12 +56,12 @@ PRE = "fsdp_pre_all_gather"
 POST = "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
-MAX_INPUTS = 16  # tensors that one parameter may send: their exchanged description has a fixed size
+MAX_INPUTS = 16  # inputs per parameter: the description that ranks exchange has a fixed size
 
-FAILED, LACKING = -1, -2  # input counts of a rank whose extension failed, or that has none
+FAILED, LACKING = -1, -2  # instead of an input count: the extension failed or is missing
 
 HEADER_NBYTES = ALIGN_NBYTES
-FAILED_BYTE = 0xEE  # every byte of a failed tail's header, else 0: unlikely in stale memory
+FAILED_BYTE = 0xEE  # header bytes after a failure, else 0; unlikely to be in stale memory
 
 
 def has_extension(tensor: Tensor) -> bool:
@@ -69,14 +69,14 @@ def has_extension(tensor: Tensor) -> bool:
 
 
 def needs_extension(tensor: Tensor) -> bool:
-    """Return True if a tensor has an extension, or is a wrapper that needs one to be gathered."""
+    """Return True if a tensor has an extension, or needs one because it is a wrapper."""
     if has_extension(tensor):
         return True
     return torch_dtensor.is_wrapper_subclass(tensor) and not torch_dtensor.is_on_its_way(tensor)
 
 
 class _LackingError(StateError):
-    """A shard that needs an extension has none when it is to be gathered."""
+    """Raised before a gather if a shard lacks the extension that it needs."""
 
 
 def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
@@ -100,7 +100,7 @@ def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
 
 
 def _ask_for_release(local: Tensor, fqn: str, error: type[FSDPError]) -> bool:
-    """Return whether gathered memory can be freed once the parameter is made from it."""
+    """Return whether gathered memory can be freed once the unsharded parameter is made."""
     answer = False if getattr(local, RELEASE, None) is None else _method(local, RELEASE)()
     if not isinstance(answer, bool):
         raise error(
@@ -112,8 +112,8 @@ def _ask_for_release(local: Tensor, fqn: str, error: type[FSDPError]) -> bool:
 
 
 def is_extended(param: FSDPParam, local: Tensor) -> bool:
-    """Return True if ``local``, a shard of the parameter, is extended. StateError: it is not by
-    rows, or it lacks the methods that the previous shard had."""
+    """Return True if ``local``, a shard of the parameter, is extended. StateError: it is not
+    sharded by rows, or lacks the methods of the previous shard."""
     if needs_extension(local):  # prepare reports a missing method to all ranks
         layout = param.placement.layout
         if layout.dim != 0 or layout.is_dealt:
@@ -131,7 +131,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
 
 
 def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
-    """Make this rank's shard of an extended tensor, in separate memory (else ConfigError)."""
+    """Make this rank's shard of an extended tensor, in separate memory, or raise ConfigError."""
     kind, layout = type(whole).__name__, param.placement.layout
     if layout.is_dealt:
         raise ConfigError("FS510", _not_by_rows(param.fqn))
@@ -154,14 +154,14 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         if layout.rows(rank):
             shard.copy_(whole.chunk(layout.size, dim=0)[rank])
         if layout.size > 1 and parts.can_be_taken_apart(whole):
-            # by the first chunk, which is never empty
+            # compare with the first chunk, which is never empty
             param.wrapped.parts = parts.parts_seen(whole, whole.chunk(layout.size, dim=0)[0])
     except Exception as error:
         raise ConfigError(
             "FS221",
             f"{param.fqn}: is a {kind}, which cannot be sharded: {type(error).__name__}: {error}. "
             "Define split, new_zeros and copy_ in the subclass, add the parameter to "
-            "ignored_params, or shard a plain one.",
+            "ignored_params, or use a plain parameter.",
         ) from error
     if not needs_extension(shard):
         raise ConfigError(
@@ -174,7 +174,7 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
 
 
 def _divides_by_rows(param: FSDPParam, whole: Tensor) -> bool:
-    """Return True for a frozen tensor whose parts we divide ourselves."""
+    """Return True for a frozen wrapper without an extension, whose inner tensors we shard."""
     if has_extension(whole) or param.trainable or not param.placement.layout.numel:
         return False
     return parts.can_be_taken_apart(whole)
@@ -200,7 +200,7 @@ def _lacks_extension(local: Tensor, fqn: str, where: str) -> str:
 
 
 def refuse_smaller(fqn: str, deal: Deal | None) -> NoReturn:
-    """Raise ConfigError for a parameter, dealt or extended, that cannot use a smaller mesh."""
+    """Raise ConfigError for a dealt or extended parameter, which cannot use a smaller mesh."""
     why = "has an all-gather extension" if deal is None else deal.asked_by
     raise ConfigError(
         "FS211",
@@ -211,9 +211,9 @@ def refuse_smaller(fqn: str, deal: Deal | None) -> NoReturn:
 
 def _not_by_rows(fqn: str) -> str:
     return (
-        f"{fqn}: has an all-gather extension, or wraps other tensors. Such parameters are sharded "
-        "on dim 0, in chunks. Return Shard(0) or None for it from shard_placement_fn, or remove "
-        "the extension."
+        f"{fqn}: has an all-gather extension, or wraps other tensors, so it must be sharded on dim "
+        "0, in chunks. Return Shard(0) or None for it from shard_placement_fn, or remove the "
+        "extension."
     )
 
 
@@ -222,7 +222,7 @@ def _not_by_rows(fqn: str) -> str:
 
 @dataclass(frozen=True)
 class InputLayout:
-    """One input of all ranks: rows per rank, and the shape and dtype of a row."""
+    """Layout of one input over all ranks: rows per rank, shape and dtype of a row, and start."""
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
@@ -235,7 +235,7 @@ class InputLayout:
 
     @property
     def most_nbytes(self) -> int:
-        """Bytes that every rank sends: those of the rank with the most rows."""
+        """Bytes that each rank sends, padded to those of the rank with the most rows."""
         return max(self.rows) * self.row_nbytes
 
     @property
@@ -257,8 +257,8 @@ def _signature(tensor: Tensor) -> int:
 
 
 class Output:
-    """One gathered tensor, on a storage that is freed and filled again. It is written through a
-    separate view, whose writes autograd does not count."""
+    """One gathered tensor, whose storage is freed and refilled. It is written through another view,
+    so that writes do not increment its version."""
 
     def __init__(self, layout: InputLayout, device: torch.device) -> None:
         self.layout = layout
@@ -267,7 +267,7 @@ class Output:
         self.storage = self._bytes.untyped_storage()
 
     def fill(self, gathered: Tensor) -> None:
-        """Copy the rows, without padding, from ``[W, nbytes of the tail]``."""
+        """Copy the rows, without padding, from gathered tails ``[W, nbytes]``."""
         layout = self.layout
         self.storage.resize_(layout.output_nbytes)
         nbytes = layout.most_nbytes
@@ -285,7 +285,7 @@ class Output:
 
 
 class Extension:
-    """One extended parameter: its inputs, its gathered outputs, and what it made of them."""
+    """One extended parameter: its inputs, its gathered outputs, and the tensors made from them."""
 
     def __init__(
         self, param: FSDPParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
@@ -305,7 +305,7 @@ class Extension:
         self._releases, param.wrapped.releases_gathered = param.wrapped.releases_gathered, None
 
     def prepare(self) -> None:
-        """Call the shard's pre-gather method; keep the error if it fails."""
+        """Call the shard's pre-gather method; store the exception if it fails."""
         self.error, self.inputs = None, ()
         try:
             self.inputs = self._ask()
@@ -354,7 +354,7 @@ class Extension:
         return inputs
 
     def describe(self) -> list[int]:
-        """Describe the inputs for other ranks, in a row of fixed size."""
+        """Describe the inputs for other ranks, as a fixed number of integers."""
         if self.error is not None:
             count = LACKING if isinstance(self.error, _LackingError) else FAILED
             return [count] + [0] * (2 * MAX_INPUTS)
@@ -369,7 +369,7 @@ class Extension:
         start: int,
         axis: MeshAxis,
     ) -> str | None:
-        """Plan from the descriptions of all ranks; return the problem found, or None."""
+        """Plan the layouts from all ranks' descriptions. Return the problem found, or None."""
         lacking = [rank for rank, row in enumerate(rows) if row[0] == LACKING]
         if lacking:
             local = torch_dtensor.local_tensor(self.param.sharded)
@@ -412,7 +412,7 @@ class Extension:
         return None if last is None else last.start + align(last.most_nbytes)
 
     def pack(self, tail: Tensor, rank: int) -> None:
-        """Copy the inputs into the bytes to send; keep the error if they do not fit the plan."""
+        """Copy the inputs to the bytes to send; store an error if they do not match the plan."""
         inputs, self.inputs = self.inputs, ()
         if self.error is not None:
             return
@@ -432,7 +432,7 @@ class Extension:
                 place.view(tensor.shape).copy_(tensor)
 
     def unpack(self, gathered: Tensor) -> None:
-        """Fill the outputs from ``[W, nbytes of the tail]``, and make the unsharded parameter."""
+        """Fill the outputs from gathered tails ``[W, nbytes]``; make the unsharded parameter."""
         if not self._outputs:
             self._outputs = [Output(layout, self._device) for layout in self.layouts]
         for storage, nbytes in self._storages:
@@ -459,7 +459,7 @@ class Extension:
         return self.param.wrapped.parts
 
     def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Make the parameter as an extension would: [Note: parts of wrapped parameters]."""
+        """Make the parameter without an extension: [Note: parts of wrapped parameters]."""
         if self._is_intact:
             whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
             with torch_autograd.preserved_versions(self._versioned):
@@ -470,7 +470,7 @@ class Extension:
 
     @property
     def _is_intact(self) -> bool:
-        """Return True if the unsharded parameter is the one made here, and was not cast."""
+        """Return True if the unsharded parameter was made here and not cast afterwards."""
         unsharded = self.param.unsharded
         if unsharded is None or not self._versioned or unsharded is not self._versioned[0]:
             return False
@@ -529,13 +529,13 @@ class Extension:
 
 
 def kind_of(param: FSDPParam) -> tuple[type, torch.dtype]:
-    """Return the facts about a shard whose change requires a new unsharded parameter."""
+    """Return the properties of a shard whose change requires a new unsharded parameter."""
     local = torch_dtensor.local_tensor(param.sharded)
     return type(local), local.dtype
 
 
 def _method(local: Tensor, name: str) -> Callable[..., Any]:
-    """Return a method of a shard, bound to it: in a deepcopy it is bound to the original."""
+    """Return a method bound to this shard: after a deepcopy, it is bound to the original shard."""
     method: Callable[..., Any] = getattr(local, name)
     if isinstance(method, MethodType) and isinstance(method.__self__, Tensor):
         return MethodType(method.__func__, local)
@@ -543,7 +543,7 @@ def _method(local: Tensor, name: str) -> Callable[..., Any]:
 
 
 def _takes_all(method: Callable[..., Any], fqn: str) -> bool:
-    """Return True if a method takes all five arguments, False if it takes the mesh alone."""
+    """Return True if a method takes all five arguments, False if it takes only the mesh."""
     parameters = inspect.signature(method).parameters
     if len(parameters) not in (1, 5):
         raise StateError(
@@ -563,7 +563,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a plain tensor, or the tensors with memory inside a wrapper."""
+    """Yield ``tensor`` if it is plain, else the plain tensors inside this wrapper."""
     if not torch_dtensor.is_wrapper_subclass(tensor):
         yield tensor
         return
@@ -590,7 +590,7 @@ class ExtensionTail:
     nbytes: int = 0
 
     def plan(self, params: Sequence[FSDPParam]) -> None:
-        """Set the extended parameters of a new plan. Those that remain keep their outputs."""
+        """Set the extended parameters of a new plan. Unchanged ones keep their outputs."""
         if not params:
             self.items = []
             return
@@ -607,7 +607,7 @@ class ExtensionTail:
     @torch.inference_mode(False)
     @torch.no_grad()
     def before(self) -> None:
-        """Collect the inputs of every shard. Collective until sizes are agreed: [Note: sizes of
+        """Collect the inputs of all shards. Collective if sizes are not agreed yet: [Note: sizes of
         extensions]. StateError: an extension failed on some rank, or ranks differ."""
         for item in self.items:
             item.prepare()
@@ -630,7 +630,7 @@ class ExtensionTail:
         failed = _exchange(torch.tensor([int(problem is not None)], device=self._device), replicate)
         if problem is None and failed.any():
             problem = (
-                f"{self.items[0].param.fqn} (or another one): {PRE} failed or is missing on "
+                f"{self.items[0].param.fqn} (or another parameter): {PRE} failed or is missing on "
                 "another replica"
             )
         if problem is not None:
@@ -661,7 +661,7 @@ class ExtensionTail:
     @torch.inference_mode(False)
     @torch.no_grad()
     def arrived(self, gathered: Tensor) -> None:
-        """Make the parameters from gathered bytes ``[W, nbytes]``; StateError if a rank failed."""
+        """Make the parameters from gathered tails ``[W, nbytes]``; StateError if a rank failed."""
         if capabilities(self._device).is_host:
             flags = (gathered[:, :HEADER_NBYTES] == FAILED_BYTE).all(dim=1).tolist()
             if any(flags):

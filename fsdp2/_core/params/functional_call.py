@@ -1,8 +1,8 @@
 """Placeholders for parameters during one forward, as in ``torch.func.functional_call``.
 
-A shard among them is gathered differentiably: backward reduces its gradient as the group would.
-This is slower than a group (one collective per tensor), and the unsharded tensor lives until
-backward, because we may not free its storage.
+A placeholder that is a shard is gathered differentiably, and its gradient is reduced like those of
+the group. This is slower than the group's gather (one collective per tensor), and the unsharded
+tensor stays in memory until backward, because its storage must not be freed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def whole_tensor(
     placeholder: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
 ) -> Tensor:
     """Return the unsharded form of ``placeholder``, which is registered in place of ``param``.
-    UnsupportedError: it is neither a shard nor unsharded."""
+    UnsupportedError: ``placeholder`` is neither a shard nor an unsharded tensor of ``param``."""
     placement = param.placement
     if isinstance(placeholder, DTensor) and placement.is_sharded(placeholder):
         if param.is_extended:
@@ -38,13 +38,13 @@ def whole_tensor(
                 "Pass a tensor of the full shape, or change the parameter itself.",
             )
         local = placeholder.to_local()
-        if local.device.type != reducer.device.type and not local.is_meta:  # it is offloaded
+        if local.device.type != reducer.device.type and not local.is_meta:  # offloaded
             if torch.is_grad_enabled() and local.requires_grad:
                 raise UnsupportedError(
                     "FS318",
-                    f"{param.fqn}: found in its place a shard on {local.device} that requires "
-                    f"gradients, but the unit computes on {reducer.device}. Pass a tensor of the "
-                    "full shape there, or call it without gradients.",
+                    f"{param.fqn}: found a shard on {local.device} in its place that requires "
+                    f"gradients, but the unit computes on {reducer.device}. Pass a full tensor on "
+                    "that device, or run the forward under torch.no_grad().",
                 )
             local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own
@@ -60,8 +60,8 @@ def whole_tensor(
         return placeholder if placeholder.dtype == dtype else placeholder.to(dtype)
     raise UnsupportedError(
         "FS318",
-        f"{param.fqn}: found in its place a {type(placeholder).__name__} of shape "
-        f"{tuple(placeholder.shape)}. Pass a tensor {placement.describe()}.",
+        f"{param.fqn}: found a {type(placeholder).__name__} of shape {tuple(placeholder.shape)} "
+        f"in its place. Pass a tensor {placement.describe()}.",
     )
 
 
@@ -82,7 +82,7 @@ def _check_transformed(placeholder: Tensor, param: FSDPParam) -> None:
 
 
 class _WrapUnsharded(torch.autograd.Function):
-    """Wraps a local tensor in its unsharded form; backward returns a local gradient."""
+    """Wraps a local tensor as the unsharded parameter; backward returns a local gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, param: FSDPParam) -> Tensor:
@@ -102,7 +102,7 @@ class _WrapUnsharded(torch.autograd.Function):
 
 
 class _GatherShard(torch.autograd.Function):
-    """All-gather of one shard; backward is the mean reduction over data-parallel ranks."""
+    """All-gathers one shard; backward reduces the gradient over data-parallel ranks."""
 
     @staticmethod
     def forward(
@@ -111,7 +111,7 @@ class _GatherShard(torch.autograd.Function):
         ctx.call, axis = (param, reducer, settings), reducer.data.shard
         how = param.coding_of(param.placement.layout)
         item = GatherItem(param.placement.layout, local.dtype, local.dtype, coding=how)
-        if item.shard.numel == 0:  # CUDA kernels do not accept empty inputs either
+        if item.shard.numel == 0:  # CUDA kernels do not accept empty inputs
             return local.new_empty(item.shard.shape)
         layout = GatherLayout.plan([item], axis.size, rank=axis.rank)
         buffer = ShardBuffer(layout, axis, local.device)
@@ -138,7 +138,7 @@ class _GatherShard(torch.autograd.Function):
         )
         packed.mul_(scale.before)
         reduced = packed.view(-1)
-        wire.exact = layout.exact  # the group's next reduction sets its own
+        wire.exact = layout.exact  # the group's next reduction overwrites this
         if data.shard.size > 1:
             reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
             if layout.pieces:

@@ -1,7 +1,7 @@
-"""Packing of gradients into the input of a reduction, and views of shards in its result.
+"""Pack gradients into the input of a reduction, and view gradient shards in its output.
 
-Functions from tensors to tensors, each a few kernels. Independent of process groups, streams and
-modules. W = ranks of the shard axis, P = parameters, S = elements of stamps.
+Pure tensor functions that launch a few kernels each. Independent of process groups, streams and
+modules. W: size of the shard axis; P: number of parameters; S: number of stamp elements.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def inputs_of(
     is_mixed: bool = False,
     kept: Kept | None = None,
 ) -> list[Tensor]:
-    """Return the inputs of a reduction: packed gradients ``[W, packed_numel]``, and zero-copy ones;
-    with dealt members all ranks' pieces, flat. ``allocate`` makes the wire's buffers, unless one is
-    ``kept``. Other arguments are those of ``pack_gradients``."""
+    """Return the inputs of a reduction: packed gradients ``[W, packed_numel]`` and the zero-copy
+    gradients or, with dealt members, one flat buffer of all ranks' pieces. ``allocate`` allocates
+    buffers; ``kept`` is an existing packed buffer. Other arguments: see ``pack_gradients``."""
     if kept is not None:
         packed, parts = kept.memory, kept.parts
     else:
@@ -58,15 +58,15 @@ def pack_gradients(
     is_mixed: bool = False,
     parts: Sequence[Tensor] = (),
 ) -> None:
-    """Write the packed local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
+    """Write the local gradients of packed members, then ``behind``, to ``out`` [W, packed_numel].
 
-    ``behind`` is the result of ``tail``. ``None`` is a gradient of zeros. All are cast to the dtype
-    of ``out``; they and ``behind`` have one dtype, unless ``is_mixed``. ``parts`` are the columns
-    of ``out`` (``ReduceLayout.cut``) if its other elements are zero already: on a host
-    ``chunk_cat`` first pads each gradient to a row for every rank.
+    ``behind`` is the result of ``tail``. A gradient of ``None`` is written as zeros. Inputs are
+    cast to the dtype of ``out``; unless ``is_mixed``, they all have the same dtype. ``parts`` are
+    views of the columns of ``out`` (``ReduceLayout.cut``), passed if its other elements are already
+    zero. They replace ``chunk_cat``, which on a host first pads each gradient to W rows.
 
-    On a device columns are made contiguous: otherwise CUDA has one kernel for each instead of one
-    for all (torch 2.11; a test counts them), or one that is only correct for contiguous columns."""
+    On a device, columns are first made contiguous: otherwise CUDA runs one kernel per column (torch
+    2.11; a test counts them), or one kernel that is only correct for contiguous columns."""
     columns: list[Any] = [grads[position] for position in layout.packed]
     if not all(map(is_not, columns, repeat(None))):
         columns = _with_zeros(columns, layout, behind, out.is_cpu)
@@ -88,10 +88,10 @@ def pack_gradients(
 def _with_zeros(
     columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, is_cpu: bool
 ) -> list[Tensor]:
-    """Replace missing gradients by zeros, which share memory."""
+    """Replace missing gradients by zeros; all of them share memory."""
     shapes = [layout.shards[position].shape for position in layout.packed]
     absent = [math.prod(s) for c, s in zip(columns, shapes, strict=True) if c is None]
-    # a device kernel reads dense memory only
+    # device kernels require dense memory
     zeros = behind.new_zeros(() if is_cpu else max(absent))
     return [
         (zeros.expand(s) if is_cpu else zeros[: math.prod(s)].view(s)) if c is None else c
@@ -100,7 +100,7 @@ def _with_zeros(
 
 
 def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """Return a gradient as W chunks of dim 0, the ``r``-th of which is for rank ``r``."""
+    """Rearrange a gradient so that chunk ``r`` of dim 0 (of W chunks) is sent to rank ``r``."""
     shard = layout.shards[position]
     if layout.slotted[position]:
         slots = grad.new_zeros((layout.size, shard.numel))
@@ -112,7 +112,7 @@ def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Te
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
-    """Write columns of several dtypes; a kernel supports only one."""
+    """Write columns of several dtypes, because one ``chunk_cat`` supports a single dtype."""
     widths = [-(-len(c) // size) * (c.numel() // max(len(c), 1)) for c in columns]
     if not out.is_cpu:
         _chunk_cat_few(columns, widths, size, out)
@@ -127,9 +127,9 @@ def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
 def _chunk_cat_few(
     columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
 ) -> None:
-    """Write columns on a device, whose kernel fills an entire buffer from one dtype: the one with
-    the most bytes. Other columns, usually small (a norm that computes in fp32), are written
-    afterwards. Casting all columns would read and write everything again."""
+    """Write columns on a device, where one kernel fills the entire buffer from columns of one
+    dtype: the dtype with the most bytes. Other columns, usually small (an fp32 norm), are written
+    afterwards. Casting all columns would read and write all data a second time."""
     nbytes: dict[torch.dtype, int] = {}
     for column in columns:
         nbytes[column.dtype] = nbytes.get(column.dtype, 0) + column.nbytes
@@ -146,7 +146,7 @@ def _chunk_cat_few(
 def zero_copy_gradients(
     grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
 ) -> list[Tensor]:
-    """Return the zero-copy local gradients, flat and contiguous, in wire dtype."""
+    """Return the local gradients of zero-copy members, flat and contiguous, in the wire dtype."""
     dtype = layout.wire_dtype
     sent = []
     for position in layout.zero_copy:
@@ -162,8 +162,8 @@ def zero_copy_gradients(
 def _pack_pieces(
     grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
 ) -> None:
-    """Write all ranks' dealt rows, and rows of ``even`` ``[W, packed_numel]``, into the flat
-    ``out``, of any dtype. ``None`` is a gradient of zeros."""
+    """Write the piece of each rank to the flat ``out``, in any dtype: its dealt rows, then its row
+    of ``even`` ``[W, packed_numel]``. A gradient of ``None`` is written as zeros."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     start = out.storage_offset()
@@ -194,14 +194,14 @@ def tail(
     """Return the tail of a rank that has every gradient: ``[W, gap + P + S]``."""
     row = torch.ones(layout.tail_gap + len(layout.members), dtype=dtype, device=device)
     row[: layout.tail_gap] = 0
-    if stamps:  # values from the host, which block a device
+    if stamps:  # copying values to a device blocks the host
         row = torch.cat([row, torch.tensor(stamps, dtype=dtype, device=device)])
     return _for_each_rank(row, layout)
 
 
 def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) -> Tensor:
-    """Return a tail with 0 for members without a gradient here. It is made from ``complete``, the
-    result of ``tail``, because values from the host would block a device."""
+    """Return a tail with 0 for members without a gradient on this rank. Derived from ``complete``,
+    the result of ``tail``: copying values to a device would block the host."""
     row = complete[0].clone()
     for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
         positions = [layout.tail_gap + position for _, position in run]
@@ -210,7 +210,7 @@ def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) 
 
 
 def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
-    """Return ``[W, n]``, each row of which is ``row``; on a device in separate memory."""
+    """Repeat ``row`` as ``[W, n]``: as a view on a host, as a contiguous copy on a device."""
     rows = row.expand(layout.size, -1)
     return rows if row.is_cpu else rows.contiguous()
 
@@ -228,8 +228,8 @@ def gradient_view(
     position: int,
     rank: int,
 ) -> Tensor:
-    """View a member's shard of the gradient in a reduced buffer ``[numel]``. It is not contiguous
-    if another dim than 0 is sharded: that is sent first."""
+    """View a member's gradient shard in a reduced buffer ``[numel]``. The view is not contiguous if
+    the sharded dim is not 0, because the sharded dim comes first in the buffer."""
     shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
     shape = shard.shard_shape(rank)
     if not shard.dim:

@@ -1,6 +1,6 @@
-"""Placement and addition of gradients that are DTensors, annotated, or set by the user.
+"""Redistribute and accumulate gradients that are DTensors, annotated, or set by the user.
 
-A step with plain gradients calls nothing here.
+Steady-state steps with plain gradients do not call these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2._core.params.param import FSDPParam, OwnerMark
 
 
 def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
-    """Wrap the local part of a sharded gradient, of any dtype, with its parameter's placements."""
+    """Make a DTensor of a gradient shard of any dtype, with the placements of its parameter."""
     spec, like = param.spec, param.like
     if local.dtype is not param.storage_dtype:
         spec = param.placement.sharded_spec(local.dtype)
@@ -25,9 +25,9 @@ def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
 
 
 def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
-    """Return the local part of a gradient, placed like its parameter on the parameter's own axes.
-    A plain gradient is that already, unless its parameter is annotated. A sum over these axes is
-    computed in ``dtype`` if that is wider. On data axes the group reduces the gradient later."""
+    """Redistribute a gradient like its parameter on the parameter's own axes, and return its local
+    part. A plain gradient is returned as is, unless its parameter is annotated. Sums over own axes
+    are computed in ``dtype`` if it is wider. The group reduces over the data axes later."""
     spec, annotation = param.placement.tensor_parallel, param.placement.annotation
     if not isinstance(grad, DTensor):
         if annotation is None or not annotation.sums:
@@ -46,8 +46,8 @@ def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor
 
 
 def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
-    """Add to the parameter's existing gradient: an earlier one of fsdp2, or the user's. One that is
-    a full tensor, or a DTensor with other placements, is redistributed to ours first."""
+    """Add ``grad`` to the existing gradient, from an earlier backward or set by the user. If that
+    is a full tensor or a DTensor with other placements, first redistribute it like ``grad``."""
     is_placed = isinstance(existing, DTensor) and torch_dealt.are_same(
         existing.placements, grad.placements
     )

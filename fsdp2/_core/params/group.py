@@ -1,28 +1,28 @@
 """Parameters that communicate together: ``unshard``, ``wait_for_unshard``, ``reshard``.
 
-Owns the transitions between sharded and unsharded parameters; the caller decides when. Contains no
-hook or autograd code, and is independent of other groups. Memory layout is planned in ``planning``.
+Performs the transitions between sharded and unsharded parameters; the caller decides when. Contains
+no hook or autograd code, and is independent of other groups. ``planning`` plans the memory layout.
 
 [Note: between steps]
-Between steps ``parameters()`` returns the shards, so that an optimizer created there trains them. A
-group may still keep its unsharded parameters in memory for the next forward or backward (by choice,
-or because a recorded graph reads them). It then *shows* its shards: they are registered while the
-state stays UNSHARDED. Kept parameters serve the backwards of the forward that gathered them. The
-next forward gathers again, because the shards may have other values: writes through ``.data``, a
-NumPy array or a local tensor do not increment a version. It reuses kept parameters only if the user
-requested that: by ``unshard()``; ``set_reshard_after_backward(False)``;
+Between steps, ``parameters()`` returns the shards, so that an optimizer created there trains them.
+A group may still keep its unsharded parameters in memory for the next forward or backward (because
+of a setting, or because a recorded graph reads them). It then *shows* its shards: they are
+registered while the state stays WHOLE. Kept parameters are used by the backwards of the forward
+that gathered them. The next forward gathers again, because the shards may have new values: writes
+through ``.data``, a NumPy array or a local tensor do not increment a version. It reuses kept
+parameters only if the user requested it: by ``unshard()``; ``set_reshard_after_backward(False)``;
 ``set_reshard_after_forward(False)``, from one forward without gradients to the next;
 ``reshard_after_forward=False`` in a pipeline, which runs many forwards before their backwards; or
-``shard``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then it
+``shard=``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then it
 gathers again if the versions of the shards have changed. Only a manual ``unshard()`` *holds*
-unsharded parameters registered: until ``reshard()``, the unit's next forward, or the end of a
-backward of its root.
+unsharded parameters: they stay registered until ``reshard()``, the unit's next forward, or the end
+of a backward of its root.
 
 [Note: written while whole]
 A forward may write to its parameters in place: clamp a weight, renormalize an embedding, or update
-a codebook. The write increments the version of the unsharded parameter. Before that is freed, each
-rank copies the changes in its own rows to its shard. Ranks must therefore write the same values, as
-replicas of a plain model do. A forward or backward that raises loses its writes.
+a codebook. The write increments the version of the unsharded parameter. Before the parameter is
+freed, each rank copies the changes in its own rows to its shard. All ranks must therefore write the
+same values, as replicas of a plain model do. Writes of a forward or backward that raises are lost.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Gather:
 
 
 class ParamGroup(Observable):
-    """One frozen layout, one mesh, and the state shared by its parameters."""
+    """Parameters that share one layout, one mesh and one state."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class ParamGroup(Observable):
         self.data = data
         self.policy = policy
         self.residence = Residence(device, offload)
-        self.settings = Settings()  # the unit's settings, always replaced as one object
-        self.context = StepContext(Streams())  # the first forward sets that of the tree
+        self.settings = Settings()  # the unit's settings: frozen, so changes replace them
+        self.context = StepContext(Streams())  # replaced in the first forward
         self.fqn = ""  # the unit's name, for messages
         self.params: list[FSDPParam] = []  # in registration order, the same on all ranks
         self.ids = CollectiveIds(data, device)
@@ -106,24 +106,24 @@ class ParamGroup(Observable):
         return self.reducer.wire
 
     def rewire(self) -> None:
-        """Apply changes of the wire. Every rank must call it between the same steps."""
+        """Apply changes of the wire. All ranks must call this between the same two steps."""
         if self.state is GATHERING:  # a manually issued gather carries the old number
             self._drop_gather()
-        self.context.streams.finish_host_reads()  # the numbers are written into the shards' memory
+        self.context.streams.finish_host_reads()  # numbers are written to the shards' memory
         self.buffers.number(self.wire)
         self.reducer.planner.current = None
 
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
-        """Set the rule for sending parameters in separate collectives; None: none is."""
+        """Set the rule for sending parameters in separate collectives; None: always pack."""
         if rule != self.wire.zero_copy:
             self.reshard()
             self.wire.zero_copy = rule
             self._plan(own_sources(self.params))
 
     def enroll(self, fqn: str) -> None:
-        """Set the unit's name in its tree, and number its collectives: in the first forward, so
-        that a model that one rank copies and never runs uses no numbers."""
-        # a copy of a group with a separate process group; the copy has none yet
+        """Set the unit's name in its tree, and number its collectives. Called in the first forward,
+        so that a model that is copied on one rank only and never runs uses no numbers."""
+        # a copied group does not have the separate process group of the original
         if self.wire.is_separate and self.wire.scatter_group is None:
             self.reducer.planner.separate(True, self.wire)
         self.fqn = fqn
@@ -134,8 +134,8 @@ class ParamGroup(Observable):
     # Planning and adoption.
 
     def shard(self, params: Sequence[FSDPParam]) -> None:
-        """Add parameters: copy this rank's rows of each into the flat buffer, and register them.
-        Each is unsharded (and maybe tensor-parallel), or a DTensor released by another group."""
+        """Add parameters: copy this rank's rows to the flat buffer, and register the shards. Each
+        is unsharded (possibly tensor-parallel), or sharded and released by another group."""
         sources = own_sources(self.params)
         for param in params:
             if param.local is None:
@@ -159,14 +159,14 @@ class ParamGroup(Observable):
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:
-        """Remove parameters, which another group takes over. An empty group is no longer used."""
+        """Remove parameters that another group takes over. An empty group is not used again."""
         self.params[:] = [param for param in self.params if param not in params]
         if self.params:
             self._plan(own_sources(self.params))
 
     def keep_memory(self, is_read_later: bool | None = None) -> None:
         """Apply ``keep_unsharded_storage`` to the memory of unsharded parameters.
-        ``is_read_later``: a backward may read it after a reshard; None: unchanged."""
+        ``is_read_later``: a backward may read the memory after a reshard; None: unchanged."""
         full = self.buffers.full
         if full is None or (is_read_later and not self.is_unsharded):
             return
@@ -178,7 +178,7 @@ class ParamGroup(Observable):
             full.free()
 
     def reshard_to(self, size: int | None) -> None:
-        """Reshard to ``size`` neighbours (collective), or the full axis (None), after forward."""
+        """Set the size of the mesh for reshards after forward (collective); None: the full axis."""
         if size is not None:
             for param in self.params:
                 if param.is_extended or param.placement.layout.is_dealt:
@@ -198,7 +198,7 @@ class ParamGroup(Observable):
         self.registration.show(FORM_SHARDED)
 
     def prepare_unsharded(self) -> None:
-        """Create the unsharded parameters, without memory: gradients may be kept on them."""
+        """Create the unsharded parameters without memory, so that they can hold gradients."""
         if self.buffers.full is not None:
             return
         buffers, streams = self.buffers, self.context.streams
@@ -207,7 +207,7 @@ class ParamGroup(Observable):
             streams.order_after_compute("gather")
         full = buffers.build_full(self.wire, self.settings.keep_unsharded_storage)
         self.registration.see_whole(param.unsharded for param in buffers.flat_params)
-        readers = self.early.readers  # references to a part are counted while only ours exist
+        readers = self.early.readers  # count references to a part while only ours exist
         if (
             readers is not None
             and not buffers.open_tail.items
@@ -218,7 +218,7 @@ class ParamGroup(Observable):
     def inspect(self, recomputing: bool = False) -> None:
         """Detect and apply user changes to the registered parameters, before a forward's unshard.
         A new ``nn.Parameter`` is adopted; any other tensor is a placeholder for one forward
-        (``functional_call``). A recomputation reuses what its backward gathered."""
+        (``functional_call``). Recomputations reuse the parameters gathered by their backward."""
         self.registration.is_held = False
         readers = self.early.readers
         if readers is not None and not recomputing:
@@ -231,14 +231,14 @@ class ParamGroup(Observable):
         changes = registration.detect_changes()
         if changes.toggled:
             self.reducer.toggle(changes.toggled, self.settings)
-        if changes.cast:  # by the model's own forward: the unsharded parameters moved
+        if changes.cast:  # the model's forward cast the unsharded parameters
             self.reshard()
             self.buffers.full = None
         if changes.replaced:
             self._adopt(changes.replaced)
 
     def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
-        """Take over new parameters. See [Note: one plan] in ``planning``."""
+        """Adopt new parameters. See [Note: one plan] in ``planning``."""
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
@@ -256,7 +256,7 @@ class ParamGroup(Observable):
         self._plan(sources)
         self.context.streams.order_after_compute("gather")
 
-    # The moves.
+    # Transitions.
 
     @property
     def state(self) -> GroupState:
@@ -264,11 +264,11 @@ class ParamGroup(Observable):
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True if forward and backward need no gather. The same on every rank."""
+        """Return True if forward and backward need no gather; equal on all ranks."""
         return self.registration.state is WHOLE
 
     def _begin_use(self) -> None:
-        """Register placeholders' unsharded forms, and begin sums of gradients."""
+        """Register unsharded forms of placeholders, and prepare the accumulation of gradients."""
         reducer, settings = self.reducer, self.settings
         if self.registration.placeholders:
             for item in self.registration.place_placeholders():
@@ -284,7 +284,7 @@ class ParamGroup(Observable):
         if came_from is GATHERING or came_from is WHOLE:
             return
         buffers = self.buffers
-        if buffers.home is None:  # a copy that is gathered before its first forward
+        if buffers.home is None:  # a copied group, gathered before its first forward
             self.inspect()
         if buffers.full is None:
             self.prepare_unsharded()
@@ -292,7 +292,7 @@ class ParamGroup(Observable):
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
-            # of parameters that stay after a forward, values are noted at its end
+            # for parameters kept after a forward, values are noted when it ends
             self.registration.note_values(Serves.FORWARDS)
         if events.listeners:
             nbytes = source.gathered_nbytes
@@ -312,10 +312,10 @@ class ParamGroup(Observable):
         self._gather = Gather(flight, source, came_from)
         self.registration.move(GATHERING, self.fqn)
         if self.residence.is_away:
-            streams.host_read = flight  # the last one suffices: a lane runs in order
+            streams.host_read = flight  # the last flight suffices: a lane runs in order
 
     def wait_for_unshard(self) -> None:
-        """Finish the all-gather, and register the unsharded parameters."""
+        """Complete the all-gather, and register the unsharded parameters."""
         if self.registration.state is WHOLE:
             self.registration.show(FORM_UNSHARDED)
             self._begin_use()
@@ -387,9 +387,9 @@ class ParamGroup(Observable):
             self._drop_gather()
 
     def release_early(self, skips_backward: bool) -> None:
-        """Count as sharded from now on: [Note: released early] in ``buffers``.
-        ``skips_backward``: until the next reshard, no pre-backward gathers the group."""
-        self.early.skips_backward |= skips_backward  # the common decision, whatever this rank frees
+        """Make the group count as sharded: [Note: released early] in ``buffers``.
+        ``skips_backward``: pre-backward hooks do not gather it until the next reshard."""
+        self.early.skips_backward |= skips_backward  # all ranks, freed or not
         self.registration.values = None
         if self.registration.state is not WHOLE:
             return
@@ -404,17 +404,17 @@ class ParamGroup(Observable):
 
     @property
     def may_stay(self) -> bool:
-        """Whether unsharded parameters, or shards over a smaller mesh, may serve many forwards."""
+        """Return True if several forwards may use unsharded parameters or smaller-mesh shards."""
         return self.settings.sharding.keeps_whole or self.buffers.post_forward.mesh is not None
 
     @property
     def stays(self) -> bool:
-        """Whether unsharded parameters, or shards over the smaller mesh, outlive a backward."""
+        """Return True if unsharded parameters or smaller-mesh shards are kept after a backward."""
         settings = self.settings
         return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
     def keep(self, serves: Serves) -> None:
-        """Keep parameters in memory; copy in-place writes now, before the shards are written."""
+        """Keep parameters in memory, and copy in-place writes before the shards are modified."""
         if self.registration.state is WHOLE:
             self.take_writes()
         self.registration.note_values(serves)
@@ -443,7 +443,7 @@ class ParamGroup(Observable):
             events.emit("reshard", self.fqn, self.context.phase, full.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies contain the configuration only; adoption rebuilds the buffers."""
+        """Copies contain only the configuration; adoption rebuilds the buffers."""
         kept = ["data", "policy", "settings", "fqn", "params"]
         state = {name: getattr(self, name) for name in kept}
         state["device"], state["offload"] = self.residence.compute, self.residence.offload

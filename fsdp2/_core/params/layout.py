@@ -1,22 +1,22 @@
-"""Arithmetic of shards and of flat buffers: ints only.
+"""Layout arithmetic for shards and flat buffers, on integers only.
 
-Independent of tensors, process groups and modules, so every rule is tested in one process for any
-number of ranks. ``ShardLayout``: one parameter; ``GatherLayout``: the flat buffers of an
+Independent of tensors, process groups and modules, so every rule can be tested in one process for
+any number of ranks. ``ShardLayout``: one parameter; ``GatherLayout``: the flat buffers of an
 all-gather; ``ReduceLayout``: the flat buffer of a reduce-scatter.
 
-Legend: W = ranks of the shard axis; a *shard* is the part on one rank; a *padded shard* has the
-size of the largest one. A *zero-copy* parameter is sent in a separate collective, directly between
-the memory that stores it and the memory that is computed with; all others are *packed* in one. A
+Legend: W is the size of the shard axis; a *shard* is the part on one rank; a *padded shard* has the
+size of the largest shard. A *zero-copy* parameter is sent in a separate collective, directly from
+the memory of its shards to that of the unsharded parameter; all others are *packed* in one. A
 *dealt* parameter is stored in full blocks of rows (see ``Deal``); an *owned* one is a single block.
 
 [Note: dealt parameters]
-With dealt parameters, ranks send different numbers of bytes, in *pieces*: the *even* part, equally
-long on every rank, then the rank's rows of each dealt parameter. No piece is padded to the longest.
-A layout is therefore that of one rank, with the sizes of other ranks' pieces. Adjacent ranks with
-the same number of rows of each dealt parameter are a *run*: their pieces have the same structure,
-so their rows of a parameter are unpacked in one copy. If all dealt parameters are owned, pieces are
-gathered consecutively into the full buffer, where owned parameters are used in place; the even
-parts between them are unpacked as if gathered separately. In a reduction the dealt gradients come
+With dealt parameters, ranks send *pieces* of different sizes: the *even* part, which has the same
+size on every rank, then the rank's rows of each dealt parameter. Pieces are not padded to a common
+size. A layout therefore describes one rank, and includes the sizes of all pieces. Adjacent ranks
+with the same number of rows of each dealt parameter form a *run*: their pieces have the same
+structure, so one copy unpacks their rows of a parameter. If all dealt parameters are owned, pieces
+are gathered consecutively into the full buffer: owned parameters are used in place, and the even
+parts between them are unpacked like a separate all-gather. In a reduction, dealt gradients come
 first, so that stamps stay at the end.
 """
 
@@ -38,7 +38,7 @@ from fsdp2._core.base.rows import Deal, chunk_of, rows_of
 ALIGN_NBYTES = 16
 """Alignment of each dtype segment, and of each unsharded parameter, in its flat buffer."""
 MAX_SLOTTED_NUMEL = 16384
-"""Largest size in a row of a replicated parameter that has a slot for each rank, in elements."""
+"""Maximum number of elements in a row for the slots of one replicated parameter."""
 
 
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
@@ -54,7 +54,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return ``stride`` if a tensor with it has no gaps and no overlaps, else a row-major one."""
+    """Return ``stride`` if it has no gaps and no overlaps, else the row-major stride."""
     row_major, expected = contiguous_stride(shape), 1
     for size, step in sorted(zip(shape, stride, strict=True), key=itemgetter(1)):
         if size != 1 and step != expected:
@@ -69,8 +69,8 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The split of a tensor of ``shape`` and ``stride`` over ``size`` ranks along ``dim``; None
-    replicates. Shards are contiguous, in chunks (see ``chunk_of``) or as ``deal`` specifies."""
+    """The split of a tensor of ``shape`` and ``stride`` over ``size`` ranks along ``dim`` (None:
+    replicated). Shards are contiguous: chunks (see ``chunk_of``), or rows as in ``deal``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -106,7 +106,7 @@ class ShardLayout:
 
     @property
     def owner(self) -> int | None:
-        """The rank that holds the full tensor; None if it is divided."""
+        """The rank that holds the full tensor; None if several ranks hold parts."""
         return None if self.deal is None else self.deal.owner
 
     @property
@@ -121,15 +121,15 @@ class ShardLayout:
 
     @property
     def stays_where_it_lands(self) -> bool:
-        """Return True if the data that an owner sends is the unsharded tensor."""
+        """Return True if the data sent by an owner can be used in place as the full tensor."""
         return self.owner is not None and self.stride == contiguous_stride(self.shape)
 
     def kept_numel(self, rank: int) -> int:
-        """Elements reserved on a rank: its padded shard, or the rows that it is dealt."""
+        """Number of elements stored on a rank: its padded shard, or its dealt rows."""
         return self.padded_numel if self.deal is None else math.prod(self.shard_shape(rank))
 
     def goes_alone(self, dtype: torch.dtype, rule: ZeroCopy | None) -> bool:
-        """Return True if it is rank-major and large enough to be zero-copy under ``rule``."""
+        """Return True if this is rank-major and large enough to be zero-copy under ``rule``."""
         if rule is None or self.size == 1 or not self.is_rank_major:
             return False
         if self.padded_numel * dtype.itemsize % rule.row_nbytes:
@@ -158,8 +158,8 @@ SCALE_DTYPE = torch.bfloat16  # dtype of scales, which are powers of two
 
 @dataclass(frozen=True)
 class Coding:
-    """Encoding of a shard as codes of an 8-bit ``dtype``, followed by their scales: one for each
-    row (index of dim 0) of the shard, or a single one."""
+    """Encoding of a shard as codes of an 8-bit ``dtype``, followed by their scales: one per row
+    (index of dim 0) of the shard, or a single scale."""
 
     dtype: torch.dtype
     by_row: bool
@@ -178,7 +178,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """A parameter, or a tail after all of them, sent in ``coding`` or (None) in compute dtype."""
+    """A parameter, or the tail after them. If ``coding`` is None, it is sent in compute dtype."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype
@@ -192,11 +192,11 @@ class GatherItem:
 
     @property
     def sent_as(self) -> object:
-        """The format that is sent, which ranks must agree on."""
+        """The wire format, which must be equal on all ranks."""
         return self.compute_dtype if self.coding is None else (self.compute_dtype, self.coding)
 
     def room(self, rank: int) -> tuple[int, ...]:
-        """Shape reserved on a rank: a padded shard, or the rows that it is dealt."""
+        """Shape stored on a rank: its padded shard, or its dealt rows."""
         return self.shard.shard_shape(rank) if self.shard.is_dealt else self.shard.padded_shape
 
     def sent_nbytes(self, rank: int) -> int:
@@ -207,11 +207,11 @@ class GatherItem:
 
 @dataclass(frozen=True)
 class Packed:
-    """Content of one all-gather: the first padded shards of the send buffer, in its order.
+    """Content of one all-gather: the padded shards at the start of the send buffer, in order.
 
-    ``sizes`` are in wire elements, and so are ``shapes`` of the unpacked data, without ranks that
-    have no rows. ``is_dense``: no gaps, only rank-major items, and not empty. ``is_one_split``: one
-    kernel unpacks all data (CUDA's ends the process if there is nothing to split: torch 2.11.0)."""
+    ``sizes`` and ``shapes`` are in wire elements; ``shapes`` are of the unpacked data, without
+    ranks that have no rows. ``is_dense``: not empty, no gaps, only rank-major items.
+    ``is_one_split``: one kernel unpacks it (CUDA's would abort without data: torch 2.11.0)."""
 
     order: tuple[int, ...]
     nbytes: int
@@ -223,8 +223,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class CastSegment:
-    """Padded shards without gaps, of one storage and one compute dtype, that one kernel casts.
-    Starts are byte offsets in the shard and send buffers. ``is_coded``: a single item."""
+    """Padded shards without gaps that share storage and compute dtype, so one kernel casts them.
+    Starts are byte offsets in the shard and send buffers. ``is_coded``: a single encoded item."""
 
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -244,7 +244,7 @@ class Run(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """Rows of a dealt item on a run of ranks, which begin at byte ``start`` of all pieces."""
+    """Rows of a dealt item from a run of ranks, starting at byte ``start`` of all pieces."""
 
     item: int
     run: Run
@@ -253,27 +253,27 @@ class Landed(NamedTuple):
 
 @dataclass(frozen=True)
 class Landing:
-    """The data that ranks send if some parameter is dealt. See [Note: dealt parameters]."""
+    """The gathered pieces, if any parameter is dealt. See [Note: dealt parameters]."""
 
     pieces: tuple[int, ...] = ()  # bytes that each rank sends
-    start: int | None = None  # of the pieces, in the full buffer; None: in separate memory
+    start: int | None = None  # offset of the pieces in the full buffer; None: separate memory
     runs: tuple[Run, ...] = ()
     copied: tuple[Landed, ...] = ()  # dealt parameters that are copied out of the pieces
 
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """Flat buffers of a group, in bytes.
+    """Layout of a group's flat buffers, in bytes.
 
     - *shard buffer*: this rank's padded shards in storage dtype, replicated parameters last;
-    - *send buffer*: the same in compute dtype. Its first ``gather_nbytes`` are sent: packed shards
-      in the first ``packed_nbytes``, then each zero-copy shard by itself. If no dtype differs, both
-      layouts are equal, and the shard buffer is sent;
-    - *full buffer*: consecutive unsharded parameters, with room for the padding, so that a
-      zero-copy one is gathered in place. With ``trims``, on a host, packed ones have no padding:
-      with many ranks, most may have no row of a small parameter.
+    - *send buffer*: the same in compute dtype. Its first ``gather_nbytes`` are sent: the packed
+      shards in the first ``packed_nbytes``, then each zero-copy shard in a separate collective. If
+      no dtype differs, both buffers have the same layout, and the shard buffer is sent;
+    - *full buffer*: consecutive unsharded parameters with room for padding, so that zero-copy
+      parameters are gathered in place. With ``trims``, on a host, packed parameters only have room
+      for ranks with rows: with many ranks, most may have no row of a small parameter.
 
-    ``landing``: the placement of dealt parameters, if any: buffers are then those of ``rank``.
+    ``landing``: the pieces of dealt parameters, if any; the layout is then that of ``rank``.
     """
 
     size: int
@@ -302,14 +302,14 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Place every item: packed, zero-copy, dealt, replicated; equal dtypes are adjacent.
+        """Place all items in the order packed, zero-copy, dealt, replicated, and by dtype.
 
         ``full_sizes``: sizes of other axes over which the same parameters are gathered into the
-        full buffer, which has room for the padding of each. Rank-major parameters that match
-        ``zero_copy`` are sent separately; None: none is."""
+        full buffer, which has room for the padding of each axis. Rank-major parameters that match
+        the rule ``zero_copy`` are sent separately; None disables zero-copy."""
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
         dealt = [index for index, item in enumerate(items) if item.shard.is_dealt]
-        if dealt:  # one collective carries everything
+        if dealt:  # one collective sends everything
             zero_copy = None
         is_aligned = is_mixed or bool(dealt) or any(item.coding is not None for item in items)
         unit = ALIGN_NBYTES if is_aligned else 1
@@ -326,13 +326,13 @@ class GatherLayout:
                 packed_kinds.add((storage, compute))
             dtypes = -compute.itemsize, str(compute), str(storage)
             keys.append((shard.is_replicated, shard.is_dealt, index in alone, *dtypes))
-            # Zero-copy items join the packed ones before them; dealt and coded ones are separate.
+            # Packed and zero-copy items may share a segment; dealt and coded ones have one each.
             place = -1 if item.coding is None and not shard.is_dealt else index
             is_apart = index in alone and is_mixed
             segment_keys.append((shard.is_replicated, place, is_apart, *dtypes))
         order = sorted(range(len(items)), key=keys.__getitem__)
         has_tail = any(item.is_tail for item in items)
-        # a tail pads one segment only
+        # a tail can pad only one segment
         packed_unit = ROW_NBYTES if len(packed_kinds) > 1 and has_tail else unit
         shard_offsets, send_offsets = [0] * len(items), [0] * len(items)
         segments: list[CastSegment] = []
@@ -413,7 +413,7 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Plan with a tail of at least ``numel`` elements, which pads rows, if anything is sent."""
+        """Plan with a tail of at least ``numel`` elements that pads rows, if anything is sent."""
         how = size, full_sizes, zero_copy, rank, trims
         layout = GatherLayout.plan(items, *how)
         tail = layout.tail_item(numel) if numel else None
@@ -421,7 +421,7 @@ class GatherLayout:
             return layout
         found = GatherLayout.plan([*items, tail], *how)
         missing = -found.packed_nbytes % ROW_NBYTES
-        if not missing:  # several segments end with a gap
+        if not missing:  # several segments already end with a gap
             return found
         longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
         assert longer is not None
@@ -429,7 +429,7 @@ class GatherLayout:
 
     @cached_property
     def casts(self) -> bool:
-        """Return True if some parameter is coded, or computed in another dtype than stored."""
+        """Return True if a parameter is coded, or its compute and storage dtypes differ."""
         return bool(self.codings) or any(i.storage_dtype != i.compute_dtype for i in self.items)
 
     @cached_property
@@ -458,7 +458,7 @@ class GatherLayout:
 
     @cached_property
     def whole(self) -> Packed:
-        """Content of the collective if it carries everything, except dealt parameters."""
+        """Content of the collective if zero-copy shards are packed too. Excludes dealt ones."""
         if not self.zero_copy:
             return self.packed
         even = [i for i in self.order if self.items[i].shard.is_even]
@@ -474,7 +474,7 @@ class GatherLayout:
         return Packed(tuple(indices), nbytes, sizes, shapes, is_dense, is_one_split)
 
     def ranks_of(self, index: int) -> int:
-        """Return the number of ranks whose rows are unpacked: all for a zero-copy item."""
+        """Return the number of ranks whose rows are unpacked; all ranks for a zero-copy item."""
         item = self.items[index]
         if not self.trims or item.is_tail or index in self.zero_copy or not item.lands_as_it_is:
             return self.size
@@ -485,8 +485,8 @@ class GatherLayout:
         return tuple(i for i in self.order if self.items[i].shard.is_replicated)
 
     def tail_item(self, numel: int) -> GatherItem | None:
-        """Return a tail of ``numel`` elements in the dtypes of the widest sharded items; None
-        without any. It is in bytes if the group has no items (all parameters are extended)."""
+        """Return a tail of ``numel`` elements in the dtypes of the widest sharded items, or in
+        bytes if the group has no items (all parameters are extended). None: nothing is sent."""
         if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.landing.pieces):
             return None
         dtypes = torch.uint8, torch.uint8
@@ -526,7 +526,7 @@ def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
 def _land(
     items: Sequence[GatherItem], dealt: Sequence[int], runs: Sequence[Run], even_nbytes: int
 ) -> tuple[list[int], list[Landed]]:
-    """Return the bytes of each rank's piece, and the places of ``dealt`` items in the pieces."""
+    """Return the nbytes of each rank's piece, and the positions of dealt items in the pieces."""
     pieces: list[int] = []
     landed: list[Landed] = []
     for run in runs:
@@ -541,8 +541,8 @@ def _land(
 
 
 def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) -> int:
-    """Return the room in bytes for a parameter gathered over axes of ``sizes``; 0 for a tail. If it
-    matches ``lands``, that is for all ranks' padded shards, else for those of ranks with rows."""
+    """Return the bytes reserved for a parameter gathered over axes of ``sizes``; 0 for a tail. They
+    fit the padded shards of all ranks if it matches ``lands``, else those of ranks with rows."""
     shard, itemsize = item.shard, item.compute_dtype.itemsize
     if item.is_tail:
         return 0
@@ -559,15 +559,15 @@ def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) 
 
 @dataclass(frozen=True)
 class ReduceLayout:
-    """The reduce-scatter of a group, whichever members have gradients. It is the same on every rank
-    except for dealt members: [Note: dealt parameters].
+    """Layout of a group's reduce-scatter, independent of which members have gradients. It is the
+    same on every rank except for dealt members: [Note: dealt parameters].
 
-    The output is ``[numel]`` elements of ``dtype``: first the shards of *zero-copy* members, each
-    reduced separately from its gradient; from ``packed_start`` on, the result of one more
-    collective on a packed input ``[W, packed_numel]`` of ``wire_dtype``. There, a parameter sharded
-    on ``dim`` is sent with that dim first, and a replicated one in full in each rank's row. A small
-    replicated one has a *slot* for each rank: all ranks add the same values in the same order, so
-    replicas stay bitwise equal. A tail follows."""
+    The output has ``numel`` elements of ``dtype``: first the shards of *zero-copy* members, each
+    reduced from its gradient in a separate collective; from ``packed_start`` on, the result of one
+    collective on a packed input ``[W, packed_numel]`` of ``wire_dtype``. In the packed input, a
+    parameter sharded on ``dim`` has that dim first, and a replicated one is in each rank's row in
+    full. A small replicated one has a *slot* per rank: all ranks add the same values in the same
+    order, so replicas stay bitwise equal. The tail is last."""
 
     size: int
     dtype: torch.dtype
@@ -600,12 +600,12 @@ class ReduceLayout:
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
-        A row of the packed input is a multiple of ``row_nbytes``. Rank-major members that match
-        ``zero_copy`` and divide evenly are sent separately; None: none is. With ``adds_alike`` all
-        ranks add rows in the same order, so no replicated member needs slots."""
+        Rows of the packed input are multiples of ``row_nbytes``. Rank-major members that match the
+        rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. With
+        ``adds_alike``, all ranks add rows in the same order: replicated members need no slots."""
         sent_as = wire_dtype or dtype
         dealt = [shard for shard in shards if shard.is_dealt]
-        if dealt:  # one collective carries everything
+        if dealt:  # one collective sends everything
             zero_copy = None
         unit = _dealt_unit(dtype, sent_as)
         runs = runs_of(dealt, size) if dealt else []
@@ -666,14 +666,14 @@ class ReduceLayout:
         return kept * (self.size if self.slotted[position] else 1)
 
     def room_for(self, position: int, rank: int) -> int:
-        """Number of elements of a dealt member in the data reduced for a rank."""
+        """Number of elements of a dealt member in the piece that is reduced for a rank."""
         kept = self.shards[position].kept_numel(rank)
         return align(kept, _dealt_unit(self.dtype, self.wire_dtype))
 
     @cached_property
     def exact(self) -> tuple[tuple[int, int], ...]:
-        """Columns of a row that must not be rounded: replicated members, because replicas must get
-        the same sums, and the tail, which contains integers."""
+        """Ranges of columns that must not be rounded: replicated members, whose sums must be equal
+        on all replicas, and the tail, which contains integers."""
         spans = [
             (self.offsets[position], self.offsets[position] + self.width(position))
             for position, shard in enumerate(self.shards)
@@ -689,7 +689,7 @@ class ReduceLayout:
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
-        """Elements that are reduced for each rank; () if all have the same number."""
+        """Number of elements that are reduced for each rank; () if no member is dealt."""
         return tuple(dealt + self.packed_numel for dealt in self.dealt_numels)
 
     @cached_property
@@ -700,14 +700,14 @@ class ReduceLayout:
 
     @cached_property
     def rearranged(self) -> tuple[int, ...]:
-        """Indices into ``packed`` of members whose gradients have to be rearranged into rows."""
+        """Indices into ``packed`` of members whose gradients must be rearranged into rows."""
         packed = enumerate(self.packed)
         return tuple(i for i, p in packed if self.slotted[p] or self.shards[p].dim != 0)
 
     @cached_property
     def cut(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-        """Widths of the packed columns, the tail last, and the shapes of the rows in them. None if
-        less than half is padding, or if a rank has fewer rows than the first, but some."""
+        """Widths of the packed columns (tail last), and shapes of the rows without padding. None if
+        less than half is padding, or if a rank has fewer rows than rank 0, but not none."""
         shapes: list[tuple[int, ...]] = []
         widths, numel, room = list(map(self.width, self.packed)), 0, 0
         for width, shard in zip(widths, map(self.shards.__getitem__, self.packed), strict=True):
@@ -743,5 +743,5 @@ class ReduceLayout:
 
 
 def _dealt_unit(dtype: torch.dtype, wire_dtype: torch.dtype) -> int:
-    """Return the multiple of elements that aligns each dealt gradient."""
+    """Return the alignment of dealt gradients, in elements."""
     return ALIGN_NBYTES // min(ALIGN_NBYTES, dtype.itemsize, wire_dtype.itemsize)

@@ -1,7 +1,7 @@
-"""Views of flat buffers, casts of shards, and unpacking of parameters.
+"""View flat buffers, cast and encode shards for sending, and unpack gathered parameters.
 
-Functions from tensors to tensors, each a few kernels. Independent of process groups, streams and
-modules. W = ranks of the shard axis, C = bytes (or wire elements) that a rank sends.
+Pure tensor functions that launch a few kernels each. Independent of process groups, streams and
+modules. W: size of the shard axis; C: bytes (or wire elements) that a rank sends.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fsdp2._core.params.layout import (
     contiguous_stride,
 )
 
-EXPONENTS = (-120, 120)  # of scales: bf16 represents these as normal numbers
+EXPONENTS = (-120, 120)  # limits for scales, so that they are normal numbers in bf16
 
 
 class Codes(NamedTuple):
-    """Codes of a shard's shape, and its scales ``[S]``."""
+    """An encoded shard: codes in the shard's shape, and scales ``[S]``."""
 
     codes: Tensor
     scales: Tensor
 
 
 class Views:
-    """A byte buffer in which codes and scales are strided views: one call for each."""
+    """Creates views of codes and scales in a byte buffer, with one ``as_strided`` call each."""
 
     def __init__(self, buffer: Tensor, coding: Coding) -> None:
         self._coding = coding
-        whole = buffer.shape[-1] - buffer.shape[-1] % SCALE_DTYPE.itemsize  # an odd end is no scale
+        whole = buffer.shape[-1] - buffer.shape[-1] % SCALE_DTYPE.itemsize  # drop an odd byte
         self._codes = buffer.view(coding.dtype)
         self._scales = buffer[..., :whole].view(SCALE_DTYPE)
         self._start = buffer.storage_offset()
@@ -57,8 +57,8 @@ class Views:
 
 
 def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Return the rows ``[S, elements]`` of each shard, divided by their scales, and the scales.
-    Rows that are not finite become NaN. A copy to the coded dtype rounds the values."""
+    """Return each shard's rows ``[S, elements]`` divided by their scales, and the scales. A row
+    with a non-finite element becomes NaN. Copying the values to the coded dtype rounds them."""
     most = torch.finfo(coding.dtype).max
     rows = [one.to(torch.float32) for one in rows]
     counts = [len(one) for one in rows]
@@ -75,7 +75,7 @@ def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], 
 def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
     """Fill each target ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
     codes = [one.codes for one in made]
-    # fp16 cannot represent the scales of its own small values
+    # scales of small fp16 values are too small for fp16
     is_half = any(target.dtype is torch.float16 for target in targets)
     values = [one.to(torch.float32) for one in codes] if is_half else list(targets)
     if not is_half:
@@ -103,9 +103,9 @@ def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
-    """Return a rank's unpadded shard of a parameter, in the memory of the shard buffer but with a
-    separate storage: saving or copying it includes no other parameter, and a DTensor around it has
-    offset 0, which torch requires to copy or pickle it."""
+    """Return a rank's unpadded shard of a parameter. It aliases the shard buffer but has a separate
+    storage, so that saving or copying it excludes other parameters, and its storage offset is 0,
+    which torch requires to copy or pickle a DTensor."""
     item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
     numel = math.prod(shape)
@@ -122,7 +122,7 @@ def shard_view(
     index: int,
     rank: int,
 ) -> Tensor:
-    """View a rank's unpadded shard of a parameter in a shard buffer that may be freed."""
+    """View a rank's unpadded shard of a parameter in a shard buffer whose memory may be freed."""
     item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
     return typed(shards, start, math.prod(shape), item.storage_dtype).view(shape)
@@ -140,7 +140,7 @@ def cast_shards(
     layout: GatherLayout,
     rank: int,
 ) -> None:
-    """Fill the send buffer from the shard buffer: one kernel for each uncoded segment."""
+    """Fill the send buffer from the shard buffer, with one kernel per uncoded segment."""
     _encode(shards, send, layout, rank)
     for segment in layout.segments:
         if segment.is_coded:
@@ -175,8 +175,8 @@ def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> No
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View the unsharded tensors, with their own strides, in the full buffer. Writes through that
-    do not increment their versions: to autograd an all-gather modifies no saved parameter."""
+    """View the unsharded tensors, with their original strides, in the full buffer. Writes to the
+    buffer do not increment their versions, so autograd accepts saved parameters after a gather."""
     views = []
     for item, start in zip(layout.items, layout.full_offsets, strict=True):
         if item.is_tail:
@@ -189,8 +189,8 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
 def gather_targets(
     full: Tensor, layout: GatherLayout, indices: Sequence[int], tail: Tensor | None = None
 ) -> list[Tensor]:
-    """View destinations of shards: ``[n, C_i]`` in wire dtype if one copy suffices, else tensors.
-    ``n`` ranks have rows to unpack (``ranks_of``). ``tail``: the bytes that receive a tail."""
+    """View the destinations of shards: rows ``[n, C_i]`` in wire dtype if one copy is sufficient,
+    else the full tensor. ``n`` is from ``ranks_of``. ``tail``: memory that receives the tail."""
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
@@ -208,7 +208,7 @@ def gather_targets(
 
 
 def landing_in(full: Tensor, layout: GatherLayout) -> Tensor | None:
-    """View the destination of all ranks' pieces in the full buffer, if it is there; else None."""
+    """View the part of the full buffer that receives all ranks' pieces; None: separate memory."""
     if layout.landing.start is None:
         return None
     return typed(full, layout.landing.start, layout.landing_numel, layout.wire_dtype)
@@ -252,7 +252,7 @@ def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor
 
 
 def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View the destinations of dealt parameters: ``[n, *shard]`` for each run."""
+    """View the destinations of dealt parameters: ``[n, *shard]`` for each run of ``n`` ranks."""
     targets = []
     for index, run, _ in layout.landing.copied:
         item, shard = layout.items[index], layout.items[index].shard
@@ -298,14 +298,14 @@ def unpack_replicated(send: Tensor, layout: GatherLayout, targets: Sequence[Tens
 
 
 def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
-    """Copy padded shards ``[W, padded_numel]`` into a tensor of any stride, sharded on any dim."""
+    """Copy padded shards ``[W, padded_numel]`` into a tensor with any strides and shard dim."""
     padded = padded.unflatten(1, shard.padded_shape)
     for first, part in _shards_in(target, shard):
         part.copy_(_unpadded(padded, first, part))
 
 
 class Decoding:
-    """Collects coded data, to decode all of it together."""
+    """Collects encoded shards, to decode all of them together."""
 
     def __init__(self, gathered: Tensor) -> None:
         self._gathered = gathered
@@ -335,7 +335,7 @@ class Decoding:
         start: int,
         shard: ShardLayout,
     ) -> None:
-        """Add the padded shards of all ranks, in rows ``[W, C]``, from byte ``start`` on."""
+        """Add all ranks' padded shards, each at byte ``start`` of its row of ``[W, C]``."""
         step = self._gathered.stride(0) * self._gathered.itemsize
         for first, part in _shards_in(target, shard):
             self.add(part, how, start + first * step, shard.padded_shape, step)
@@ -351,7 +351,7 @@ def decode_padded(
     shard: ShardLayout,
     how: Coding,
 ) -> None:
-    """Decode all ranks' padded shards, bytes ``[W, nbytes]``, in a graph."""
+    """Decode all ranks' padded shards from bytes ``[W, nbytes]``, as a part of a traced graph."""
     codes, scales = parts(rows, how, shard.padded_shape)
     for first, part in _shards_in(target, shard):
         count = how.scale_count(part.shape[1:])
@@ -360,7 +360,7 @@ def decode_padded(
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
-    """Yield adjacent ranks with equal numbers of rows: the first, and a view ``[n, *shard]``."""
+    """For each run of ranks with equal row counts, yield its first rank and ``[n, *shard]``."""
     assert shard.dim is not None
     dim, chunk = shard.dim, shard.rows(0)
     whole, rest = divmod(shard.shape[dim], chunk)
@@ -378,5 +378,5 @@ def _unpadded(padded: Tensor, first: int, part: Tensor) -> Tensor:
     padded = padded[first : first + len(part)]
     if padded.shape == part.shape:
         return padded
-    numel = part[0].numel()  # a single rank's rows, which begin where its padded shard does
+    numel = part[0].numel()  # one rank's rows, at the start of its padded shard
     return padded.reshape(1, -1)[:, :numel].view(part.shape)

@@ -1,4 +1,4 @@
-"""One parameter: ``FSDPParam``, its forms, their dtypes, and the mark of sharded parameters.
+"""``FSDPParam``: one parameter with its forms and their dtypes; marks on sharded parameters.
 
 Contains no buffer-layout, collective or hook code; ``registration`` registers the forms.
 """
@@ -26,7 +26,7 @@ from fsdp2._core.params.registration import Forms, ParamState, Registration, Sit
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Location of a shard in the group's flat shard buffer, in bytes, padding included."""
+    """Byte range of a padded shard in the group's flat shard buffer."""
 
     flat: torch.Tensor
     start: int
@@ -44,17 +44,17 @@ class OwnerMark:
         return None if self._owner is None else self._owner()
 
     def __reduce__(self) -> tuple[type[OwnerMark], tuple[()]]:
-        return OwnerMark, ()  # copies and pickles
+        return OwnerMark, ()  # copies and pickles are blank
 
     @staticmethod
     def owner_of(param: torch.Tensor) -> FSDPParam | None:
-        """Return the object that an earlier ``fully_shard`` made of this tensor, if any."""
+        """Return the ``FSDPParam`` that an earlier ``fully_shard`` created for a tensor, if any."""
         mark = param.__dict__.get(_MARK)
         return mark.owner if isinstance(mark, OwnerMark) else None
 
 
 def leave_alone(tensors: Iterable[torch.Tensor]) -> None:
-    """Mark ignored parameters, whose gradients the user handles."""
+    """Mark ignored parameters: the user, not fsdp2, reduces their gradients."""
     for tensor in tensors:
         tensor.__dict__[_LEFT_ALONE] = True
 
@@ -74,7 +74,7 @@ SUMMONED = "_fsdp2_summoned"
 
 
 def placeholder_of(param: torch.Tensor) -> str | None:
-    """Describe a tensor that an optimizer must not hold in place of the shard; else None."""
+    """Describe a tensor if an optimizer must hold the sharded parameter instead; else None."""
     mark = param.__dict__.get(_STANDS_FOR)
     owner = mark.owner if isinstance(mark, OwnerMark) else None
     if owner is None or owner.sharded is param:
@@ -83,20 +83,20 @@ def placeholder_of(param: torch.Tensor) -> str | None:
         return f"the unsharded form of {owner.fqn}"
     if param.grad is None:
         return f"{owner.fqn} as it was before fully_shard"
-    return None  # a module that is not sharded trains it too
+    return None  # also trained by a module that is not sharded
 
 
 @dataclass
 class ChosenDtypes:
-    """The user's dtypes for a parameter: from ``grad_dtype``, and from the policy of its group."""
+    """Dtypes that the user chose for a parameter: by ``grad_dtype``, and by its group's policy."""
 
     has_grad_dtype: bool  # the user set grad_dtype
     grad_dtype: torch.dtype | None  # the user's value; None: gradients may have any dtype
     param_dtype: torch.dtype | None = None  # the dtype to compute in; None: the storage dtype
     reduce_dtype: torch.dtype | None = None  # the dtype to reduce in; None: see grad_dtype
     keeps_dtype: bool = False  # this parameter is not cast to param_dtype
-    coding: Coding | None = None  # matrices are sent in codes; None: in the compute dtype
-    keeps_reduced_dtype: bool = False  # the sharded gradient is not cast back
+    coding: Coding | None = None  # how matrices are encoded; None: sent in the compute dtype
+    keeps_reduced_dtype: bool = False  # the sharded gradient keeps its reduce dtype
 
     @property
     def takes_any_gradient(self) -> bool:
@@ -105,19 +105,19 @@ class ChosenDtypes:
 
     @property
     def is_reduced_in_any(self) -> bool:
-        """Return True if gradients are accumulated and reduced in the dtype of backward."""
+        """Return True if gradients are accumulated and reduced in the dtype backward produces."""
         return self.takes_any_gradient and self.reduce_dtype is None
 
 
 @dataclass(eq=False)
 class Wrapped:
-    releases_gathered: bool | None = None  # an extension's answer; None: not called yet
-    parts: tuple[Part, ...] | None = None  # how inner tensors are divided; None: not known
+    releases_gathered: bool | None = None  # result of an extension's method; None: not called
+    parts: tuple[Part, ...] | None = None  # how inner tensors are sharded; None: unknown
     divides_parts: bool = False  # we gather them: the class has no extension
 
 
 class FSDPParam(Forms):
-    """A parameter in its sharded, unsharded and post-forward forms."""
+    """A parameter with its sharded, unsharded and post-forward forms."""
 
     def __init__(
         self, fqn: str, sites: list[Site], placement: ParamPlacement, original: nn.Parameter
@@ -125,11 +125,11 @@ class FSDPParam(Forms):
         super().__init__(fqn, sites, original)
         self.placement = placement
         self.storage_dtype = original.dtype  # dtype of the shard
-        self.is_extended = False  # the parameter's class has an all-gather extension
+        self.is_extended = False  # has or needs an all-gather extension
         self.wrapped = Wrapped()
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
-        self.found_dtype: torch.dtype | None = None  # of the last gradient, if it may have any
-        self.registration = Registration((self,))  # the group's, after ``ParamGroup.shard``
+        self.found_dtype: torch.dtype | None = None  # last gradient's dtype, if not fixed
+        self.registration = Registration((self,))  # ``ParamGroup.shard`` sets the group's
         self.tops: tuple[nn.Module, ...] = ()  # modules of the fully_shard call that owns it
         self.uses: list[nn.Module] = []  # modules of other units that also contain its module
         self.attributes = torch_dtensor.own_attributes(original)
@@ -142,7 +142,7 @@ class FSDPParam(Forms):
 
     @property
     def places(self) -> list[nn.Module]:
-        """Modules that a unit must contain to own this parameter in all its uses."""
+        """Modules that a unit must contain to cover all uses of this parameter."""
         return [site.module for site in self.sites] + self.uses
 
     @property
@@ -168,9 +168,9 @@ class FSDPParam(Forms):
         return dtype if self.chosen.keeps_dtype else self.chosen.param_dtype
 
     def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
-        """Return the coding in which a shard is sent; None: its compute dtype. Vectors, whose rows
-        are single elements, and parameters that keep their dtype are not coded. ``is_again``:
-        decoded values are sent again, which is exact only if the same rows share a scale."""
+        """Return the coding in which a shard is sent; None: uncoded, in the compute dtype. Vectors
+        (one element per row) and parameters that keep their dtype are not coded. ``is_again``:
+        decoded values are encoded again, which is exact only if each row keeps its scale."""
         coding, dtype = self.chosen.coding, self.compute_dtype
         is_cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.chosen.keeps_dtype
         if coding is None or not is_cast or layout.dim is None or layout.size == 1:
@@ -189,7 +189,7 @@ class FSDPParam(Forms):
 
     @property
     def backward_dtype(self) -> torch.dtype:
-        """Dtype of the gradient that one backward leaves on the unsharded parameter."""
+        """Dtype of the unsharded parameter's gradient after one backward."""
         return self._cast_by_autograd or self._computed_dtype
 
     @property
@@ -205,9 +205,9 @@ class FSDPParam(Forms):
 
     @property
     def _cast_by_autograd(self) -> torch.dtype | None:
-        """Dtype to which autograd casts a gradient before accumulation; None: it does not cast.
-        To a wider dtype, packing casts instead, unless the gradient may be summed over the
-        parameter's own axes: no rank may round its summand."""
+        """Dtype to which autograd casts a gradient before accumulation; None: no cast. Casts to a
+        wider dtype are left to packing, unless the gradient may be summed over the parameter's own
+        axes, where no rank may round its summand first."""
         dtype = self.accumulated_dtype
         is_wider = dtype.itemsize > self._computed_dtype.itemsize
         leaves = is_wider and not self.placement.may_sum_gradients
@@ -225,7 +225,7 @@ class FSDPParam(Forms):
         return chosen or self.storage_dtype
 
     def follow(self, policy: MixedPrecisionPolicy) -> None:
-        """Apply the dtypes of a group's policy; a tied parameter may come from another group."""
+        """Apply the dtypes of its group's policy; a tied parameter may have changed groups."""
         chosen, stored, coded = self.chosen, self.sharded.dtype, policy.gather_dtype
         chosen.coding = None if coded is None else Coding(coded, policy.gather_scale == "row")
         chosen.param_dtype, chosen.reduce_dtype = policy.param_dtype, policy.reduce_dtype
@@ -234,15 +234,15 @@ class FSDPParam(Forms):
         chosen.keeps_reduced_dtype = policy.keep_low_precision_grads
 
     def set_gradient_aside(self) -> torch.Tensor | None:
-        """Detach the sharded gradient if the user set ``grad_dtype``."""
+        """Remove and return the sharded gradient, but only if the user set ``grad_dtype``."""
         if not self.chosen.has_grad_dtype:
             return None
         grad, self.sharded.grad = self.sharded.grad, None
         return grad
 
     def see_grad_dtype(self) -> None:
-        """Adopt a ``grad_dtype`` set on the sharded parameter, or restore the previous one, which
-        is lost with the old object (``to(dtype)``, ``load_state_dict(assign=True)``)."""
+        """Adopt a ``grad_dtype`` set on the sharded parameter, or restore the previous one if the
+        parameter was replaced (by ``to(dtype)`` or ``load_state_dict(assign=True)``)."""
         chosen = self.chosen
         is_set, dtype = torch_autograd.own_grad_dtype(self.sharded)
         if chosen.keeps_reduced_dtype:
@@ -254,7 +254,7 @@ class FSDPParam(Forms):
         self._tell_autograd()
 
     def _tell_autograd(self) -> None:
-        """Set the dtype in which unsharded gradients accumulate now."""
+        """Update ``grad_dtype`` of the unsharded parameter, and cast its existing gradient."""
         leaf = self.unsharded
         if leaf is None or not (leaf.is_floating_point() or leaf.is_complex()):
             return
@@ -267,8 +267,8 @@ class FSDPParam(Forms):
             leaf.grad = pending.to(dtype or pending.dtype)
 
     def begin_sum(self, waits: bool) -> None:
-        """If an accumulation begins whose reduction is deferred (``waits``), make autograd cast to
-        a wider dtype too, so that all uses in this backward accumulate in that dtype."""
+        """When an accumulation without sync begins (``waits``), make autograd cast to a wider dtype
+        too, so that the gradients of all uses in this backward are added in that dtype."""
         leaf = self.unsharded
         if leaf is None or not self.trainable:
             return
@@ -289,8 +289,8 @@ class FSDPParam(Forms):
     def set_shard(
         self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
-        """Make ``local`` (``span`` of the group's flat buffer) the local tensor of ``registered``,
-        which the optimizer may hold, or of a new parameter."""
+        """Make ``local``, at ``span`` of the group's flat buffer, the local tensor of
+        ``registered``, which the optimizer may hold; None creates a parameter."""
         if registered is None:
             made = torch_dtensor.new_dtensor(local, self.placement.sharded_spec(local.dtype))
             self.sharded = self._parameter(made, self.sharded)
@@ -324,9 +324,9 @@ class FSDPParam(Forms):
         self.post_forward.__dict__[_STANDS_FOR] = OwnerMark(self)
 
     def replace(self, new: torch.Tensor | None) -> None:
-        """Take over the parameter that the user registered; ``set_shard`` follows."""
+        """Adopt the parameter that the user registered. Call ``set_shard`` afterwards."""
         assert isinstance(new, nn.Parameter)
-        self.see_grad_dtype()  # records the previous parameter's
+        self.see_grad_dtype()  # records that of the previous parameter
         self.sharded = self.shown = new
         if not isinstance(new, DTensor):
             self.attributes = torch_dtensor.own_attributes(new)
@@ -334,11 +334,11 @@ class FSDPParam(Forms):
             self.toggle()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies contain no memory of the group's buffers; adoption finds the shard on its site."""
+        """Copies contain no group buffers; adoption reads the shard registered on the module."""
         self.see_grad_dtype()
         return {
             **vars(self),
-            **vars(self.wrapped),  # flattened: a pickle names few classes
+            **vars(self.wrapped),  # flattened, so that a pickle names fewer classes
             "wrapped": None,
             "local": None,
             "span": None,
@@ -352,7 +352,7 @@ class FSDPParam(Forms):
         state = dict(state)
         wrapped = {field.name: state.pop(field.name) for field in fields(Wrapped)}
         vars(self).update(state, wrapped=Wrapped(**wrapped))
-        self.see_grad_dtype()  # copying a tensor loses it
+        self.see_grad_dtype()  # a copied tensor has none
 
     def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
         param = torch_dtensor.as_parameter(tensor, self.trainable)

@@ -1,16 +1,16 @@
-"""Frozen tensors that wrap others: each inner tensor is divided by rows, separately.
+"""Frozen wrapper tensors: each inner tensor is sharded separately, along the dim of the rows.
 
-Owns the conversions between shards and full tensors. Contains no group, state or collective code.
+Converts between shards and full tensors. Contains no group, state or collective code.
 
 [Note: parts of wrapped parameters]
 A quantised weight wraps other tensors: codes, scales of groups, zero points. Some classes define an
-all-gather extension. For other frozen ones that can be taken apart and put together
-(``__tensor_flatten__`` and ``__tensor_unflatten__``), each inner tensor that has a dim as long as
-the number of rows is divided along it, and every rank has the others. The class does not confirm
-this meaning, so a shard must ``dequantize()`` to the rows of the full tensor, bit for bit.
+all-gather extension. For frozen tensors of other classes that define ``__tensor_flatten__`` and
+``__tensor_unflatten__``, we shard each inner tensor along its dim whose size is the number of rows,
+and replicate inner tensors without this dim. The class does not confirm this use of the dims, so we
+check that ``dequantize()`` of a shard returns the rows of the full tensor, bit for bit.
 
-For any wrapped parameter, with the extension of its class or ours, a checkpoint contains the inner
-tensors. Those that are shorter in a shard than in the full tensor are divided.
+A checkpoint contains the inner tensors of a wrapper parameter, whether it is gathered by an
+extension or by us. An inner tensor that is smaller in a shard than in the full tensor is sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp2._core.params.layout import contiguous_stride
 
 @dataclass(frozen=True)
 class Part:
-    """The dim along which an inner tensor is divided (None: it is not), and that dim's length."""
+    """The dim along which an inner tensor is sharded (None: replicated), and that dim's size."""
 
     name: str
     dim: int | None
@@ -36,7 +36,7 @@ class Part:
 
 
 def can_be_taken_apart(tensor: Tensor) -> bool:
-    """Return True if the class lists the tensors that it wraps, and can be rebuilt from others."""
+    """Return True if the tensor can be flattened to its inner tensors and rebuilt from others."""
     kind = type(tensor)
     has_both = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
     return has_both and torch_dtensor.is_wrapper_subclass(tensor)
@@ -47,7 +47,7 @@ def inside(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def parts_by_rows(whole: Tensor) -> tuple[Part, ...]:
-    """Return the division of a full tensor's inner ones: along a dim as long as its rows."""
+    """Return how to shard the inner tensors: along the first dim whose size is ``len(whole)``."""
     found = []
     for name, inner in inside(whole).items():
         dims = [dim for dim, size in enumerate(inner.shape) if size == whole.shape[0]]
@@ -56,7 +56,7 @@ def parts_by_rows(whole: Tensor) -> tuple[Part, ...]:
 
 
 def parts_seen(whole: Tensor, shard: Tensor) -> tuple[Part, ...] | None:
-    """Return the division of inner tensors, from a shard's; None if that is ambiguous."""
+    """Infer from the shapes in a shard how inner tensors are sharded; None if ambiguous."""
     found = []
     of_whole, of_shard = inside(whole), inside(shard)
     if of_whole.keys() != of_shard.keys():
@@ -73,7 +73,7 @@ def parts_seen(whole: Tensor, shard: Tensor) -> tuple[Part, ...] | None:
 
 
 def put_together(like: Tensor, tensors: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
-    """Make a tensor like ``like`` from other inner tensors, with the new shape in its context."""
+    """Build a tensor like ``like`` from other inner tensors, with ``shape`` in its context."""
     _, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
     size, stride = torch.Size(shape), contiguous_stride(shape)
     told = _with_shape(context, tuple(like.shape), size)
@@ -92,7 +92,7 @@ def _with_shape(context: Any, old: tuple[int, ...], new: torch.Size) -> Any:
 
 
 def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
-    """Copy a full tensor's rows into a shard. ValueError: it does not dequantize to these rows."""
+    """Copy rows of a full tensor to a new shard. ValueError: ``dequantize()`` gives other rows."""
     tensors = {}
     for part, inner in zip(parts_by_rows(whole), inside(whole).values(), strict=True):
         own = inner if part.dim is None else inner.narrow(part.dim, start, rows)
@@ -100,18 +100,18 @@ def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
     shape = (rows, *whole.shape[1:])
     shard = put_together(whole, tensors, shape)
     if tuple(shard.shape) != shape:
-        raise ValueError(f"__tensor_unflatten__ made shape {tuple(shard.shape)}, not {shape}")
+        raise ValueError(f"__tensor_unflatten__ returned {tuple(shard.shape)}, expected {shape}")
     if not hasattr(whole, "dequantize"):
-        raise ValueError("it has no dequantize(), which compares a shard with the full tensor")
+        raise ValueError("it has no dequantize(), which is needed to check a shard's values")
     if rows:
         expected, found = whole.dequantize()[start : start + rows], shard.dequantize()
         if expected.shape != found.shape or not torch.equal(expected, found):
-            raise ValueError("a shard of inner tensors does not dequantize() to its own rows")
+            raise ValueError("a shard does not dequantize() to its rows of the full tensor")
     return shard
 
 
 def to_send(shard: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """Return the divided tensors of a shard, rows first."""
+    """Return the sharded inner tensors of a shard, with the sharded dim moved to dim 0."""
     tensors = inside(shard)
     return tuple(tensors[p.name].movedim(p.dim, 0) for p in parts if p.dim is not None)
 
@@ -119,7 +119,7 @@ def to_send(shard: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
 def whole_of(
     shard: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor], shape: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the full tensor, made from all ranks' data with rows first, and its inner tensors."""
+    """Return the full tensor and its sharded inner ones, from gathered data (sharded dim first)."""
     tensors, rows = inside(shard), iter(gathered)
     for part in parts:
         if part.dim is not None:
@@ -130,7 +130,7 @@ def whole_of(
 
 
 def fill_again(whole: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor]) -> None:
-    """Refill the inner tensors of a full one, whose memory was freed, with the same values."""
+    """Refill the sharded inner tensors of a full tensor after their memory was freed."""
     tensors, rows = inside(whole), iter(gathered)
     for part in parts:
         if part.dim is not None:

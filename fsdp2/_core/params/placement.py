@@ -1,9 +1,9 @@
 """DTensor specs of a parameter, from its mesh and its shard dim.
 
-A plain parameter has no axes of its own, unless it is annotated ([Note: annotated parameters] in
-``torch_dtensor``); a DTensor has some. In the sharded spec these follow the data-parallel axes or,
-if the data-parallel dims of a full mesh were named, keep their positions. Contains no group, state
-or collective code.
+A DTensor parameter has *own axes*, such as a tensor-parallel one, and so has an annotated parameter
+([Note: annotated parameters] in ``torch_dtensor``). In the sharded spec, own axes come after the
+data-parallel axes or, if the user named the data-parallel dims of a full mesh, keep their
+positions. Contains no group, state or collective code.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fsdp2._core.params.layout import ShardLayout, dense_stride
 class ParamPlacement:
     """Placement of one parameter on a mesh, from which specs for any dtype are made.
 
-    ``tensor_parallel``: the unsharded parameter's spec (None: it is plain). The group reduces
-    gradients over its axes ``data_axes``. ``annotation``: the placement of an unsharded parameter
-    that is plain nevertheless."""
+    ``tensor_parallel``: spec of the unsharded parameter (None: plain). ``data_axes``: axes of this
+    spec over which the group reduces gradients. ``annotation``: set if the unsharded parameter is
+    an annotated plain tensor rather than a DTensor."""
 
     layout: ShardLayout
     mesh: DeviceMesh
@@ -49,8 +49,8 @@ class ParamPlacement:
 
     @property
     def may_sum_gradients(self) -> bool:
-        """Return True if gradients may have to be summed over the parameter's own axes too: on an
-        axis that replicates it, a gradient may be partial."""
+        """Return True if gradients may also need a sum over the parameter's own axes: on an axis
+        where the parameter is replicated, they may be partial."""
         if self.annotation is not None:
             return self.annotation.sums
         return self.tensor_parallel is not None and any(
@@ -94,11 +94,11 @@ class ParamPlacement:
         )
 
     def describe(self) -> str:
-        """Describe, for a message, the tensors that can replace the parameter."""
+        """Describe the tensors that can replace the parameter, for a message."""
         spec = self.tensor_parallel
-        whole = "a plain, full one"
+        whole = "a plain full tensor"
         if self.annotation is not None:
-            whole = f"a plain one of this rank's shape, {self.layout.shape},"
+            whole = f"a plain tensor of this rank's shape, {self.layout.shape},"
         elif spec is not None:
             whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
         return (
@@ -110,8 +110,8 @@ class ParamPlacement:
 def place(
     param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
 ) -> ParamPlacement:
-    """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it), in
-    chunks or by ``deal``. ConfigError: its own mesh or placements do not match the data mesh."""
+    """Place a parameter over the shard axis of ``data`` along ``dim`` (None: replicated), in chunks
+    or by ``deal``. ConfigError: its own mesh or placements do not match the data mesh."""
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
     annotation = torch_dtensor.annotation_of(param, fqn, data.full, named)
     if annotation is not None or isinstance(param, DTensor):
@@ -125,7 +125,7 @@ def place(
     return placement
 
 
-# Placements of plain parameters, which repeat in the blocks of a model.
+# Cached placements of plain parameters: equal blocks of a model share them.
 _plain: weakref.WeakValueDictionary[object, ParamPlacement] = weakref.WeakValueDictionary()
 
 
@@ -142,8 +142,8 @@ def _place(
     local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
     if SHARD not in own.roles:
-        dim = 0 if local.dim() else None  # all rows, in the cheapest layout
-    # by the full parameter: tensor-parallel ranks decide alike even if their own part is empty
+        dim = 0 if local.dim() else None  # all rows on every rank, in the cheapest layout
+    # check the full parameter, so that tensor-parallel ranks agree even if their part is empty
     if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
         deal = None
     rest = iter(own.placements)
@@ -173,7 +173,7 @@ def _place(
 
 @dataclass(frozen=True)
 class _OwnAxes:
-    """The sharded parameter's mesh and roles, and the placements on its own axes in order."""
+    """Mesh and axis roles of a sharded parameter, and placements on its own axes, in order."""
 
     mesh: DeviceMesh
     roles: tuple[str, ...]
@@ -221,8 +221,8 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
 
 
 def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
-    """Place a parameter on a smaller mesh between forward and backward. A tensor-parallel one is a
-    DTensor of its local shard, over the smaller mesh only."""
+    """Place a parameter on a smaller mesh between forward and backward. The DTensor of a
+    tensor-parallel parameter describes only its local part, over the smaller mesh."""
     old = placement.layout
     layout = ShardLayout(old.shape, old.stride, old.dim, smaller.shard.size)
     split: Placement = Replicate() if old.dim is None else Shard(old.dim)
@@ -232,7 +232,7 @@ def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
 
 def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
     """Return the dim that ``shard_placement_fn`` chose, or None to replicate. ``Whole()`` and
-    alignment by elements mean dim 0. ConfigError: another value, or no such dim."""
+    alignment by elements mean dim 0. ConfigError: an unsupported value or dim."""
     if isinstance(choice, Replicate):
         return None
     is_by_elements = isinstance(choice, Aligned) and choice.dim is None
@@ -258,9 +258,9 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 def claim_of(
     choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
 ) -> Claim | None:
-    """Return the blocks to deal to ranks; None if rows are stored in chunks, as those of an aligned
-    parameter are if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
-    UnsupportedError: this torch does not support such a tensor."""
+    """Return the blocks to deal to ranks, or None to store rows in chunks, as for an aligned
+    parameter if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
+    UnsupportedError: this torch version does not support dealt parameters."""
     is_asked = isinstance(choice, Whole | Aligned)
     if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
         return None
@@ -291,7 +291,7 @@ def claim_of(
 
 
 def _row_numel(param: torch.Tensor) -> int:
-    """Return the number of elements of a row; 1 if tensor-parallel ranks have different ones."""
+    """Return the number of elements per row; 1 if tensor-parallel ranks have different numbers."""
     numel, parts = math.prod(param.shape[1:]), 1
     if isinstance(param, DTensor):
         for axis, placement in enumerate(param.placements):
@@ -316,7 +316,7 @@ def _whole_claim(
 
 
 def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:
-    """Split ``choice`` into a placement and a mesh; ConfigError if it is no mesh to shard over."""
+    """Split ``choice`` into a placement and a mesh. ConfigError: not a mesh for sharding."""
     if not hasattr(choice, "mesh_info"):
         return choice, data
     return choice.placement, mesh_of(choice.mesh_info, fqn, data)

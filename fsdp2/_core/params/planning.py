@@ -1,17 +1,17 @@
-"""Memory placement of one group's parameters: the plan, and the buffers made from it.
+"""Plans of one group's all-gathers and reductions, and the buffers allocated from them.
 
 Owns the memory of shards (over the full axis and over a smaller mesh) and of unsharded parameters,
-and the plans of all-gathers and reductions. Contains no state or module code, and does not decide
-when transitions happen. A step in steady state calls nothing here.
+and the plans of all-gathers and reductions. Contains no state or module code; the caller decides
+when transitions happen. Steady-state steps call almost nothing here.
 
 [Note: one plan]
 ``Buffers.plan`` computes everything that depends on shapes and dtypes. A plan is valid until a
 parameter is replaced: by ``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
-``swap_tensors``, unpickling, or an assignment. The next forward detects that by identity, and the
-group *adopts* the new parameter: it plans again and copies the registered values into a new shard
-buffer. The old buffer is not written, so a parameter that is put back (``functional_call``) still
-has its values. The full buffer and the unsharded parameters are kept if dtypes allow: a recorded
-graph may need them.
+``swap_tensors``, unpickling, or an assignment. The next forward detects the replacement by
+identity, and the group *adopts* the new parameter: it plans again and copies the registered values
+to a new shard buffer. It does not write to the old buffer, so an old parameter that is registered
+again (``functional_call``) still has its values. The full buffer and the unsharded parameters are
+kept if dtypes allow, because a recorded graph may need them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from fsdp2._core.params.param import FSDPParam
 from fsdp2._core.params.placement import shrink
 
 Source = tuple[Tensor, nn.Parameter | None]
-"""An unpadded shard to copy in, and the registered parameter that contains it; None: make one."""
+"""An unpadded shard to copy, and the registered parameter that contains it (None: create one)."""
 
 
 def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
-    """View this rank's rows of an unsharded parameter; an extended one copies them."""
+    """Return this rank's rows of an unsharded parameter: a view, or a copy if it is extended."""
     whole = torch_dtensor.local_part(whole.detach())
     if needs_extension(whole):
         return own_shard(whole, param, rank)
@@ -67,7 +67,7 @@ def own_sources(params: Iterable[FSDPParam]) -> list[Source]:
 
 
 def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
-    """Return the shard of a parameter's replacement; StateError if its placement does not fit."""
+    """Return the shard of a parameter's replacement. StateError: its placement does not match."""
     placement = param.placement
     if isinstance(new, nn.Parameter):
         if placement.is_sharded(new):
@@ -75,15 +75,15 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
             if tuple(local.shape) != fits or local.layout is not torch.strided:
                 raise StateError(
                     "FS317",
-                    f"{param.fqn}: its local tensor was replaced by one of shape "
-                    f"{tuple(local.shape)} and layout {local.layout}, expected a dense one of "
-                    f"shape {fits}. Assign such a tensor, or register a full nn.Parameter on the "
-                    "module.",
+                    f"{param.fqn}: its local tensor was replaced by a tensor of shape "
+                    f"{tuple(local.shape)} and layout {local.layout}, expected a dense tensor of "
+                    f"shape {fits}. Assign a dense tensor of this shape, or register a full "
+                    "nn.Parameter on the module.",
                 )
             return local, new
         if placement.is_unsharded(new):
             return own_rows(param, new, rank), None
-    found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
+    found = "None" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
     if isinstance(new, DTensor):
         found += f" with placements {new.placements} on {new.device_mesh}"
     raise StateError(
@@ -94,7 +94,7 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
 
 
 class Buffers:
-    """The buffers of a group. ``params`` is the group's own list."""
+    """The buffers of a group. ``params`` is the group's own list, not a copy."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Buffers:
         self._residence = residence
         self._ids = ids
         self._trims = capabilities(residence.compute).is_host
-        self.home: ShardBuffer | None = None  # the shards; None in a copy until it is planned
+        self.home: ShardBuffer | None = None  # the shards; None in a copy until its first plan
         self.post_forward = PostForward()
         self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
         # data of extended parameters, sent after the others
@@ -122,7 +122,7 @@ class Buffers:
 
     @property
     def whole_memory(self) -> Tensor | None:
-        """Memory of the unsharded parameters, which may be freed; None if not yet made."""
+        """Memory of the unsharded parameters, which may be freed; None before the first gather."""
         return None if self.full is None else self.full.flat
 
     @property
@@ -142,8 +142,8 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def plan(self, sources: Sequence[Source], wire: Wire, fqn: str) -> None:
-        """Plan the layout for the dtypes and device of ``sources``, and copy them into the new
-        buffer. An error (several devices, an unusable extension) changes nothing."""
+        """Plan the layout for the dtypes and the device of ``sources``, and copy these to a new
+        buffer. Nothing is changed on error (several devices, an unusable extension)."""
         devices = {source.device for source, _ in sources}
         if len(devices) > 1:
             listing = ", ".join(
@@ -206,12 +206,12 @@ class Buffers:
         wire: Wire,
     ) -> GatherLayout:
         numel = 0 if stamp is None else GATHER_STAMP_NUMEL
-        # without dealt parameters all ranks share one cached plan
+        # without dealt parameters, the plan does not depend on the rank
         rank = self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0
         return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
-        """Find the extended parameters, which are not in the flat buffer. Errors change nothing."""
+        """Find the extended parameters, which are not in the flat buffer. Atomic on error."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
         dealt = [p for p in self._params if p.placement.layout.is_dealt]
@@ -238,14 +238,14 @@ class Buffers:
         self._ids.gather_smaller = None if axis is None else self._ids.make(axis, "gather")
 
     def number(self, wire: Wire) -> None:
-        """Number the gathers by their current signature, and register them for agreement checks."""
+        """Number the gathers by their current signatures, and register them for later checks."""
         if self.home is not None:
             self._number(self.home, self._ids.gather, wire)
         if self.post_forward.buffer is not None:
             self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
 
     def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
-        """Number a buffer's gather, while none is in flight. Extended data is agreed separately."""
+        """Number a buffer's gather; none may be in flight. Extended data is checked separately."""
         buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
@@ -273,7 +273,7 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def build_full(self, wire: Wire, is_fixed: bool) -> FullBuffer:
-        """Make the unsharded parameters and those of the smaller mesh, then free their memory."""
+        """Make the unsharded parameters and the shards over the smaller mesh, without memory."""
         assert self.home is not None
         if self.post_forward.mesh is not None:
             self._build_waiting(self.post_forward.mesh, wire)
@@ -289,7 +289,7 @@ class Buffers:
         return full
 
     def _build_waiting(self, smaller: DataMesh, wire: Wire) -> None:
-        """Plan the shards over the smaller mesh; the unsharded parameters stay where they are."""
+        """Plan the shards over the smaller mesh; the full buffer keeps its layout."""
         placements = [shrink(param.placement, smaller) for param in self._params]
         items = [
             GatherItem(
@@ -336,12 +336,12 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor]) -> None:
-        """Copy this rank's rows of each in-place-written unsharded parameter to its shard."""
+        """Copy this rank's rows of unsharded parameters in ``written`` to their shards."""
         for param in self.flat_params:
             assert param.unsharded is not None
             forms = param.unsharded, torch_dtensor.local_part(param.unsharded)
             if not any(form is one for form in forms for one in written):
-                continue  # the shard may be newer
+                continue  # not written: the shard may be newer
             rows, shard = own_rows(param, param.unsharded, self._data.shard.rank), param.local
             assert shard is not None
             kept = shard.to(rows.device)
@@ -350,16 +350,16 @@ class Buffers:
             shard.copy_(rows)
 
 
-# the blocks of a model share a plan
+# equal blocks of a model share a plan
 _plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan_with_tail)
 
 
-# Plan of the reduction of a group's gradients, remade after changes.
+# Plans of reductions.
 
 
 @dataclass(frozen=True)
 class GradientScale:
-    """Scaling of gradients: factors before and after the reduction, and the wire's operation."""
+    """Scaling of gradients: factors before and after the reduction, and its reduce op."""
 
     before: float
     after: float
@@ -369,12 +369,12 @@ class GradientScale:
     def choose(
         ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sums: bool = False
     ) -> GradientScale:
-        """Divide the sum over ``ranks`` by ``divide_by``; None means their number (the mean).
+        """Divide the sum over ``ranks`` by ``divide_by``; None: by the number of ranks (a mean).
 
-        fp16 divides before and after the sum, each time by about the square root: its maximum is
+        In fp16, divide before and after the sum, by about the square root each: the maximum is
         65504, so dividing only after the sum could overflow, and only before it could underflow.
-        Other dtypes divide once: in the collective, if it is a mean and not ``only_sums``, else
-        after the sum, on the shard alone. Source: torch's FSDP and DDP communication hooks.
+        In other dtypes, divide once: in the collective for a mean without ``only_sums``, else
+        after the sum, on the shard only. Source: torch's FSDP and DDP communication hooks.
         """
         factor = float(ranks) if divide_by is None else float(divide_by)
         if dtype == torch.float16:
@@ -397,7 +397,7 @@ class ReducePlan:
     dtypes: frozenset[torch.dtype]  # dtypes of the gradients of one backward
     codes: list[float]
     complete: Tensor
-    free: list[FSDPParam]  # reduced in whatever dtype their gradients have
+    free: list[FSDPParam]  # members reduced in the dtype of their gradients
 
     @cached_property
     def is_annotated(self) -> bool:
@@ -408,8 +408,8 @@ class ReducePlan:
 class Unreduced:
     # gradients reduced over the first axis, but not over the second [rows between, numel]
     partial: Tensor | None = None
-    is_waiting: bool = False  # there is a partial sum, or unsharded parameters have gradients
-    is_owed: bool = False  # a backward ran without sync, even if it left no gradient on this rank
+    is_waiting: bool = False  # a partial sum exists, or unsharded parameters have gradients
+    is_owed: bool = False  # a backward ran without sync, with or without gradients on this rank
     own_sums: int = 0  # number of backwards that added this rank's gradients to the partial sum
 
     def become(self, other: Unreduced) -> None:
@@ -434,15 +434,15 @@ class ReducePlanner:
         self._residence = residence
         self._ids = ids
         self._unreduced = unreduced
-        # set to None after a change of anything that the plan depends on
+        # reset to None when an input of the plan changes
         self.current: ReducePlan | None = None
-        self._layout: ReduceLayout | None = None  # layout of the last plan and of waiting gradients
-        # plan and settings that the scale and the codes were made for
+        self._layout: ReduceLayout | None = None  # layout of the last plan, and of a partial sum
+        # plan and settings for which the scale and the stamps are valid
         self.prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
         self.scale = GradientScale(1.0, 1.0)
-        # complete tails of the plan, by the codes of the stamps
+        # tails of the plan for a rank with all gradients, by the codes of the stamps
         self._completes: dict[tuple[float, ...], Tensor] = {}
-        self._is_partial = False  # reductions omit the replicas, and are numbered separately
+        self._is_partial = False  # reductions without replicas, which have other numbers
 
     def see_dtypes(self) -> None:
         """Drop the plan if all-gather extensions returned unexpected dtypes."""
@@ -460,10 +460,10 @@ class ReducePlanner:
         dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
         size = self._data.shard.size
-        # a real wire dtype cannot carry imaginary parts
+        # a real wire dtype cannot represent imaginary parts
         chosen = None if dtype.is_complex else wire.gradient_dtype
         wire_dtype = dtype if size == 1 else chosen or dtype
-        # a zero-copy gradient is sent as autograd left it, not summed or cast
+        # a zero-copy gradient is sent as autograd produced it, so it must need no cast or scaling
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
         layout = ReduceLayout.plan(
             indices,
@@ -493,14 +493,14 @@ class ReducePlanner:
         return plan
 
     def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
-        """Dtype of the reduction, wide enough for all sums, including an earlier partial one."""
+        """Dtype of the reduction, wide enough for all members and an existing partial sum."""
         dtypes = {param.accumulated_dtype for param in members}
         if self._unreduced.partial is not None and _reduced_in_any(members):
             dtypes.add(self._unreduced.partial.dtype)  # possibly of a backward in a wider dtype
         return functools.reduce(torch.promote_types, dtypes)
 
     def _number(self, layout: ReduceLayout, wire: Wire) -> bool:
-        """Number reductions by their signature; return True if a number changed."""
+        """Number reductions by their signatures. Return True if a number changed."""
         _, scatter = wire.custom
         members = (layout.members, [shard.signature for shard in layout.shards])
         tensors = tuple(
@@ -517,7 +517,7 @@ class ReducePlanner:
         return self._ids.reductions.number(signature_of)
 
     def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Return the plan, with the scale required by the settings."""
+        """Return the plan, after updating the scale and the stamps to the settings."""
         is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
@@ -548,13 +548,13 @@ class ReducePlanner:
 
     @torch.inference_mode(False)
     def _renumbered(self, plan: ReducePlan, wire: Wire) -> ReducePlan:
-        """Return the plan with the current numbers of the stamps, and otherwise unchanged."""
+        """Return the plan with current stamp numbers, and otherwise unchanged."""
         layout = plan.layout
         if not self._number(layout, wire):
             return plan
         self._erase_stamps()
         codes = self._ids.reductions.codes
-        complete = self._completes.get(tuple(codes))  # making one blocks the host of a device
+        complete = self._completes.get(tuple(codes))  # making one blocks the host
         if complete is None:
             complete = gradient_packing.tail(
                 codes, layout, plan.grad_dtype, self._residence.compute
@@ -563,7 +563,7 @@ class ReducePlanner:
         return replace(plan, codes=codes, complete=complete)
 
     def follow(self, plan: ReducePlan, settings: Settings, wire: Wire) -> ReducePlan:
-        """Plan again if gradients that may have any dtype have an unexpected one."""
+        """Plan again if a gradient without a fixed dtype has a different dtype than planned."""
         for param in plan.free:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None and grad.dtype is not param.accumulated_dtype:
@@ -574,7 +574,7 @@ class ReducePlanner:
         return self.prepare(settings, wire)
 
     def separate(self, enable: bool, wire: Wire) -> None:
-        """Reduce over a separate process group, or over that of the gathers. Collective."""
+        """Reduce over a separate process group, or (False) over the gathers' group. Collective."""
         data = self._data
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1
@@ -595,7 +595,7 @@ class ReducePlanner:
             )
 
     def _erase_stamps(self) -> None:
-        """Erase the stamps in waiting gradients: the next reduction has different ones."""
+        """Erase the stamps in a partial sum, because the next reduction has different stamps."""
         if self._unreduced.partial is not None:
             self._ids.reductions.erase(self._unreduced.partial)
 

@@ -1,36 +1,36 @@
-"""Gradients of a group: from autograd's unsharded ones to sharded DTensors.
+"""Reduction of a group's gradients: from autograd's unsharded gradients to sharded DTensors.
 
-Owns gradients that wait for a reduction, one reduction in flight, and the queue of a tree's
+Holds gradients that are not reduced yet, reductions in flight, and the queue of a tree's
 reductions. Independent of units and hooks; the caller decides when to reduce.
 
 [Note: reduce is constant]
-A group reduces all trainable parameters on every rank, used or not, so collectives match even if
-ranks take different branches. The last elements of the buffer count the ranks that had each
-gradient, so that an unused parameter keeps ``grad is None``. A rank that has every gradient need
-not read them; on a device, reading makes the host wait in ``wait``.
+A group reduces the gradients of all trainable parameters on every rank, used or not, so collectives
+match even if ranks take different branches. The last elements of the buffer count the ranks that
+had each gradient, so that an unused parameter keeps ``grad is None``. Only a rank that lacks a
+gradient reads these counts; on a device, the host must wait for them in ``Reduction.wait``.
 
 [Note: what waits for a reduction]
-Gradients of backwards without sync accumulate in ``grad`` of the unsharded parameters, in the dtype
-in which they are reduced, or in their parameter's own. If that is no wider than the dtype in which
-backward computes, autograd casts each gradient to it (``grad_dtype`` of the unsharded parameter).
-If it is wider, we cast the first gradient that has to wait, and autograd adds later ones to it in
-place. A program that syncs in each backward casts nothing. An optimizer's step checks the reducers
-that may have such gradients (``may_hold``): it warns, or raises if no backward will ever reduce
-them (``_core.engine.between_steps``).
+Gradients of backwards without sync accumulate in ``grad`` of the unsharded parameters, in the
+reduce dtype or, without one, in the dtype of the parameter's gradient. If this dtype is no wider
+than the compute dtype, autograd casts each gradient to it (``grad_dtype`` of the unsharded
+parameter). If it is wider, we cast the first gradient that is not reduced immediately, and autograd
+adds later ones to it in place; with sync in every backward there is no such cast. An optimizer's
+step checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or raises if no
+backward will ever reduce them (``_core.engine.between_steps``).
 
-A reduction on a CPU is three calls that may be far apart (``start``, ``advance``, ``finish``), so
-that compute runs between them; on a device they are enqueued immediately, and streams wait.
-``wait`` sets ``grad``, for which compute has waited then: autograd may add to it in the same
-backward (a loss term that depends on the shards). The host waits too if gradients are kept in its
-memory, or if it has to read the counts.
+On a CPU, the three calls of a reduction (``start``, ``advance``, ``finish``) may be far apart, with
+compute between them; on a device they are enqueued immediately, and streams wait. ``wait`` sets
+``grad`` after making compute wait for it, because autograd may add to ``grad`` in the same backward
+(a loss term that depends on the shards). The host waits too if gradients are stored in host memory,
+or if it must read the counts.
 
 [Note: reused gradients]
-Building a DTensor for every parameter in every step costs more than reducing it. A group therefore
-keeps the gradients of its last reduction, and fills the same memory again if nothing else refers to
-the DTensors (``p.grad``, a user's list, autograd's saved tensors), their local tensors, or the
-storage (views). Otherwise it makes a new buffer, and a user who keeps ``p.grad`` across steps keeps
-the values. On a device the memory of an unreferenced buffer is *released* when a forward begins: it
-would be idle while the step needs the most memory, and allocating it again costs almost nothing.
+Creating a DTensor for each gradient in every step costs more than reducing it. A group therefore
+keeps the gradients of its last reduction, and refills the same memory if nothing else refers to the
+DTensors (``p.grad``, a user's list, autograd's saved tensors), their local tensors, or the storage
+(views). Otherwise it allocates a new buffer, so a ``p.grad`` that the user keeps across steps keeps
+its values. On a device, an unreferenced buffer is *released* when a forward begins: its memory
+would be idle while the step needs the most memory, and reallocating it costs almost nothing.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ AllReduceHook = Callable[[Tensor], None]
 
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 
-SMALL_NBYTES = 1 << 20  # a reduction with a smaller input, in bytes, is not limited for memory
+SMALL_NBYTES = 1 << 20  # input size below which one more reduction may be in flight
 
 _buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
-"""Live buffers by the address of a gradient's storage."""
+"""Live buffers, by the addresses of their storages."""
 
 
 class GradientBuffer:
@@ -110,8 +110,8 @@ class GradientBuffer:
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         self._numbers = list(map(torch_tensors.number_of, self._storages))
-        local = view = None  # or they would count as references
-        self._lent: dict[tuple[int, int, int], Tensor] = {}  # by storage, offset and size
+        local = view = None  # otherwise they would count as references
+        self._lent: dict[tuple[int, int, int], Tensor] = {}  # key: storage index, offset, size
         self._held = self._references()
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._enter()
@@ -122,7 +122,7 @@ class GradientBuffer:
                 _buffers[storage.data_ptr()] = self
 
     def release(self) -> None:
-        """Free the memory; only while ``is_free``. See [Note: reused gradients]."""
+        """Free the memory. Call only if ``is_free``. See [Note: reused gradients]."""
         has_addresses = torch_dtensor.has_real_memory()
         for storage in self._storages:
             if has_addresses:
@@ -131,7 +131,7 @@ class GradientBuffer:
         self.is_released = True
 
     def reclaim(self) -> None:
-        """Allocate the memory again, with undefined values."""
+        """Allocate the memory again, uninitialized."""
         for storage, nbytes in zip(self._storages, self._sizes, strict=True):
             storage.resize_(nbytes)
         self._enter()
@@ -139,7 +139,7 @@ class GradientBuffer:
 
     def _references(self) -> list[int]:
         counts = list(map(torch_tensors.use_count, self._numbers))
-        counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
+        counts += map(sys.getrefcount, self._storages)  # each storage has one Python object
         shards = list(map(torch_tensors.local_of, self._grads))
         with torch_dtensor.DisableTorchFunctionSubclass():
             for tensors in (self._grads, shards):
@@ -159,8 +159,8 @@ class GradientBuffer:
         return buffer
 
     def lend(self, first: Tensor, numel: int) -> Tensor:
-        """View ``[numel]`` elements from the local part of gradient ``first`` on. The view is made
-        once, and shows later gradients too: use it only as long as the buffer."""
+        """View ``numel`` elements of the buffer, from the local part of gradient ``first`` on. The
+        view is cached and also shows later gradients: do not use it after the buffer is dropped."""
         local = torch_dtensor.local_tensor(first)
         at = local.untyped_storage().data_ptr()
         index = [storage.data_ptr() for storage in self._storages].index(at)
@@ -182,7 +182,7 @@ class GradientBuffer:
         return list(reduced.split(self.layout.output_sizes))
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
-        """Copy reduced values ``[numel]``; return the members' gradients, for ``deliver``."""
+        """Copy reduced values ``[numel]`` to the gradients, and return these for ``deliver``."""
         for flat in self._flats.values():
             if flat is not reduced:
                 narrows = reduced.is_complex() and not flat.is_complex()
@@ -194,7 +194,7 @@ class GradientBuffer:
         return self._grads
 
     def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
-        """Set or add gradients from values that ``fill`` has copied."""
+        """Set or accumulate gradients, after ``fill`` has copied their values."""
         for local, view in self._copies:
             local.copy_(view)
         self.is_filling = False
@@ -202,11 +202,11 @@ class GradientBuffer:
 
 
 may_hold: WeakValueDictionary[int, Reducer] = WeakValueDictionary()
-"""Reducers that may have unreduced gradients, which an optimizer's step checks."""
+"""Reducers that may hold unreduced gradients; each optimizer step checks them."""
 
 
 class Reducer(Observable):
-    """State of the reductions of a group's gradients."""
+    """Reduces the gradients of one group, and keeps those that are not reduced yet."""
 
     def __init__(
         self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
@@ -218,13 +218,13 @@ class Reducer(Observable):
         self.data = data
         self.ids = ids
         self._buffer: GradientBuffer | None = None  # the last reduction's buffer, kept for reuse
-        self.wire = Wire()  # the group's wire, which gathers use too
+        self.wire = Wire()  # also used by the group's gathers
         self._memory = memory_of(data.shard)
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.unreduced = Unreduced()
         self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
-        self.has_waited = False  # the last gradients had to wait for a reduction
+        self.has_waited = False  # sync was off in the last backward
         self.deliveries = 0  # number of reductions that set gradients or added to them
 
     @property
@@ -237,7 +237,7 @@ class Reducer(Observable):
         for param in params:
             param.toggle()
         self.planner.current = None
-        self.prepare(settings)  # immediately: other ranks may stand in for it
+        self.prepare(settings)  # now: other ranks may issue placeholders for this reduction
 
     def forget(self, param: FSDPParam) -> None:
         if param.unsharded is not None:
@@ -245,12 +245,12 @@ class Reducer(Observable):
 
     @property
     def has_unreduced(self) -> bool:
-        """Return True if this rank has unreduced gradients, or partial sums that contain some."""
+        """Return True if this rank has unreduced gradients, or partial sums that include some."""
         return self.has_local_gradients or self.unreduced.own_sums > 0
 
     def refuse_hidden(self) -> None:
-        """Raise StateError if there are gradients that will never be reduced: after a forward
-        without marked outputs, and before any backward of the tree."""
+        """Raise StateError if there are gradients that will never be reduced, because the outputs
+        of their forward were not marked and the start of backward was not detected."""
         if self.has_unreduced and not self.unreduced.is_waiting:
             raise StateError(
                 "FS321",
@@ -262,7 +262,7 @@ class Reducer(Observable):
             )
 
     def keep_partial(self, reduced: Tensor) -> None:
-        """Keep the result of the first axis's reduction, in memory that is not reused."""
+        """Keep the result of the reduction over the first axis, and do not reuse its memory."""
         self.unreduced.is_waiting = True
         self.unreduced.partial = reduced.view(self.data.rows_between, -1)
         self._buffer = None
@@ -274,11 +274,11 @@ class Reducer(Observable):
             self.forget(param)
 
     def plan(self) -> ReducePlan:
-        """Return the current plan, which is equal on all ranks; make it if there is none."""
+        """Return the current plan, or make one. Plans are equal on all ranks."""
         return self.planner.current or self.planner.make(self.wire)
 
     def prepare(self, settings: Settings) -> ReducePlan:
-        """Return the plan, with the scale required by the settings."""
+        """Return the current plan, after updating the scale to the settings."""
         planner = self.planner
         plan = planner.current
         if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
@@ -287,22 +287,22 @@ class Reducer(Observable):
 
     def begin_sums(self, settings: Settings) -> None:
         """Set the dtypes in which autograd accumulates the gradients of the next backward. Only
-        needed if sync is off, or was for the last gradients: else nothing accumulates."""
+        needed if sync is off, or was off in the last backward: otherwise nothing accumulates."""
         self.has_waited = waits = not settings.reduce_grads
         for param in self.plan().members:
             param.begin_sum(waits)
 
     @property
     def has_local_gradients(self) -> bool:
-        """Return True if some backward left gradients on unsharded parameters."""
+        """Return True if any unsharded parameter has a gradient."""
         wholes = [param.unsharded for param in self.plan().members]
         return any(whole is not None and whole.grad is not None for whole in wholes)
 
     def reduce(
         self, settings: Settings, context: StepContext, with_graph: bool
     ) -> Reduction | None:
-        """Pack the local gradients; return the reduction to start, or None while sync is off.
-        UnsupportedError: a gradient has a graph; ``with_graph``: this backward creates one."""
+        """Pack the local gradients. Return the reduction to start, or None if sync is off.
+        UnsupportedError: a gradient has an autograd graph, which only occurs ``with_graph``."""
         self.unreduced.is_owed = not settings.reduce_grads
         if not (settings.reduce_grads and settings.all_reduce_grads):
             may_hold[id(self)] = self
@@ -327,7 +327,7 @@ class Reducer(Observable):
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = gradient_packing.tail_without(behind, absent, layout)
         if self.data.shard.size > 1:
-            # Ranks may exchange numbers here, over a wire that lends one buffer at a time.
+            # Before packing: this may exchange numbers over a wire that lends one buffer at a time.
             self.ids.reductions.before()
         device, kept = self._residence.compute, None
         if layout.cut is not None and device.type == "cpu" and self.wire.sends_kept:
@@ -337,7 +337,7 @@ class Reducer(Observable):
             grads, layout, self.data.shard.rank, behind, self.wire.allocate, device, is_mixed, kept
         )
         if settings.reduce_unused or self.hook is not None:
-            absent = []  # members without a gradient here get those of other ranks, or zeros
+            absent = []  # members without a gradient on any rank get zeros
         streams = context.streams
         reduction = Reduction(self, plan, inputs, absent, settings.all_reduce_grads, streams)
         if events.listeners:
@@ -357,8 +357,8 @@ class Reducer(Observable):
     def take_gradients(
         self, plan: ReducePlan, with_graph: bool
     ) -> tuple[list[Tensor | None], int, bool]:
-        """Detach the local gradients from the unsharded parameters. Return them, the number of
-        missing ones, and whether some have another dtype than planned."""
+        """Take the local gradients from the unsharded parameters, leaving ``grad`` at None. Return
+        them, the number of missing ones, and whether any has a dtype that was not planned."""
         wholes = [param.unsharded for param in plan.members]
         grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
         missing = 0
@@ -391,15 +391,15 @@ class Reducer(Observable):
             rank = self.data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
-        elif self.has_streams:  # the allocator knows the streams that users recorded on gradients
+        elif self.has_streams:  # reallocate, so that the allocator respects users' record_stream()
             buffer.release()
             buffer.reclaim()
         buffer.is_filling = True
         return buffer
 
     def release_gradients(self) -> None:
-        """Free the memory of unreferenced sharded gradients until the next reduction. Only on a
-        device: on a host, allocating memory costs more than keeping it."""
+        """Free the memory of unreferenced sharded gradients until the next reduction. No-op on a
+        host, where reallocating memory costs more than keeping it."""
         buffer = self._buffer
         if buffer is None or buffer.is_released or not self.has_streams:
             return
@@ -430,7 +430,7 @@ def _are_plain(grads: Sequence[Tensor | None]) -> bool:
 
 
 class Reduction:
-    """One group's gradients in flight. Call start, advance, finish in this order."""
+    """The reduction of one group's gradients. Call start, advance and finish in this order."""
 
     def __init__(
         self,
@@ -443,7 +443,7 @@ class Reduction:
     ) -> None:
         self.owner = owner
         self._plan = plan
-        self._absent = absent  # members without a gradient here; others may have some
+        self._absent = absent  # members without a gradient on this rank
         self._all_reduce = all_reduce
         self._streams = streams
         self._packed_on = streams.current  # the stream that owns the memory of the inputs
@@ -453,13 +453,13 @@ class Reduction:
         self._buffer = owner.acquire(plan)
         only = self._buffer.only  # target of the reduction if gradients keep their reduced dtype
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
-        # memory of the sum that becomes gradients; None: memory lent by the wire
+        # gradient memory that receives the sum directly; None: the wire lends memory
         self._place: Tensor | None = only if fits else None
         self._reduced: Tensor | None = self._place if owner.data.layers is None else None
         self._flight: InFlight | None = None  # the last launched part of the reduction
-        self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
-        self._held: Tensor | None = None  # an old partial sum, until compute has waited
-        # gradients to set, and the counts of ranks if one is missing here
+        self._scattered: InFlight | None = None  # the reduce-scatter, only reader of inputs
+        self._held: Tensor | None = None  # previous partial sum, alive until compute waits
+        # gradients to set, and the counts of ranks if this rank lacks a gradient
         self._filled: tuple[list[Tensor], Tensor | None] | None = None
         self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
 
@@ -515,8 +515,8 @@ class Reduction:
         return InFlight((*self._inputs, self._reduced), work, owner.ids.reductions.failed)
 
     def _pairs_inside(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the outputs and inputs of the inner axis's scatter, one for each rank of the outer
-        axis: the ``r``-th part of an input has the rows of that axis's rank ``r``, in place."""
+        """Return (output, input) views of the reduce-scatters over the inner axis, for each rank of
+        the outer axis: part ``r`` of an input has the rows of outer rank ``r``."""
         assert self._reduced is not None
         packed, *zero_copy = self._inputs
         rows = self.owner.data.rows_between
@@ -537,7 +537,7 @@ class Reduction:
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner, layout = self.owner, self._plan.layout
-        self._held = partial = owner.unreduced.partial  # may be memory of the compute stream
+        self._held = partial = owner.unreduced.partial  # maybe compute's memory
         if partial is not None:
             self._reduced.add_(partial.view(-1))
             owner.unreduced.partial = None
@@ -559,14 +559,14 @@ class Reduction:
         return InFlight((reduced, place), work, owner.ids.reductions.failed_sum)
 
     def free_if_done(self) -> None:
-        """On a CPU, drop the local gradients once the reduce-scatter has ended."""
+        """On a CPU, free the local gradients if the reduce-scatter has completed."""
         if self._inputs and self._flight is not None and self._flight.is_done:
             self._flight.wait()
             self._flight.buffers = ()
             self._inputs = []
 
     def finish(self) -> None:
-        """Scale, and fill the sharded gradients."""
+        """Scale the result, and copy it to the sharded gradients."""
         self._flight = self._streams.launch(self.lane, self._store, after=self._flight)
 
     def _store(self) -> InFlight:
@@ -586,11 +586,11 @@ class Reduction:
         return InFlight((reduced,))
 
     def _deliver(self, grads: list[Tensor], counts: Tensor | None) -> None:
-        """Set or add the gradients; where no rank had one, keep the existing one."""
+        """Set or accumulate the gradients, except those that no rank computed."""
         self._filled = None
         params = [member.sharded for member in self._plan.members]
         if counts is not None:
-            if self.owner.data.shard.is_imagined:  # imagined ranks have the same counts
+            if self.owner.data.shard.is_imagined:  # simulated ranks have the same gradients
                 used = [place for place in range(len(params)) if place not in self._absent]
             else:
                 used = [place for place, count in enumerate(counts.tolist()) if count != 0]
@@ -600,15 +600,15 @@ class Reduction:
 
     @property
     def can_end_later(self) -> bool:
-        """Return True if nothing observes when gradients are set, and no user memory is lent."""
+        """Return True if nothing observes when gradients are set, and no user memory is used."""
         wire = self.owner.wire
         if wire.is_custom or wire.uses_group_memory:
             return False
         return is_bare([member.sharded for member in self._plan.members])
 
     def return_inputs(self) -> None:
-        """Free the inputs after the reduce-scatter, on a device. A sum over replicas or copies to
-        the host continue; ``wait`` sets the gradients."""
+        """On a device, free the inputs after the reduce-scatter, while a sum over replicas or
+        copies to the host continue. ``wait`` sets the gradients later."""
         assert self._scattered is not None
         assert self._flight is not None
         self._scattered.wait()
@@ -617,7 +617,7 @@ class Reduction:
         data = self.owner.data
         stays_in_lane = data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None
         if self._is_borrowed and stays_in_lane and self._reduced is not None:
-            given_back.append(self._reduced)  # the lane's own: later work in it is ordered
+            given_back.append(self._reduced)  # only used in its lane, in order
             self._reduced = None
         for flight in (self._scattered, self._flight):
             flight.drop(given_back)
@@ -625,7 +625,7 @@ class Reduction:
 
     @property
     def holds_sum(self) -> bool:
-        """Return True if the sum is in memory other than the gradients', until it ends."""
+        """Return True if the sum still occupies memory separate from the gradients."""
         return self._is_borrowed and self._reduced is not None
 
     @property
@@ -639,8 +639,8 @@ class Reduction:
         self._flight.synchronize()
 
     def wait(self, is_seen: bool = False) -> None:
-        """Set the gradients, after which compute may use them, and free the buffers. ``is_seen``:
-        the host has waited for a later launch of the lane, so it may read."""
+        """Make compute wait for the gradients, set them, and free the buffers. ``is_seen``: the
+        host has already waited for a later launch in the lane, so it can read the results."""
         if self._flight is not None:
             if self.needs_host and not is_seen:
                 self._flight.synchronize()
@@ -654,18 +654,18 @@ class Reduction:
             self.owner.ids.reductions.arrived_late(reduced)
 
     def abandon(self) -> None:
-        """Free the buffers once they are unused; gradients not set by then are lost."""
+        """Wait, and free the buffers without setting the gradients, which are lost."""
         if self._flight is not None:
             self._flight.wait()
         self._drop()
 
     def forget(self) -> None:
-        """Free the buffers without a wait: no work on the device uses them."""
+        """Free the buffers without waiting: no device work uses them."""
         self._flight = None
         self._drop()
 
     def _hold_back(self, flight: InFlight) -> None:
-        """Make the stream that owns the inputs wait, if another stream computes now."""
+        """Make the stream that owns the inputs wait, if another stream is current."""
         if self._packed_on is not None and self._packed_on != self._streams.current:
             flight.hold_back(self._packed_on)
 
@@ -681,26 +681,26 @@ LAUNCHED_AS: Mapping[Callable[..., Any], str] = {
     Reduction._sum_replicas: "all_reduce",
     Reduction._store: "store",
 }
-"""Operations launched in lanes, by their names for observers."""
+"""Names of the operations launched in lanes, for observers."""
 
 
 class ReductionQueue:
-    """Reductions in flight, oldest first. Few of them hold inputs at a time. On a device, earlier
-    ones have returned theirs, and end with the backward, so compute does not wait for a sum over
-    replicas, nor the host for a result."""
+    """Reductions in flight, oldest first. Only a few hold their inputs at a time. On a device,
+    older reductions have freed them, and complete when the backward ends, so compute does not wait
+    for sums over replicas, and the host does not wait for results."""
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
-        self.is_large = is_large  # some group's inputs are large
-        self._returned: deque[Reduction] = deque()  # without inputs; older than running ones
+        self.is_large = is_large  # some group has large inputs
+        self._returned: deque[Reduction] = deque()  # inputs freed; older than running ones
         self._running: deque[Reduction] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._running or self._returned)
 
     def reduce(self, owner: Reducer, settings: Settings, with_graph: bool) -> bool:
-        """Reduce a group's gradients, or accumulate them; return whether a reduction has begun."""
-        while self._is_full_for(owner, settings):  # before it packs gradients
+        """Start a reduction of a group's gradients, if sync is on; return whether it started."""
+        while self._is_full_for(owner, settings):  # before more gradients are packed
             self._complete_oldest()
         if self._returned and any(reduction.owner is owner for reduction in self._returned):
             self.settle()
@@ -717,16 +717,16 @@ class ReductionQueue:
         return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
-        """Return True if the oldest reduction must end first: one per group, few in total."""
+        """Return True if the oldest must complete first: one per group, few in total."""
         running = self._running
         if not running:
             return False
         limit = settings.input_buffers
-        if limit is None:  # a small one is allowed in addition: it only waits for the link
+        if limit is None:  # one more if the oldest is small, since it holds little memory
             limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
         if len(running) >= limit:
             return True
-        for reduction in running:  # noqa: SIM110  # each turn of a generator is a call
+        for reduction in running:  # noqa: SIM110  # a generator is slower
             if reduction.owner is owner:
                 return True
         return False
@@ -747,8 +747,8 @@ class ReductionQueue:
         reduction.wait()
 
     def settle(self) -> None:
-        """Set the gradients of reductions that have returned their inputs."""
-        # a lane runs in order, so the host need only wait for its last one
+        """Set the gradients of reductions whose inputs were freed."""
+        # a lane runs in order, so the host only waits for its last reduction
         last = {reduction.lane: reduction for reduction in self._returned if reduction.needs_host}
         for reduction in last.values():
             reduction.show_host()
@@ -756,13 +756,13 @@ class ReductionQueue:
             self._returned.popleft().wait(is_seen=True)
 
     def free_done(self) -> None:
-        """Free inputs of ended reductions, and no more: completion times differ between ranks."""
+        """Free the inputs of completed reductions only: ranks complete at different times."""
         if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.free_if_done()
 
     def wait(self) -> None:
-        """Make every reduced gradient safe to use."""
+        """Complete all reductions, and set their gradients."""
         if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.advance()
@@ -773,14 +773,14 @@ class ReductionQueue:
         self.settle()
 
     def forget(self) -> None:
-        """Drop what is in flight without a wait: it was captured, and never ran."""
+        """Drop reductions in flight without waiting: they were captured, and never ran."""
         for reduction in (*self._returned, *self._running):
             reduction.forget()
         self._returned.clear()
         self._running.clear()
 
     def drop(self) -> None:
-        """Wait for work in flight; gradients not set by then are lost."""
+        """Drop reductions in flight after waiting for them; their gradients are lost."""
         self._returned.extend(self._running)
         self._running.clear()
         while self._returned:
@@ -794,13 +794,13 @@ def _have_hooks(params: Sequence[torch.nn.Parameter]) -> bool:
 
 
 def is_bare(params: Sequence[torch.nn.Parameter]) -> bool:
-    """Return True if no leaf has a gradient, or a gradient hook."""
+    """Return True if no leaf has a gradient or a gradient hook."""
     with torch_dtensor.DisableTorchFunctionSubclass():
         return not _have_hooks(params) and all(param.grad is None for param in params)
 
 
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
-    """Process gradients of leaves as autograd does: run hooks, then set ``grad``."""
+    """Accumulate gradients in leaves as autograd does: run hooks, then set or add to ``grad``."""
     try:
         # halves the cost of reading a DTensor
         with torch_dtensor.DisableTorchFunctionSubclass():

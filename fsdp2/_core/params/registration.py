@@ -1,12 +1,12 @@
 """Registered forms of a group's parameters: states, legal transitions, and user changes.
 
-Before every forward a group detects what user code did to a parameter: replaced it, toggled
-``requires_grad``, wrote to it, or put a placeholder there for one forward. Contains no buffer,
-collective or hook code.
+Before every forward, a group detects changes by user code: replaced parameters, toggled
+``requires_grad``, writes, and placeholders for one forward. Contains no buffer, collective or hook
+code.
 
 [Note: what is registered]
-We replace a registered tensor only if we registered it. Any other tensor is the user's, and stays
-until the next forward adopts it.
+We replace a registered tensor only if we registered it. Any other tensor belongs to the user, and
+stays registered until the next forward adopts it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp2._core.base.torch_autograd import version_of
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One place where a parameter is registered; tied parameters have several."""
+    """One place where a parameter is registered; a tied parameter has several."""
 
     module: nn.Module
     name: str
@@ -40,25 +40,25 @@ class Site:
         return self.module._parameters.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register a tensor here, even one that is not a leaf."""
-        self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
+        """Register a tensor here; it may be a non-leaf tensor."""
+        self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe non-leaf
 
 
 class Forms:
-    """The forms of one parameter, one of which is registered. Optimizers and checkpoints hold
-    ``sharded``, which is one object unless the user replaces it. ``unsharded`` is one object too,
-    whose storage is freed and refilled, so tensors saved by autograd stay valid."""
+    """The forms of one parameter; only one is registered at a time. Optimizers and checkpoints hold
+    ``sharded``, which stays the same object unless the user replaces it. ``unsharded`` also stays
+    the same object; its storage is freed and refilled, so tensors saved by autograd stay valid."""
 
     def __init__(self, fqn: str, sites: list[Site], original: nn.Parameter) -> None:
         self.fqn = fqn
         self.sites = sites
         self.trainable = original.requires_grad  # requires_grad of all forms
         self.sharded: nn.Parameter = original
-        self.shown: nn.Parameter | None = original  # the parameter that the group registered last
+        self.shown: nn.Parameter | None = original  # the form that the group registered last
         self.local: torch.Tensor | None = None  # local tensor of the sharded DTensor
         self.unsharded: nn.Parameter | None = None
         self.unsharded_dtype = original.dtype
-        self.post_forward: nn.Parameter | None = None  # over the smaller mesh
+        self.post_forward: nn.Parameter | None = None  # sharded over the smaller mesh
 
     def is_form(self, found: torch.Tensor | None) -> bool:
         if found is None:
@@ -75,31 +75,31 @@ class Forms:
         self.trainable = not self.trainable
         for form in (self.sharded, self.unsharded, self.post_forward):
             if form is not None:
-                form.requires_grad = self.trainable  # the method is refused under functorch
+                form.requires_grad = self.trainable  # functorch refuses requires_grad_()
 
 
 _storage_of: Callable[[Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
 
 class ParamState(enum.Enum):
-    """The registered form of a parameter."""
+    """The form of a parameter that is registered."""
 
     SHARDED = "sharded"
     SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
     UNSHARDED = "unsharded"
 
-    __hash__ = object.__hash__  # members are unique; Enum's own hash is a Python function
+    __hash__ = object.__hash__  # members are unique, and Enum.__hash__ is slow
 
 
 class GroupState(enum.Enum):
-    """State of a group's parameters: equal on all ranks, except that RELEASED may be SHARDED."""
+    """State of a group's parameters, equal on all ranks; RELEASED and SHARDED count as equal."""
 
     SHARDED = "sharded"
     SMALLER = "sharded over a smaller mesh, between forward and backward"
     GATHERING = "an all-gather is in flight and has not been waited for"
     WHOLE = "whole"
     # see [Note: released early] in ``buffers``
-    RELEASED = "whole on this rank, where it is still read, and sharded in every rank's plans"
+    RELEASED = "counted as sharded on every rank, but still referenced on this rank, so not freed"
 
     __hash__ = object.__hash__
 
@@ -110,7 +110,7 @@ GATHERING, WHOLE, RELEASED = GroupState.GATHERING, GroupState.WHOLE, GroupState.
 TRANSITIONS = {
     SHARDED: {GATHERING},
     SMALLER: {GATHERING, SHARDED},
-    GATHERING: {WHOLE, SHARDED, SMALLER},  # back to its origin if it is dropped
+    GATHERING: {WHOLE, SHARDED, SMALLER},  # a dropped gather restores the previous state
     WHOLE: {SHARDED, SMALLER, RELEASED},
     RELEASED: {SHARDED},
 }
@@ -124,12 +124,12 @@ FORM_IN = {
     WHOLE: FORM_UNSHARDED,
     RELEASED: FORM_UNSHARDED,
 }
-"""The form registered in a state; GATHERING does not change it."""
+"""The form registered in each state; GATHERING leaves the registered form unchanged."""
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A tensor in a parameter's place that is not a parameter (``functional_call``)."""
+    """A non-parameter registered in place of a parameter, as by ``functional_call``."""
 
     site: Site
     param: Any  # an ``FSDPParam``
@@ -145,17 +145,17 @@ class Changes:
 
 
 class Serves(enum.Enum):
-    """Later uses of kept unsharded parameters that need no gather. See ``group``."""
+    """Uses for which unsharded parameters are kept, and need no new gather. See ``group``."""
 
     BACKWARDS = enum.auto()  # backwards of the forward that gathered them
     EVALUATIONS = enum.auto()  # also a later forward without gradients
-    ACCUMULATION = enum.auto()  # also forwards until the next step, see ``_core/engine/tree``
+    ACCUMULATION = enum.auto()  # also forwards until the next step: ``_core/engine/tree``
     FORWARDS = enum.auto()  # also any later forward
 
 
 @dataclass
 class OptimizerSteps:
-    """Number of optimizer steps so far: equal on ranks that run the same program."""
+    """Number of optimizer steps so far; ranks that run the same program have equal counts."""
 
     count: int = 0
 
@@ -167,33 +167,33 @@ _all: WeakValueDictionary[int, Registration] = WeakValueDictionary()
 
 def lie_in_shards(tensors: Iterable[Tensor]) -> bool:
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    storages = set(map(_storage_of, dense))  # a storage is one object in Python
+    storages = set(map(_storage_of, dense))  # each storage has one Python object
     return any(registered.lies_in(storages) for registered in alive(_all))
 
 
 class Registration:
-    """The registered forms of a group's parameters. Only ``move`` writes the state and form."""
+    """The registered forms of a group's parameters. Only ``move`` sets ``state`` and ``form``."""
 
     def __init__(self, params: Sequence[Forms]) -> None:
-        self.params = params  # all parameters of the group, which change state together
+        self.params = params  # all parameters of the group; their state is shared
         self.state = SHARDED
-        self.form = FORM_SHARDED  # the state's form, even if shards are shown
-        self.is_held = False  # a manual unshard() keeps unsharded parameters registered
-        self.placeholders: list[Placeholder] = []  # the user's tensors for the forward that begins
-        self.placed: list[Placeholder] = []  # those of the running forward
-        # shard versions from which kept unsharded parameters were gathered; None: none are kept
+        self.form = FORM_SHARDED  # the state's form, even while ``show_shards`` is in effect
+        self.is_held = False  # a manual unshard() keeps unsharded forms registered
+        self.placeholders: list[Placeholder] = []  # the user's tensors for the next forward
+        self.placed: list[Placeholder] = []  # placeholders of the current forward
+        # shard versions to which the kept unsharded parameters correspond; None: none are kept
         self.values: list[int] | None = None
-        self.serves = Serves.BACKWARDS  # purpose of kept unsharded parameters
-        self.wholes: list[Tensor] = []  # unsharded parameters in the flat buffer
-        self.whole_versions: list[int] = []  # before any write by the user
+        self.serves = Serves.BACKWARDS  # allowed uses of kept unsharded parameters
+        self.wholes: list[Tensor] = []  # unsharded parameters in the full buffer
+        self.whole_versions: list[int] = []  # their versions before any user write
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
-        # the DTensors' empty storages: replacing them is the only visible effect of ``.data = ...``
+        # the DTensors' own empty storages: ``.data = ...`` replaces them, and has no other effect
         self._shells: list[torch.UntypedStorage] = []
         _all[id(self)] = self
 
     def move(self, target: GroupState, fqn: str) -> None:
-        """Change the state, and register its form. If it is illegal, only raise StateError."""
+        """Change the state and register its form. StateError: illegal transition; no change."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 "FS313",
@@ -218,31 +218,31 @@ class Registration:
             shown, param.shown = param.shown, form
             for site in param.sites:
                 registered, name = site.module._parameters, site.name
-                found = registered[name] if name in registered else None  # noqa: SIM401  # a call
+                found = registered[name] if name in registered else None  # noqa: SIM401  # get() is slower
                 if found is shown or param.is_form(found):
                     registered[name] = form
 
     def show_shards(self) -> None:
-        """Register the sharded parameters, unless unsharded ones are held, and free nothing."""
+        """Register the sharded parameters, unless unsharded ones are held. Frees no memory."""
         if not self.is_held:
             self.show(FORM_SHARDED)
 
     def see(self) -> None:
-        """Start observing the current sharded forms."""
+        """Start detecting changes of the current sharded forms."""
         self._sharded = [param.sharded for param in self.params]
-        # a DTensor and its local tensor have separate versions
+        # a DTensor and its local tensor have separate version counters
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
         self._versioned = [form for form in forms if not form.is_inference()]
         self._shells = list(map(_storage_of, self._sharded))
 
     def see_whole(self, wholes: Iterable[Tensor | None]) -> None:
-        """Start observing writes to unsharded parameters; a gather increments no version."""
+        """Start detecting writes to unsharded parameters; a gather does not increment versions."""
         forms = [form for w in wholes if w is not None for form in (w, torch_dtensor.local_part(w))]
         self.wholes = list(dict.fromkeys(forms))
         self.forget_whole_writes()
 
     def forget_whole_writes(self) -> None:
-        """Treat the current content of unsharded parameters as the gathered one."""
+        """Treat the current content of unsharded parameters as unmodified."""
         self.whole_versions = list(map(version_of, self.wholes))
 
     def take_whole_writes(self) -> list[Tensor]:
@@ -252,7 +252,7 @@ class Registration:
         return written
 
     def detect_changes(self) -> Changes:
-        """Compare the registered tensors with the group's, by identity. Keeps the placeholders, and
+        """Compare registered tensors with the group's by identity. Stores the placeholders, and
         changes nothing else. StateError: ``.data`` of a sharded parameter was assigned."""
         changes = Changes([], [], {}, [])
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of reading a DTensor
@@ -296,16 +296,16 @@ class Registration:
                 )
 
     def note_values(self, serves: Serves) -> None:
-        """Record the shard versions of unsharded parameters that may stay, and their purpose."""
+        """Record the shard versions and the allowed uses of unsharded parameters to keep."""
         if self.values is None:
             self.values = self._versions()
         elif serves is Serves.BACKWARDS and self.serves is Serves.ACCUMULATION:
-            return  # a forward that reused them keeps them for the next one
+            return  # a forward that reused them keeps them for the next forward
         self.serves = serves
 
     @property
     def serves_this_forward(self) -> bool:
-        """Return True if the forward that begins may use kept parameters."""
+        """Return True if the forward about to run may use kept parameters."""
         if self.serves is Serves.EVALUATIONS:
             return not torch.is_grad_enabled()
         return self.serves in (Serves.FORWARDS, Serves.ACCUMULATION)
@@ -325,7 +325,7 @@ class Registration:
         return self.placed
 
     def return_placeholders(self) -> None:
-        """Register placeholders again after the forward; ``functional_call`` removes them."""
+        """Register placeholders again after the forward, so ``functional_call`` can remove them."""
         for item in self.placed:
             item.site.put(item.tensor)
         self.placed = []

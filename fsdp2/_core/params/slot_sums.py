@@ -1,11 +1,11 @@
-"""Gradients of a group's slots, added up on this rank before anything is reduced.
+"""Local sums of a group's gradients over this rank's slots, computed before the reduction.
 
-Owns the partial sums of one group. It observes the group's ``Reducer``, so a group that adds up no
-slots pays nothing. See [Note: one tree] in ``comm.tree_sum``.
+Holds the partial sums of one group. It observes the group's ``Reducer``, so groups without slots
+have no overhead. See [Note: one tree] in ``comm.tree_sum``.
 
-Slots come in order, so a stack serves: a sum of k slots is joined with the one below it if that is
-of k slots, too. At most log2 of a rank's slots are kept, plus the one that came. A gradient that is
-missing counts as zero where the other operand is there, because a rank that has none sends zeros.
+Slots arrive in order, so partial sums form a stack: the top two are added while they cover the same
+number of slots. For n slots, the stack has at most log2(n) sums plus the newest gradients. If one
+operand of an addition is missing, it counts as zero, as for a rank without a gradient.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class _Sum:
-    """The sum of ``slots`` neighbouring slots."""
+    """The sum of the gradients of ``slots`` consecutive slots."""
 
     slots: int
     grads: Gradients
 
 
 class SlotSums:
-    """Adds up the gradients of one group, slot by slot."""
+    """Sums the gradients of one group over slots."""
 
     def __init__(self, reducer: Reducer, clock: SlotClock) -> None:
         self._reducer = reducer
@@ -49,12 +49,12 @@ class SlotSums:
 
     @property
     def holds(self) -> bool:
-        """True if slots of the running global batch are added up here."""
+        """Return True if there are partial sums of the current global batch."""
         return bool(self._stack) and self._batch == self._clock.batch
 
     @property
     def was_dropped(self) -> bool:
-        """True if the gradients that these sums belong to were dropped."""
+        """Return True if the reducer has dropped the gradients that were summed here."""
         return self.holds and not self._reducer.unreduced.own_sums
 
     def end(self) -> None:
@@ -63,8 +63,8 @@ class SlotSums:
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Take each slot's gradients, and hand out the sum of all with the last ones."""
-        if kind == "begin_sums":  # each slot's gradients are taken: autograd adds nothing up
+        """Intercept each slot's gradients, and return the sum of all slots for the last one."""
+        if kind == "begin_sums":  # detached after each slot, so autograd accumulates nothing
             return call(replace(args[0], reduce_grads=True))
         if kind == "hold":
             self._push(*args)
@@ -93,14 +93,14 @@ class SlotSums:
         if clock.listener is not None:
             clock.listener(self._reducer, plan.members, grads)
         dtype = self.dtype_of(plan)
-        for _ in range(count, clock.place):  # slots in which the group had no part
+        for _ in range(count, clock.place):  # slots without a backward of this group
             self._join(_Sum(1, [None] * len(grads)), plan)
         self._join(
             _Sum(1, [None if grad is None else _rounded(grad, dtype) for grad in grads]), plan
         )
 
     def dtype_of(self, plan: ReducePlan) -> torch.dtype:
-        """Return what every node of the tree is rounded to."""
+        """Return the dtype to which every node of the tree is rounded."""
         wire = self._reducer.wire
         node = wire.node_dtype if isinstance(wire, TreeWire) else None
         return node or plan.layout.dtype
@@ -113,7 +113,7 @@ class SlotSums:
         stack.append(one)
 
     def _operand(self, grads: Gradients, plan: ReducePlan) -> Gradients:
-        """Return a node as it is added to its neighbour. See [Note: rounded nodes]."""
+        """Round a node before it is added to its neighbour. See [Note: rounded nodes]."""
         wire, layout = self._reducer.wire, plan.layout
         if not isinstance(wire, CodedTreeWire):
             return grads
@@ -127,7 +127,7 @@ class SlotSums:
         return found
 
     def _pop(self, plan: ReducePlan) -> tuple[Gradients, int, bool]:
-        """Return the sum as ``Reducer.take_gradients`` returns gradients."""
+        """Return the total in the format of ``Reducer.take_gradients``."""
         (total,) = self._stack
         self._stack.clear()
         dtypes = {grad.dtype for grad in total.grads if grad is not None}
@@ -135,7 +135,7 @@ class SlotSums:
 
 
 def row_width(layout: ReduceLayout, shard: ShardLayout) -> int:
-    """Return the elements of a row if a parameter is sent in codes of 8 bits; 0 if exactly."""
+    """Return the number of elements per row of a parameter sent in 8-bit codes; 0 if uncoded."""
     if shard.dim is None or not shard.numel or layout.dtype.is_complex:
         return 0
     width = shard.numel // shard.shape[shard.dim]
@@ -152,14 +152,14 @@ def coded_spans(reducer: Reducer) -> Spans:
 
 
 def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. A narrower gradient is kept, since its sum is in ``dtype``."""
+    """Round to ``dtype``. A narrower gradient is not cast, because sums are in ``dtype``."""
     return grad if torch.promote_types(grad.dtype, dtype) is dtype else grad.to(dtype)
 
 
 def _added(
     left: Sequence[Tensor | None], right: Sequence[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """Add two nodes in ``dtype``, in the memory of the left one where it has some of that dtype."""
+    """Add two nodes in ``dtype``, in place where the left gradient has this dtype."""
     joined: Gradients = []
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(left, right, strict=True):
@@ -170,7 +170,7 @@ def _added(
             sums.append(kept)
             addends.append(b)
         elif kept is not None:
-            kept.add_(0.0)  # as -0.0 and the zero of a rank that has no gradient
+            kept.add_(0.0)  # turns -0.0 into 0.0, as adding a missing gradient's zeros would
         joined.append(kept)
     for sums, addends in pairs.values():
         torch_tensors.add_all_(sums, addends)

@@ -1,14 +1,14 @@
-"""Block arithmetic of distributed tensors, and the plan that streams them in bounded memory.
+"""Block arithmetic for distributed tensors, and plans that stream them in bounded memory.
 
 Works on integers only: independent of tensors, meshes and process groups.
 
 [Note: chunks]
-Ranks cut a tensor dim by dim, so a rank's shard is a *block*: a range on every dim. A *chunk* is a
-range of the largest block, counted from the start of each rank's block, so that all ranks send
-equal amounts at a time; where a block is shorter, its part of the chunk is smaller or empty. A
-*bucket* is the chunks that travel in one collective, each at the same offset in every rank's
-buffer. A *batch* is the buckets that are in memory at the same time. On an axis where one rank owns
-everything, only that rank sends.
+A tensor is sharded dim by dim, so a rank's shard is a *block*: a range on every dim. A *chunk* is a
+region of the largest block, relative to the start of each rank's block, so that all ranks send
+equal amounts at a time; on a rank with a smaller block, its part of the chunk is smaller or empty.
+A *bucket* contains the chunks of one collective, each at the same offset in every rank's buffer. A
+*batch* contains the buckets that are in memory at the same time. On an axis where one rank owns all
+elements, only that rank sends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def overlap(one: Region | None, other: Region | None) -> Region | None:
 
 
 class CutOf(NamedTuple):
-    """A dim divided over an axis: into equal chunks (``chunk_of``) or as ``deal`` assigns rows."""
+    """A dim sharded over an axis: in equal chunks (``chunk_of``), or by rows as in ``deal``."""
 
     axis: int
     dim: int
@@ -68,13 +68,13 @@ class CutOf(NamedTuple):
         return None if self.deal is None else self.deal.owner
 
 
-Owners = tuple[tuple[int, int], ...]  # pairs of an axis and the rank on it that has everything
+Owners = tuple[tuple[int, int], ...]  # pairs of an axis and the only rank on it with elements
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The division of a tensor over a grid's axes (of sizes ``counts``): each cut divides what the
-    previous ones left.
+    """The sharding of a tensor over a grid's axes (of sizes ``counts``): each cut divides the
+    blocks of the previous cuts.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Blocks:
 
     @cached_property
     def owners(self) -> Owners:
-        """Axes on which one rank has everything, with that rank."""
+        """Axes on which a single rank has all elements, with that rank."""
         cuts = sorted((cut for cut in self.cuts if cut.owner is not None), key=itemgetter(0))
         return tuple((c.axis, c.owner) for c in cuts if c.owner is not None and c.axis in self.axes)
 
@@ -113,7 +113,7 @@ class Blocks:
         return tuple(sizes)
 
     def places(self) -> list[tuple[int, ...]]:
-        """Return the places that hold different elements; the last axis varies fastest."""
+        """Return one place per distinct block; the coordinate on the last axis varies fastest."""
         numbers = [range(n if axis in self.axes else 1) for axis, n in enumerate(self.counts)]
         for axis, owner in self.owners:
             numbers[axis] = range(owner, owner + 1)
@@ -151,9 +151,9 @@ def _whole(sizes: Sequence[int]) -> Region:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor as the planner describes it, on the mesh ``grid``. ``copies`` of a chunk are in
-    memory while it travels; a receiver keeps ``kept_nbytes`` of the full tensor until its batch is
-    done.
+    """A tensor on the mesh ``grid``, for the planner. While a chunk is sent, a rank holds
+    ``copies`` times its bytes. A receiver also holds ``kept_nbytes`` of the full tensor until the
+    batch is complete.
     """
 
     blocks: Blocks
@@ -174,7 +174,7 @@ class Chunk:
 
 @dataclass
 class Bucket:
-    """Chunks that travel together, in ``nbytes`` per rank; ``owners`` as in ``Blocks``."""
+    """Chunks that are sent together, with ``nbytes`` per rank; ``owners`` as in ``Blocks``."""
 
     axes: tuple[int, ...]
     owners: dict[int, int]
@@ -201,7 +201,7 @@ class Batch:
 
 def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
     """Plan batches of at most ``max_nbytes``, in the order of ``items``. A larger tensor gets
-    batches to itself: its chunks respect the limit, but what a receiver keeps of it is not counted.
+    separate batches: its chunks respect the limit, but its ``kept_nbytes`` are not counted.
     """
     batches = [Batch()]
 

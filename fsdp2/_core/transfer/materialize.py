@@ -1,14 +1,14 @@
 """``materialize``: initialise the shards of a model on the meta device, module by module.
 
-It registers shards, and the group adopts them: independent of a group's buffer layout.
+It registers new shards, which the group adopts, so it is independent of a group's buffer layout.
 
 [Note: every rank runs the same stream]
-Every rank does what a single process would: it draws a module's full tensors from the same
-generator state, and keeps its block. Values do not depend on the mesh, and generators stay equal.
+Every rank computes what a single process would: it initialises a module's full tensors from the
+same generator state, and keeps its block. Values do not depend on the mesh; generators stay equal.
 
 [Note: written or not]
-Fresh memory is filled with one byte value. An element with all of its bytes unchanged was not
-written. Version counters cannot detect this, because an ``init`` may write through ``.data``.
+New memory is filled with one byte value. An element whose bytes are all unchanged was not written.
+Version counters are not sufficient, because an ``init`` may write through ``.data``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from fsdp2._core.transfer.redistribute import (
 def sync_from_rank0(model: nn.Module) -> nn.Module:
     """Copy the parameters and buffers of rank 0 to every rank. Returns the model.
 
-    For a model that each rank built itself, or that only rank 0 loaded. Call it **before**
+    For a model that each rank built separately, or that only rank 0 loaded. Call this **before**
     ``fully_shard``, which keeps only each rank's own rows: afterwards rank 0 lacks the other rows.
-    Collective over all ranks, in pieces of 64 MiB. For a model on the meta device use
-    ``materialize(..., sync_from_rank0=True)``, for a full state dict
+    Collective over all ranks, in pieces of 64 MiB. For a model on the meta device, use
+    ``materialize(..., sync_from_rank0=True)``; for a full state dict, use
     ``checkpoint.load_full_state``.
 
     Raises:
         ConfigError: not a module; a parameter that is already sharded, or on meta; names, shapes or
-            dtypes differ between ranks. Every rank raises it, and nothing was changed.
+            dtypes differ between ranks. Every rank raises, and nothing is changed.
     """
     with checked_together("sync_from_rank0", model):
         check_module("sync_from_rank0", "model", model)
@@ -90,7 +90,7 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
 
 
 def require_replicas(what: str, group: ParamGroup) -> None:
-    """Raise ConfigError if ranks kept rows of their own values, which may fit no full tensor."""
+    """Raise ConfigError if ranks sharded their own values, which may differ between ranks."""
     if group.data.shard.size == 1:
         return
     for param in group.params:
@@ -120,31 +120,31 @@ def materialize(
 
     Modules are initialised sequentially, children before parents, as constructors do. Only one
     module's own parameters are unsharded at a time, so peak memory is the shards plus the largest
-    module. Values are bitwise those that a single process gets from the same seed, on any mesh.
+    module. On any mesh, values are bitwise equal to those of a single process with the same seed.
     Tensors that are not on meta keep their values and are moved to ``device``; their module is
-    initialised only if another of its tensors is on meta. Ties are kept, with the values of the
-    last module.
+    initialised only if another of its tensors is on meta. Tied parameters stay tied, with the
+    values of the last module.
 
-    Collective. Generators of the CPU and of ``device`` get the first rank's state, so they are
-    equal on all ranks, before and after.
+    Collective. The generators of the CPU and of ``device`` are set to the first rank's state, so
+    they are equal on all ranks before and after the call.
 
     Args:
         model: a module to which ``fully_shard`` was applied, or a plain one.
-        device: where modules are initialised, of the mesh's device type.
-        init: called with each module that has its own parameters or buffers on meta. It must write
-            all of them, in place or by assignment, and nothing in other modules. None calls
-            ``module.reset_parameters()``.
-        sync_from_rank0: only the first rank runs ``init`` (and may read files in it); the others
-            get their shards and buffers from it. Replicas and buffers that were not on meta are
-            copied from the first rank too. Shards of real values cannot be: no rank has all rows
-            (see ``fsdp2.sync_from_rank0``).
+        device: device on which modules are initialised, of the mesh's device type.
+        init: called with each module that directly owns parameters or buffers on meta. It must
+            write all of them, in place or by assignment, and must not write to other modules. None
+            calls ``module.reset_parameters()``.
+        sync_from_rank0: run ``init`` only on the first rank (where it may read files), and send
+            shards and buffers to the others. Replicas and buffers that were not on meta are copied
+            from the first rank too. Shards of real values cannot be copied, because no rank has all
+            rows (see ``fsdp2.sync_from_rank0``).
 
     Raises:
-        ConfigError: no ``reset_parameters`` and no ``init``; a device of another type than the
-            mesh's; a parameter or buffer that ``init`` left unwritten, or gave another shape or
-            dtype (the message names the module, and all ranks raise it); ``init`` drew different
-            random numbers on some ranks; with ``sync_from_rank0``, a parameter was sharded from
-            real values.
+        ConfigError: no ``reset_parameters`` and no ``init``; the device type differs from the
+            mesh's; ``init`` did not write a parameter or buffer, or changed its shape or dtype (the
+            message names the module, and all ranks raise it); ``init`` drew different random
+            numbers on some ranks; with ``sync_from_rank0``, a parameter was sharded from real
+            values.
         StateError: ``init`` raised, on any rank; inside a forward or a backward.
         UnsupportedError: ``init`` wrote to a sharded parameter of another module, except a constant
             without ``sync_from_rank0``; a parameter on meta has an all-gather extension, or wraps
@@ -160,8 +160,8 @@ def materialize(
             if group.residence.compute.type != device.type:
                 raise ConfigError(
                     "FS226",
-                    f"materialize: expected device to be {group.residence.compute.type}, the one "
-                    f"that {unit.fqn or 'the module'} was sharded on, found {device}.",
+                    f"materialize: expected device to be {group.residence.compute.type}, on which "
+                    f"{unit.fqn or 'the module'} was sharded, found {device}.",
                 )
         same.update(sync_from_rank0=sync_from_rank0)
     grids = Grids([*model.parameters(), *model.buffers()])
@@ -197,8 +197,8 @@ def materialize(
     elif len(set(grids.main.collect(_generators(device)))) > 1:
         raise ConfigError(
             "FS405",
-            "materialize: init drew different random numbers on some ranks, so shards of different "
-            "tensors may have been combined. Make it draw the same ones on every rank, or pass "
+            "materialize: init drew different random numbers on some ranks, so the shards may not "
+            "belong to the same full tensors. Make it draw the same numbers on every rank, or pass "
             "sync_from_rank0=True.",
         )
     return model
@@ -220,9 +220,9 @@ class _Own(NamedTuple):
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device | None = None) -> None:
-    """Allocate parameters (and, without ``device``, persistent buffers) on meta, unwritten. A group
-    allocates one flat buffer for its shards: each shard is registered as a one-element tensor
-    expanded to its shape, and the group copies what it adopts.
+    """Allocate parameters (and, without ``device``, persistent buffers) that are on meta, without
+    initialising them. A group allocates one flat buffer for its shards when it adopts them, so each
+    is first registered as a one-element tensor expanded to its shape.
     """
     groups = groups_below(model)
     for owner in (param for group in groups for param in group.params):
@@ -318,9 +318,9 @@ _SAME_ON_SHARDS = frozenset(("zero_", "zeros_", "ones_", "fill_", "constant_"))
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses writes to sharded parameters while an ``init`` runs. Constants are correct on shards
-    too, if every rank writes them (``on_all``): torch's attention sets the bias of its output
-    projection's module.
+    """Refuses writes to sharded parameters while an ``init`` runs. Constants are allowed if every
+    rank writes them (``on_all``), because they are correct on shards too: torch's attention sets
+    the bias of its output projection, which is another module.
     """
 
     def __init__(self, what: str, on_all: bool) -> None:
@@ -341,9 +341,9 @@ class _Guard(TorchFunctionMode):
         if writes and isinstance(target, DTensor):
             raise UnsupportedError(
                 "FS225",
-                f"{self._what} wrote ({name}) to a sharded parameter of another module, of shape "
-                f"{tuple(target.shape)}, which is sharded now. Make init write only to the "
-                "parameters of the module that it is called with.",
+                f"{self._what} wrote ({name}) to a parameter of another module, of shape "
+                f"{tuple(target.shape)}, which is already sharded. Make init write only to the "
+                "parameters of the module with which it is called.",
             )
         return func(*args, **(kwargs or {}))
 
@@ -355,7 +355,7 @@ class _Step:
     own: _Own
     device: torch.device
     grids: Grids
-    done: set[int]  # parameters written by an earlier module
+    done: set[int]  # ids of parameters written by earlier modules
 
     def __post_init__(self) -> None:
         module, own = self.module, self.own
@@ -368,7 +368,7 @@ class _Step:
         self.done.update(id(self.registered[n]) for n in own.params)
 
     def run(self, init: Init | None, sync: bool) -> None:
-        """Register full tensors on the module, run ``init``, check it, and keep the results."""
+        """Register full tensors on the module, run ``init``, and check and keep its results."""
         whole: dict[str, Tensor] = {}
         error: BaseException | None = None
         written: dict[str, Tensor] = {}
@@ -392,7 +392,7 @@ class _Step:
         self._take(written, sync)
 
     def _put_whole(self) -> dict[str, Tensor]:
-        """Register and return a full, unwritten tensor for each one that was on meta."""
+        """Register and return full, unwritten tensors in place of those that were on meta."""
         whole: dict[str, Tensor] = {}
         by_param: dict[int, nn.Parameter] = {}
         for name, param in self.registered.items():
@@ -411,7 +411,7 @@ class _Step:
         return whole
 
     def _whole_of(self, name: str, param: nn.Parameter) -> Tensor:
-        """Return an unwritten tensor, or the parameter's values if it was already written."""
+        """Return an unwritten full tensor, or the full parameter if it was already written."""
         if name in self.fresh:
             shape, stride = tuple(param.shape), tuple(param.stride())
             made = torch.empty_strided(shape, stride, dtype=param.dtype, device=self.device)
@@ -425,7 +425,7 @@ class _Step:
         return tensor
 
     def _check(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that ``init`` wrote, by name; ConfigError if any is missing or bad."""
+        """Return the tensors that ``init`` wrote, by name. ConfigError: any is missing or wrong."""
         problems, written = [], {}
         for name in (*sorted(self.own.params), *sorted(self.own.buffers)):
             kind = "parameter" if name in self.own.params else "buffer"
@@ -433,11 +433,11 @@ class _Step:
             found = table.get(name)
             expected = self.registered[name] if kind == "parameter" else whole[name]
             if found is None or found.is_meta:
-                problems.append(f"left {kind} {name} {'on meta' if found is not None else 'out'}")
+                problems.append(f"left {kind} {name} {'on meta' if found is not None else 'unset'}")
             elif found.shape != expected.shape or found.dtype != expected.dtype:
                 problems.append(
-                    f"made {kind} {name} {found.dtype} of shape {tuple(found.shape)}, from "
-                    f"{expected.dtype} of {tuple(expected.shape)}"
+                    f"set {kind} {name} to {found.dtype} of shape {tuple(found.shape)}, expected "
+                    f"{expected.dtype} of shape {tuple(expected.shape)}"
                 )
             elif name in whole and found is whole[name] and (count := _count_unwritten(found)):
                 problems.append(
@@ -450,17 +450,17 @@ class _Step:
             raise ConfigError(
                 "FS225",
                 f"{self.what} {'; '.join(problems)}. Make it set every parameter and buffer of the "
-                "module in place, or build that module on a real device.",
+                "module in place, or build the module on a real device.",
             )
         return written
 
     def _take(self, written: dict[str, Tensor], sync: bool) -> None:
-        """Keep this rank's blocks of the new values; with ``sync``, of the first rank's."""
+        """Keep this rank's blocks of the new values or, with ``sync``, of the first rank's."""
         names = sorted(self.own.params)
         helds = [self.grids.hold(name, self.registered[name]) for name in names]
         for name in sorted(self.own.buffers):
             buffer = written.get(name)
-            if buffer is None:  # another rank ran the init
+            if buffer is None:  # another rank ran ``init``
                 buffer = self.module._buffers[name]
             assert buffer is not None
             self.module._buffers[name] = buffer.detach()
@@ -475,7 +475,7 @@ class _Step:
 
 
 def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
-    """Copy the first rank's replicas, plain tensors and buffers that were not on meta."""
+    """Copy replicas, plain tensors and buffers that were not on meta from the first rank."""
     helds: dict[int, LocalShard] = {}
     for module in model.modules():
         own = meta[id(module)]
@@ -484,7 +484,7 @@ def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
                 helds[id(tensor)] = grids.hold(name, tensor)
     for held in helds.values():
         for index, axis in enumerate(held.grid.axes):
-            if axis.size > 1 and index not in held.blocks.axes:  # every rank has this block
+            if axis.size > 1 and index not in held.blocks.axes:  # replicated on this axis
                 line = Grid((axis,), held.grid.device_type)
                 block = Blocks(held.own.sizes, (axis.size,), ())
                 part = LocalShard(held.name, held.local, block, line, tuple(held.local.stride()))
@@ -508,7 +508,7 @@ _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def _count_unwritten(tensor: Tensor) -> int:
-    """Count elements of fill bytes; in one-byte dtypes, only if nothing was written."""
+    """Count unwritten elements; in one-byte dtypes, 0 if anything was written."""
     raw = _bytes_of(tensor)
     if tensor.numel() == 0 or raw.numel() < tensor.numel() * tensor.itemsize:
         return 0

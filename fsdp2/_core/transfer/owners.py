@@ -1,15 +1,15 @@
-"""Assignment of matrices to owners, and the traffic between shards and owners.
+"""Assign matrices to owners, and plan the traffic between shards and owners.
 
-Works on integers only: independent of tensors, meshes and process groups. The planner of a round
-(``route``) uses two boxes per cargo: one that a rank sends from, and one that a rank receives into.
-A part travels wherever two of them overlap.
+Works on integers only: independent of tensors, meshes and process groups. For each cargo, ``route``
+intersects the box that one rank sends from with the box that another rank receives into. A rank
+sends the overlap, if there is any.
 
 [Note: owners]
-Each *matrix* has one *owner* among its peers. The owner has all of it; the others have a *part*
-each (a block, see [Note: chunks] in ``chunk_plan``). Replicas have equal parts. To the owner, each
-part travels once, from the replica that has the owner's place on the replica axes; on the way back
-it travels to all replicas. In a *round*, every rank sends one buffer to every other rank, sized to
-the parts in it: nothing is padded to the largest.
+Each *matrix* has one *owner* among its peers, which holds the full matrix. The other peers hold a
+*part* each (a block, see [Note: chunks] in ``chunk_plan``). Replicas hold equal parts. Each part is
+sent to the owner once, by the replica with the owner's coordinates on the replica axes; afterwards
+it is sent back to all replicas. In a *round*, every rank sends one buffer to every other rank. A
+buffer has the size of its parts: it is not padded to the largest buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """One matrix over the peers at ``places`` of ``blocks``; ``lead`` is its index in a batch."""
+    """Sharding of one matrix: ``blocks``, the peers' ``places``, and its index in a batch."""
 
     blocks: Blocks
     places: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ class Cut:
         return math.prod(self.shape)
 
     def part(self, rank: int) -> Region | None:
-        """Return a rank's part, relative to the matrix; None if it has no element."""
+        """Return a rank's part, relative to the matrix; None if it is empty."""
         block = self.blocks.block(self.places[rank])
         if not block.numel:
             return None
@@ -54,28 +54,28 @@ class Cut:
         return Region(block.starts[1:], block.sizes[1:])
 
     def row_of(self, rank: int) -> int:
-        """Return the row of a rank's local tensor that is this matrix; may be out of range."""
+        """Return the index of this matrix in a rank's local batch; it may be out of range."""
         assert self.lead is not None
         return self.lead - self.blocks.block(self.places[rank]).starts[0]
 
     def sends(self, rank: int, owner: int) -> bool:
-        """True if the owner gets this rank's part, not that of an equal replica."""
+        """Return True if this rank sends its part to the owner, not an equal replica."""
         own, there = self.places[rank], self.places[owner]
         cut = self.blocks.axes
         return all(axis in cut or own[axis] == there[axis] for axis in range(len(own)))
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """The ranks that have the full matrix; () if it is divided."""
+        """The ranks that hold the full matrix before any transfer."""
         parts = enumerate(map(self.part, range(len(self.places))))
         return tuple(rank for rank, part in parts if part and part.numel == self.numel)
 
 
 def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -> list[int]:
-    """Return the owner of each matrix, the same on every rank. Costliest matrices come first, and
-    go to the rank with the least load, then the fewest bytes. A rank that has a full, undivided
-    matrix keeps it while its load stays within an equal share: then nothing travels. A rank that
-    owns the matrix' shard (``fsdp2.Whole``) keeps it, or the same rank of another replica does.
+    """Return the owner of each matrix, the same on every rank. Matrices are assigned in decreasing
+    order of cost, to the rank with the least load, then the fewest bytes. A rank that already holds
+    the full matrix owns it if its load stays within an equal share: then nothing is sent. The owner
+    of a matrix stored on one rank (``fsdp2.Whole``) is that rank, in one of the replicas.
     """
     if not cuts:
         return []
@@ -99,7 +99,7 @@ def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -
 
 @dataclass(frozen=True, eq=False)
 class Cargo:
-    """One matrix that travels, as elements of ``dtype``, to its owner or ``from_owner``."""
+    """The transfer of one matrix, in ``dtype``, to its owner or, if ``from_owner``, back."""
 
     cut: Cut
     owner: int
@@ -136,7 +136,7 @@ class Cargo:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a cargo at byte ``start`` of a buffer; ``at`` are its slices in this rank's box."""
+    """A part of a cargo at byte ``start`` of a buffer, and at slices ``at`` of this rank's box."""
 
     index: int
     start: int
@@ -146,7 +146,7 @@ class Part:
 
 @dataclass
 class Route:
-    """One rank's traffic in a round; ``is_local``: no rank has anything for another one."""
+    """One rank's traffic in a round. ``is_local``: no rank sends anything to another rank."""
 
     sent_nbytes: list[int] = field(default_factory=list)
     received_nbytes: list[int] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Route:
 
 @functools.lru_cache(maxsize=256)  # every step repeats the same rounds
 def route(me: int, ranks: int, cargos: tuple[Cargo, ...]) -> Route:
-    """Plan a rank's traffic in a round, so that each target is filled from all sources."""
+    """Plan one rank's traffic in a round that fills each target from all sources."""
     found = Route(is_local=not any(cargo.travels(ranks) for cargo in cargos))
     # widest elements first, so that each part starts at a multiple of its element size
     order = sorted(range(len(cargos)), key=lambda index: (-cargos[index].itemsize, index))
@@ -182,9 +182,9 @@ def route(me: int, ranks: int, cargos: tuple[Cargo, ...]) -> Route:
 
 
 def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[list[int]]:
-    """Yield the indices of cargos that travel together, at most ``max_nbytes`` on any rank: sent,
-    received, and the result; a single cargo may exceed it. Each owner's largest come first, so that
-    every round has work for all owners while any is left.
+    """Yield the indices of cargos to send in one round. A round takes at most ``max_nbytes`` per
+    rank for sent data, received data and results, or a single larger cargo. The largest cargos of
+    each owner come first, so that rounds have work for all owners as long as possible.
     """
     queues: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):

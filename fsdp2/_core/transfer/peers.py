@@ -1,6 +1,6 @@
-"""Move matrices from their shards to their owners and back, one byte all-to-all per round.
+"""Send matrices from their shards to their owners and back, with one all-to-all per round.
 
-Ownership and buffer layouts are in ``owners``. Independent of optimizers.
+``owners`` plans ownership and buffer layouts. Independent of optimizers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Carry = Callable[[Tensor, Tensor, Route], Any]
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """The ranks that share the matrices of some tensors, as global ranks in the order of ``pg``.
-    ``me`` is this rank's index among them; ``grid`` is where they agree. Without a process group
-    this process is alone, unless ``carry`` simulates the others.
+    """The ranks over which matrices are distributed, as global ranks in the order of ``pg``. ``me``
+    is this rank's index in ``ranks``; ``grid`` is for checks between them. Without a process group,
+    this process is the only peer, unless ``carry`` simulates the others.
     """
 
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class Peers:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Peers:
-        """Return the peers of a mesh's ranks. Collective over them on first use."""
+        """Return the ranks of a mesh as peers. Collective over these ranks on first use."""
         if mesh.size() == 1:
             return Peers.alone()
         if mesh.ndim == 1:
@@ -65,8 +65,8 @@ class Peers:
         return Peers(ranks, me, Grid((axis,), mesh.device_type), pg)
 
     def exchange(self, received: Tensor, sent: Tensor, way: Route) -> Any:
-        """Issue the all-to-all of a round; return its work handle, or None if nothing is sent."""
-        if way.is_local:  # every owner has its matrices already
+        """Issue the all-to-all of a round. Return its work handle, or None if nothing is sent."""
+        if way.is_local:  # owners already have their matrices
             received.copy_(sent)
             return None
         if self.carry is not None:
@@ -83,7 +83,7 @@ class Peers:
             )
 
     def cut(self, name: str, tensor: Tensor, lead: int | None = None) -> Cut:
-        """Describe the distribution over the peers of a tensor, or of one matrix of its batch."""
+        """Describe how a tensor, or matrix ``lead`` of its batch, is distributed over the peers."""
         if torch_dtensor.is_wrapper_subclass(torch_dtensor.local_part(tensor)):
             raise UnsupportedError(
                 "FS624",
@@ -110,7 +110,7 @@ _places = weakref.WeakKeyDictionary()
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
-"""The process groups of multi-dim meshes, by the world that they are part of."""
+"""Process groups of multi-dim meshes, by the default process group and the ranks."""
 
 
 def _joint(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -129,14 +129,14 @@ def _joint(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @dataclass
 class Flight:
-    """A round in flight. ``work`` is None where nothing is sent."""
+    """A round in flight. ``work`` is None if nothing is sent."""
 
     indices: list[int]
     cargos: Sequence[Cargo]
     received: Tensor
     way: Route
     work: Any
-    sent: Tensor  # kept alive until the round has arrived
+    sent: Tensor  # kept alive until the round is complete
 
     def wait(self) -> None:
         if self.work is not None:
@@ -145,7 +145,7 @@ class Flight:
         self.work = None
 
     def land(self, rooms: Callable[[int], Tensor]) -> None:
-        """Copy what arrived into this rank's tensors; ``rooms(index)`` is a cargo's destination."""
+        """Copy received parts to this rank's tensors: ``rooms(index)`` is a cargo's destination."""
         for part in self.way.received:
             room = rooms(self.indices[part.index])[part.at]
             room.copy_(_in_buffer(self.received, part, self.cargos[part.index]))
@@ -167,9 +167,9 @@ def part_of(cut: Cut, tensor: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Freight:
-    """Transfers between the shards of some tensors and their owners, in rounds. ``cargos`` and
-    ``batches`` are the same on all peers. Two rounds are in memory at a time, ``max_nbytes``
-    together. Values are cast to the cargo's dtype.
+    """Transfers between the shards of ``tensors`` and their owners, in rounds. ``cargos`` and
+    ``batches`` must be equal on all peers. At most two rounds are in memory at a time, with a total
+    of ``max_nbytes``. Values are cast to the cargo's dtype.
     """
 
     peers: Peers
@@ -197,8 +197,8 @@ class Freight:
         *,
         to_owners: bool,
     ) -> Iterator[Flight]:
-        """Yield rounds as they arrive, from this rank's ``own`` parts, with the next one in flight.
-        Consume all values of a round before the iterator is advanced.
+        """Send the parts that ``own`` returns. Yield each round when it is complete, with the next
+        round in flight. Copy all values of a round before you advance the iterator.
         """
         batches = self.batches
         if batches is None:
@@ -210,7 +210,7 @@ class Freight:
             if current is not None:
                 current.wait()
                 yield current
-                del current.received, current.sent  # the caller may still hold the flight
+                del current.received, current.sent  # free them even if the caller holds the flight
 
     def _launch(
         self, batch: Sequence[int], own: Callable[[int], Tensor], to_owners: bool

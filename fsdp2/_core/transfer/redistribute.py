@@ -1,9 +1,9 @@
 """Gather full tensors from shards and scatter them back, in bounded memory.
 
-To gather, every rank packs its chunks of a bucket into one byte buffer, one gather per axis moves
-it, and the receivers unpack the parts; scattering is the reverse. See [Note: chunks] in
-``chunk_plan``. Any placement whose shards are blocks is supported: ``Shard`` of any dim, on any
-number of axes, even or uneven, ``Replicate``, and tensor parallelism and FSDP on one dim.
+To gather, every rank packs its chunks of a bucket into one byte buffer, one gather per axis sends
+it, and receivers unpack the parts. Scattering is the reverse. See [Note: chunks] in ``chunk_plan``.
+Any placement whose shards are blocks is supported: ``Shard`` of any dim, on any number of axes,
+even or uneven, ``Replicate``, and tensor parallelism and FSDP on the same dim.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp2._core.transfer.chunk_plan import (
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """A tensor as ranks have it: this rank's block, and how the full tensor is cut."""
+    """This rank's block of a tensor, and the sharding of the full tensor."""
 
     name: str
     local: Tensor
@@ -65,13 +65,13 @@ class LocalShard:
         return self.local.dtype
 
 
-STAGED_NBYTES = 64 << 20  # default size of chunks
+STAGED_NBYTES = 64 << 20  # memory limit for chunks, unless the user passes one
 
 
 class Grids:
-    """The grids of a model's meshes; each mesh is read once. On the *main* grid, that of the
-    largest mesh, ranks agree, and plain tensors are replicated. A tensor on a slice of it is
-    assumed to be equal along the axes that the slice lacks.
+    """The grids of a model's meshes; each mesh is read once. The *main* grid is that of the largest
+    mesh: ranks exchange checks over it, and plain tensors are replicated on it. A tensor on a slice
+    of the main grid is assumed to be replicated over the grid's other axes.
     """
 
     def __init__(self, tensors: Sequence[object]) -> None:
@@ -89,7 +89,7 @@ class Grids:
         self.main = Grid.world() if largest is None else self._known[largest]
 
     def hold(self, name: str, tensor: Tensor) -> LocalShard:
-        """Describe a tensor (plain: replicated). UnsupportedError if its shards are not blocks."""
+        """Describe a tensor; a plain one is replicated. UnsupportedError: shards are not blocks."""
         if not isinstance(tensor, DTensor):
             tensor = tensor.detach()
             _refuse_odd(name, tensor)
@@ -113,7 +113,7 @@ class Grids:
         return held
 
     def _form_of(self, name: str, tensor: DTensor) -> tuple[Grid, Blocks]:
-        """Return a tensor's grid and blocks: on the main grid, if its mesh is a slice of it."""
+        """Return a tensor's grid and blocks: on the main grid if its mesh is a slice of it."""
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
         blocks = blocks_of(name, tensor)
@@ -124,15 +124,15 @@ class Grids:
         return self.main, Blocks(blocks.shape, self.main.counts, cuts)
 
     def _axes_of_main(self, grid: Grid) -> list[int] | None:
-        """Return the main grid's axes that a slice of it has; None if it is not a slice. A
-        parameter that tensor parallelism does not shard is only on the data axes.
+        """Return the axes of the main grid that ``grid`` has; None if it is not a slice. Parameters
+        that tensor parallelism does not distribute are on such a slice: the data axes.
         """
         if math.prod(grid.counts) == math.prod(self.main.counts):
             return None
         lines = [axis.global_ranks if axis.size > 1 else None for axis in self.main.axes]
         found: list[int] = []
         for axis in grid.axes:
-            if axis.size == 1:  # one rank cuts nothing, so any axis will do
+            if axis.size == 1:  # never cut, so any axis is valid
                 found.append(0)
             elif axis.global_ranks in lines:
                 found.append(lines.index(axis.global_ranks))
@@ -145,7 +145,7 @@ class Grids:
         return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
 
     def difference(self, names: list[str]) -> str | None:
-        """Return a difference between the ranks' lists, the same on all ranks; None if equal."""
+        """Describe a difference between the ranks' lists, equally on all ranks; None if equal."""
         found = self.main.collect(names)
         for rank, other in enumerate(found):
             differ = sorted(set(other) ^ set(found[0]))
@@ -155,7 +155,7 @@ class Grids:
         return None if all(other == found[0] for other in found) else "names in a different order"
 
     def require_alike(self, what: str, names: list[str]) -> None:
-        """Raise ConfigError on every rank if their lists differ; ``what`` states what differs."""
+        """Raise ConfigError on every rank if the ranks' lists differ; ``what`` is the reason."""
         difference = self.difference(names)
         if difference is not None:
             raise ConfigError(
@@ -164,7 +164,7 @@ class Grids:
             )
 
     def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
-        """Raise UnsupportedError for tensors on fewer ranks: their names may be ambiguous."""
+        """Raise UnsupportedError for tensors that are not on all ranks: names may be ambiguous."""
         ranks = {grid: self.ranks_of(grid) for grid in self._known.values()}
         main = ranks.get(self.main)
         for held in helds:
@@ -174,9 +174,9 @@ class Grids:
             if len(found) != len(main) or found[0] != main[0]:
                 raise UnsupportedError(
                     "FS625",
-                    f"{what}: {held.name} is on {len(found)} of {len(main)} ranks, which are not "
-                    "axes of their mesh, so other ranks may have a different tensor with this "
-                    "name. Slice all meshes from one init_device_mesh(...) call, or use the "
+                    f"{what}: {held.name} is on {len(found)} of {len(main)} ranks, which do not "
+                    "form axes of their mesh, so other ranks may have a different tensor with "
+                    "this name. Slice all meshes from one init_device_mesh(...) call, or use the "
                     "sharded state.",
                 )
 
@@ -200,7 +200,7 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
 
 
 def blocks_of(name: str, tensor: DTensor) -> Blocks:
-    """Read placements: cuts from left to right, then strided ones from right to left."""
+    """Convert placements to cuts: plain ones from left to right, then strided ones in reverse."""
     plain: list[CutOf] = []
     strided: list[CutOf] = []
     for axis, placement in enumerate(tensor.placements):
@@ -223,8 +223,8 @@ def blocks_of(name: str, tensor: DTensor) -> Blocks:
 
 @dataclass(frozen=True)
 class Target:
-    """The destination of gathered tensors: the first rank of their mesh, or ``on_all``.
-    Floating-point ones are cast to ``dtype``. ``device`` None means that of the shards. If
+    """The destination of gathered tensors: all ranks (``on_all``), or the first rank of the mesh.
+    Floating-point tensors are cast to ``dtype``. ``device`` None: the device of the shards. If
     ``counted``, full tensors count against the limit until the caller has consumed them.
     """
 
@@ -238,7 +238,7 @@ class Target:
         return self.dtype if casts and self.dtype is not None else held.dtype
 
     def wire_dtype_of(self, held: LocalShard) -> torch.dtype:
-        """Return the narrower of the two dtypes, in which the tensor is sent."""
+        """Return the dtype to send: the narrower of the shard's and the target's dtypes."""
         dtype = self.dtype_of(held)
         return dtype if dtype.itemsize < held.dtype.itemsize else held.dtype
 
@@ -252,9 +252,9 @@ def groups_below(model: nn.Module) -> list[ParamGroup]:
 
 @contextlib.contextmanager
 def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
-    """Check a call's arguments: if one rank refuses, all do, instead of waiting for it. Put values
-    that determine later collectives into the yielded dict: they must be equal. Without a model, all
-    ranks of the job take part.
+    """Check a call's arguments on all ranks: if one rank raises, all raise instead of waiting for
+    it. Store values that determine later collectives in the yielded dict: they must be equal on all
+    ranks. Without a model, this is collective over all ranks of the job.
     """
     refuse_other_thread(model, what)
     tensors: list[Tensor] = []
@@ -265,17 +265,17 @@ def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     shared = [tensor for tensor in placed if tensor.device_mesh.get_coordinate() is not None]
     with Grids(shared or placed).main.together(what) as same:
-        Grids(placed)  # raises if this rank lacks a mesh; the other ranks wait for it
+        Grids(placed)  # raises here, with all ranks, if a mesh does not contain this rank
         yield same
 
 
 def gather(
     helds: Sequence[LocalShard], max_nbytes: int, target: Target, main: Grid, what: str
 ) -> Generator[tuple[int, Tensor | None], None, None]:
-    """Yield the index and the full tensor of each one, in order; None where not received.
-    Collective: every rank must iterate over all of them. This keeps no tensor that it has yielded.
-    Before each batch and at the end, the ranks of ``main`` agree that all are present and have
-    memory: if one leaves (closes the generator or throws into it) or cannot allocate, all raise.
+    """Yield the index and the full tensor of each shard, in order; None on ranks that do not
+    receive it. Collective: every rank must exhaust the iterator. Yielded tensors are not kept.
+    Before each batch and at the end, the ranks of ``main`` check that all continue: if one has left
+    (closed the generator or thrown into it) or cannot allocate memory, all raise.
     """
     moves = _Gathering(helds, target)
     items = []
@@ -302,7 +302,7 @@ def gather(
                 if interrupt is not None:
                     raise interrupt from None
                 raise
-            except Exception as error:  # thrown in
+            except Exception as error:  # thrown by the caller
                 main.leave(error, what)
                 raise
     with kept_interrupts():
@@ -320,7 +320,7 @@ def _left(what: str, name: str) -> StateError:
 
 
 class _Moves:
-    """A stream of buckets on this rank: tensors, their dtypes on the wire, a reused buffer."""
+    """This rank's side of bucket transfers: tensors, their wire dtypes, and a reused buffer."""
 
     def __init__(self, helds: Sequence[LocalShard], wires: Sequence[torch.dtype]) -> None:
         self.helds, self.wires = helds, wires
@@ -330,7 +330,7 @@ class _Moves:
         return self.helds[bucket.chunks[0].index]
 
     def buffer(self, bucket: Bucket, rows: int, axes: Sequence[int]) -> Tensor:
-        """Return a buffer for ``rows`` ranks' parts, on a device that the group accepts."""
+        """Return a buffer for the parts of ``rows`` ranks, on a device that the group supports."""
         first, nbytes = self.first(bucket), rows * bucket.nbytes
         group = first.grid.axes[axes[0]].pg
         assert group is not None
@@ -343,7 +343,7 @@ class _Moves:
     def parts(
         self, bucket: Bucket, place: Sequence[int], row: Tensor
     ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
-        """Yield each part at ``place``: its tensor, slices in block and whole, and memory."""
+        """Yield index, slices in block and full tensor, and memory of each part at ``place``."""
         for chunk in bucket.chunks:
             block = self.helds[chunk.index].blocks.block(place)
             part, dtype = part_of(block, chunk.region), self.wires[chunk.index]
@@ -370,7 +370,7 @@ class _Gathering(_Moves):
         self._room(bucket)
 
     def _room(self, bucket: Bucket) -> Tensor | None:
-        """Return a bucket's buffer; None where nothing is sent, or another replica sends it."""
+        """Return a bucket's buffer; None if nothing is sent, or another replica sends it."""
         first = self.first(bucket)
         others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in bucket.axes)
         is_there = self.target.on_all or first.grid.is_first_on(others)
@@ -409,7 +409,7 @@ def _row_of(bucket: Bucket, grid: Grid) -> int:
 
 
 def _rows_held(bucket: Bucket, grid: Grid) -> int:
-    """Return how many ranks' chunks pass through this rank, to or from the first rank."""
+    """Return the number of ranks whose chunks pass through this rank, to or from the first."""
     rows = 1
     for axis in reversed(bucket.axes):
         if grid.place[axis]:
@@ -419,8 +419,8 @@ def _rows_held(bucket: Bucket, grid: Grid) -> int:
 
 
 def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
-    """Fill the rows of a buffer in place, last axis first; return True where the result arrives.
-    Nothing is allocated, even by gloo: its all-gather and gather copy, its broadcasts do not.
+    """Fill the rows of a buffer in place, last axis first. Return True on ranks with the result.
+    Allocates no memory: with gloo, uses broadcasts, because its all-gather and gather copy.
     """
     own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
     for index in reversed(bucket.axes):
@@ -444,7 +444,7 @@ def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bo
 
 
 def _gather_line(line: Tensor, axis: MeshAxis) -> None:
-    """Fill the other ranks' parts of ``line``; each rank of the axis contributes its own."""
+    """All-gather in place: each rank of the axis contributes its part of ``line``."""
     parts = list(line.view(axis.size, -1))
     with carrying():
         if line.device.type == "cpu":
@@ -468,7 +468,7 @@ def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
         return
     assert axis.pg is not None
     if not (_goes_through_host(part, axis.pg) or part.is_cpu or axis.pg in _connected):
-        # NCCL creates a communicator at the first operation, in which all ranks must take part
+        # NCCL creates a communicator in the first operation, which all ranks must call
         with carrying():
             dist.all_reduce(part.new_zeros(1), group=axis.pg)
         _connected.add(axis.pg)
@@ -485,7 +485,7 @@ def _exchange(
     *,
     to_first: bool,
 ) -> None:
-    """Exchange parts with an axis' first rank; its buffer has all parts, the others' their own."""
+    """Send parts to or from the first rank of an axis, whose buffer has the parts of all ranks."""
     is_first, ranks = axis.rank == 0, axis.global_ranks
     peers = ranks[1:] if is_first else ranks[:1]
     start = nbytes if is_first else 0
@@ -519,7 +519,7 @@ def _send_or_receive(
 def scatter(
     helds: Sequence[LocalShard], max_nbytes: int, source: Callable[[LocalShard], Tensor]
 ) -> None:
-    """Fill all blocks from ``source`` on the first rank, of any dtype. Collective."""
+    """Fill all blocks from the first rank's full tensors (``source``, any dtype). Collective."""
     items = []
     for held in helds:
         copies = held.blocks.count if any(count > 1 for count in held.grid.counts) else 0

@@ -1,9 +1,9 @@
-"""``summon_full_params`` and ``full_params``: full parameters in a context, or iterated over.
+"""``summon_full_params`` and ``full_params``: full parameters in a context, or from an iterator.
 
 [Note: summoned]
-Full parameters are separate tensors in the dtype of the shards, not a group's buffers: nothing here
-changes a group's state. While they are registered, the units must neither run nor inspect them. So
-their modules refuse a forward, and ``Unit.summoned_on`` keeps units from adopting them.
+Full parameters are separate tensors in the dtype of the shards, not a group's buffers, so a group's
+state does not change. While they are registered, units must not run or inspect them: the modules
+refuse a forward, and ``Unit.summoned_on`` prevents units from adopting them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Summoned:
     whole: nn.Parameter | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as None: a copy of the full parameter is no longer summoned."""
+        """Copy and pickle as None, because a copy of a full parameter is not summoned."""
         return type(None), ()
 
     def register(self, param: nn.Parameter) -> None:
@@ -114,25 +114,25 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Register full parameters on a module's units inside the context.
+    """Register full parameters on a module's units while the context is active.
 
     Each is a plain ``nn.Parameter`` under the same name, in the dtype of the shards (not the
     compute dtype). It is unsharded over replicate and tensor-parallel axes too, so
-    ``module.apply(fn)``, ``state_dict()`` and initialisers see what a single process would. Entry
-    gathers collectively; exit sends nothing. Works on a module inside a sharded one, and nested:
-    parameters that an outer context has summoned stay registered, and an inner one with
-    ``writeback`` writes them back immediately.
+    ``module.apply(fn)``, ``state_dict()`` and initialisers work as in a single process. Entering is
+    collective; exiting does not communicate. ``module`` may be inside a sharded module. Contexts
+    may be nested: parameters of an outer context stay registered, and an inner context with
+    ``writeback`` writes them back when it exits.
 
     Args:
         recurse: include units below ``module``. False uses only the module's own unit or, if it is
             not a unit, the parameters registered on it directly.
-        writeback: on exit, each rank copies its own part of the registered tensors into its shards;
-            parts that differ between ranks stay different. False discards all changes.
+        writeback: on exit, each rank copies its own part of the registered tensors to its shards;
+            replicas with different values are not synchronized. False discards all changes.
         rank0_only: only the first rank of the mesh gets full parameters; the others keep their
-            shards. Not with ``writeback``.
+            shards. Requires ``writeback=False``.
         offload_to_cpu: put the full parameters in host memory.
         with_grads: register full gradients as ``grad``, and write them back with ``writeback``. A
-            gradient set to None is dropped; a new one gets its parameter's placement.
+            gradient set to None is dropped; a new gradient gets its parameter's placements.
 
     Raises:
         ConfigError: not a module; a flag that is not a bool; ``rank0_only`` with ``writeback``; a
@@ -140,7 +140,7 @@ def summon_full_params(
         StateError: inside a forward or a backward; a forward, ``unshard`` or ``fully_shard`` of a
             summoned unit inside the context; on exit, a parameter that was removed or reshaped
             (shards keep their values).
-        UnsupportedError: a parameter without bytes of its own (a wrapper subclass).
+        UnsupportedError: a parameter is a wrapper subclass, which has no bytes of its own.
 
     Source: ``FullyShardedDataParallel.summon_full_params`` of torch, for composable modules.
     """
@@ -229,7 +229,7 @@ def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
             sites.setdefault(id(param), []).append(Site(part, name))
     for key, (_, param) in params.items():
         owner = OwnerMark.owner_of(param)
-        if owner is not None and owner.sharded is param:  # includes sites outside of the module
+        if owner is not None and owner.sharded is param:  # includes places outside the module
             sites[key] = list(owner.sites)
     grids = Grids([param for _, param in params.values()])
     return [
@@ -250,7 +250,7 @@ def _gather(
         item = found[index]
         whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
         vars(whole).update(torch_dtensor.own_attributes(item.sharded))
-        if whole.grad_dtype is not item.sharded.grad_dtype:  # the user may assign any grad here
+        if whole.grad_dtype is not item.sharded.grad_dtype:  # accept the same grads as the shard
             whole.grad_dtype = item.sharded.grad_dtype
         whole.__dict__[SUMMONED] = item
         item.whole = whole
@@ -312,14 +312,14 @@ def full_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over ``(name, full tensor)`` of a module's parameters, in bounded memory.
 
-    Parameters are gathered in buckets, in the order of ``named_parameters()``, under their names
-    without wrappers (of activation checkpointing, for example); a tied one is yielded once, under
-    its first name. Tensors are new, detached and plain, on the device of the shards, and belong to
-    the caller. Tensor-parallel ones are unsharded too. Collective: every rank iterates to the end,
-    or leaves the loop at the same tensor. If a single rank leaves, or its callback or loop body
-    raises, the other ranks raise at the next bucket.
+    Parameters are gathered in buckets, in the order of ``named_parameters()``. Names omit wrappers
+    such as activation checkpointing; a tied parameter is yielded once, under its first name.
+    Tensors are new, detached and plain, on the device of the shards, and belong to the caller.
+    Tensor-parallel parameters are unsharded too. Collective: every rank must iterate to the end, or
+    leave the loop at the same tensor. If a single rank leaves, or its callback or loop body raises,
+    the other ranks raise at the next bucket.
 
-    Adapters can be merged on the way: gather them first, then add them in ``callback``::
+    To merge adapters, gather them first, then add them in ``callback``::
 
         adapters = dict(full_params(model, max_bytes=n, names=lambda name: "lora_" in name))
 
@@ -332,13 +332,13 @@ def full_params(
 
     Args:
         module: a sharded module, or any module whose parameters may be DTensors.
-        max_bytes: upper bound on the bucket plus its communication buffers, in addition to what the
-            caller keeps (a loop variable keeps its tensor alive while the next bucket is gathered).
-            A larger parameter travels alone, in pieces, and needs its own size on top.
-        dtype: cast floating-point tensors to it, before sending if it is narrower.
+        max_bytes: upper bound on a bucket plus its communication buffers, in addition to tensors
+            that the caller keeps (a loop variable keeps one while the next bucket is gathered). A
+            larger parameter is sent separately, in pieces, and its own size is not counted.
+        dtype: cast floating-point tensors to this dtype, before sending if it is narrower.
         callback: called with each name and full tensor on every rank. Its result is yielded; None
             skips the tensor.
-        names: predicate that selects parameters; None selects all. Must agree on every rank.
+        names: predicate that selects the same parameters on every rank; None selects all.
         buffers: yield this rank's buffers too, after the parameters.
 
     Raises:
@@ -346,7 +346,7 @@ def full_params(
             floating-point dtype.
         StateError: inside a forward or a backward; a parameter is on the meta device; another rank
             left the loop, its callback raised, or it ran out of memory.
-        UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
+        UnsupportedError: a tensor is a partial sum or a wrapper subclass.
     """
     # an interrupt here is reported in the exchange of the first bucket, which the other ranks reach
     with kept_interrupts(leave_pending=True), checked_together("full_params", module) as same:
