@@ -1,6 +1,6 @@
 """``compile``: trace a sharded model and its collectives into one forward and one backward graph.
 
-Owns the compiler call and the setup around a step (``functional``), and rejects other models.
+Owns the compiler call and the setup around a step (``functional``), and rejects unsupported models.
 
 [Note: graphs that differ]
 A running graph does not check that all ranks start the same collectives. Therefore, before the
@@ -63,7 +63,7 @@ def compile(  # noqa: A001  # torch's name for it
     each unit, and each large child of a root, has one all-gather, another one in backward if it
     reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
     Gradients are stored in ``grad`` as sharded DTensors. Those of forwards without sync accumulate
-    unreduced, as in eager mode. ``model`` itself still runs eagerly; calls of both can be mixed.
+    unreduced, as in eager mode. ``model`` itself still runs eagerly; the calls can be mixed.
 
     Args:
         model: a model on which, or on whose submodules, ``fully_shard`` was called. If it is a

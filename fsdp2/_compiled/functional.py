@@ -7,8 +7,8 @@ parameters are unsharded (``TracedUnit``). Independent of the compiler.
 During a functional step, no sharded parameter is registered on a module. Units are gathered into
 *new* tensors, which are registered, used and released. If the whole model is one graph, all units
 are gathered before the model runs (a pass moves each gather to its first use); otherwise each unit
-is gathered when it is called. A step uses no streams, freed storages or states, only the operations
-in ``_compiled.ops``, so parts of it can be traced and others run eagerly. The compiler derives
+is gathered when it is called. A step uses no streams, freed storages or unit states, but only the
+operations in ``_compiled.ops``, so it may be partly traced and partly eager. The compiler derives
 lifetimes from uses. To reshard after forward, ``unshard`` is recomputed in backward.
 
 [Note: gradients that wait]
@@ -19,7 +19,7 @@ freed without a backward, the gradients are stored again. Gradients that are not
 to unused units, are reduced at the end of a backward with sync (``OwedReductions``).
 
 [Note: recorded as the step is]
-A unit's parameters may be gathered in no-grad mode but used in grad mode: of a unit's several
+A unit's parameters may be gathered in no-grad mode but used in grad mode: if a unit has several
 modules, the first may run under ``no_grad`` or reentrant checkpointing, and the second normally. So
 autograd records a gather if it records the step, regardless of the grad mode of the module.
 """
@@ -53,7 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Stored gradients that a forward's backward reduces with its own; given back without one."""
+    """Stored gradients that a forward claims: its backward reduces them, or they are given back."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -179,7 +179,7 @@ class Delivery:
 
 
 def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
-    """Return a local gradient as it is stored: as a DTensor if the parameter has its own axes."""
+    """Return a local gradient as it is stored: a DTensor if the unsharded parameter is one."""
     if not _waits(param):
         grad = grad.clone(memory_format=torch.contiguous_format)
     spec = param.placement.unsharded_spec(grad.dtype)
@@ -214,7 +214,7 @@ class TracedGroup:
         self.flats: list[Tensor] = []
         self.sinks: list[Tensor] = []
         self.added: list[Tensor] = []
-        self.claim: Claim | None = None  # set during the forward; afterwards only its graph has it
+        self.claim: Claim | None = None  # set during the forward; afterwards only the graph has it
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # parameters that a backward unsharded again
@@ -363,7 +363,7 @@ def _leaf_on(device: torch.device) -> Tensor:
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
-    """Return the dtype for sums of gradients over a parameter's own axes if it is a wider one."""
+    """Return the dtype for gradient sums over the parameter's own axes if wider than compute's."""
     dtype = param.accumulated_dtype
     if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None

@@ -42,7 +42,7 @@ _library.define(
 _library.define("outer_gather(str key, Tensor[] flats) -> Tensor[]")
 
 unshard = torch.ops.fsdp2.unshard
-"""Return the unsharded parameters of a group, as local tensors over their own axes.
+"""Return the unsharded parameters of a group, without the DTensor wrappers for their own axes.
 
 Args: ``sinks``, which receive the reduced gradients (empty: no gradients are needed); ``waiting``,
 the result of ``outer_gather``, if the group reshards to a smaller mesh; ``added``, the unreduced
@@ -236,7 +236,7 @@ def reduce(
     plan: TracedPlan, grads: Sequence[Tensor | None], added: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Reduce the members' local gradients. Return one row per piece, and the gradient of the sink
-    for missing gradients. Without sync, return the local gradients instead of rows, or None."""
+    for missing gradients. Without sync, return the local gradients, or None, instead of rows."""
     like = next(grad for grad in grads if grad is not None)
     missing = [like.new_empty(0, dtype=plan.reduction.dtype) if None in grads else None]
     dense = [_in_its_dtype(grad, plan, place) for place, grad in enumerate(grads)]

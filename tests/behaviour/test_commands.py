@@ -180,7 +180,7 @@ def test_explain_loads_no_torch() -> None:
         ("toy_of_commands:nope --mesh 2", "toy_of_commands has no 'nope'; it has torch, nn, Block"),
         ("nowhere.at:all --mesh 2", "found no module 'nowhere'"),
         ("toy_of_commands:not_callable --mesh 2", "is a int, which cannot be called"),
-        ("toy_of_commands:batch --mesh 2", "returned a Tensor, which is no module"),
+        ("toy_of_commands:batch --mesh 2", "returned a Tensor, which is not a module"),
         ("toy_of_commands:Sized --mesh 2", "needs width: pass a function without arguments"),
         ("toy_of_commands:build", "required: --mesh"),
         ("toy_of_commands:build --mesh 2x2x2", "found '2x2x2'"),

@@ -63,7 +63,7 @@ class Suggestion:
     these settings. ``code`` shows them, mostly as Python code. ``peak_nbytes`` is the peak memory
     of a step, in bytes. ``seconds`` is the time of a step, or None if the plan has no hardware.
     ``fits`` is True if the peak is within the budget. ``batch`` is the largest first dim of the
-    batch that fits, up to 65536. It is set if the changes have a smaller batch, and on the first
+    batch that fits, up to 65536. It is set if ``changes`` reduces the batch, and on the first
     suggestion if that fits; otherwise, and if the batch's tensors differ in their first dim, it is
     None. ``note`` states what ``seconds`` excludes, or is empty. ``tokens_per_second`` is the speed
     of one rank, and ``most_tokens_per_second`` its speed with the largest batch that fits.
@@ -156,7 +156,7 @@ class Search:
         return tried
 
     def _roomier(self, fitting: Sequence[Suggestion]) -> Iterator[Suggestion]:
-        """Retry the settings that fit, which were tried only with ``low``, with faster ones."""
+        """Retry settings that fit, tried only with ``low`` so far, with faster memory settings."""
         for one in fitting:
             if one.changes.get("memory") == "low" and len(one.changes) > 1:
                 yield from self._each(*({**one.changes, "memory": each} for each in MEMORY[:-1]))
@@ -209,7 +209,7 @@ class Search:
                 yield {**AGAIN, "optimizer": self.fused, **own}
 
     def _smaller(self) -> Iterator[Suggestion]:
-        """Find the largest batch that fits, smaller than the plan's, starting with one row."""
+        """Find the largest batch that fits, below the plan's own, by bisection from one row."""
         rows = rows_of(self.batch)
         if rows is None or rows < 2:
             return
@@ -243,7 +243,7 @@ class Search:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """Return a batch with another size of the first dim, and arbitrary values."""
+    """Return the batch with ``rows`` as the size of its first dim; values are undefined."""
     return map_tensors(lambda tensor: tensor.new_empty((rows, *tensor.shape[1:])), batch)
 
 
@@ -252,7 +252,7 @@ def largest_batch(
 ) -> tuple[int, StepPlan] | None:
     """Return the largest number of rows with which a step fits, and that step. ``step`` is the step
     with ``batch``, and fits. Memory at each event is usually linear in the number of rows, so two
-    sizes predict the number at which each event exceeds the budget; the lowest is tried first.
+    sizes predict how many rows exceed the budget at each event; the lowest number is tried first.
     Further guesses interpolate between a size that fits and one that does not. Every third guess is
     the midpoint, in case memory is not linear."""
     rows = rows_of(batch)
@@ -328,7 +328,7 @@ def search_of(
 
 
 def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | None:
-    """Return a factory of a torch optimizer with ``fused=True``, or None if not on a device."""
+    """Return a factory of a torch optimizer with ``fused=True``, or None if it is unsupported."""
     if machine is None or machine.device_type == "cpu" or not isinstance(optimizer, type):
         return None
     is_torchs = optimizer.__module__.startswith("torch.optim.")

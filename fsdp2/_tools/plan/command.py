@@ -25,7 +25,7 @@ from fsdp2._tools.plan.hardware import HARDWARE, Hardware, hardware_for
 from fsdp2._tools.plan.plan import Plan, plan, table_of
 
 MARK = "_fsdp2_is_unit"
-"""Set in the ``__dict__`` of modules that become units; the copy that a plan works on keeps it."""
+"""Set in the ``__dict__`` of modules that become units. The copy that a plan makes preserves it."""
 
 PLAN = """\
 examples:
@@ -41,7 +41,7 @@ LENGTH = 4096
 """Default number of tokens in a sequence, for a model of a known shape."""
 KNOWN = f"known shapes: {', '.join(shapes.SHAPES)}\nknown hardware: {', '.join(HARDWARE)}\n"
 SECONDS_OF_A_MODULE = 0.012
-"""Planning time per module without children, for the first estimate; rather too high."""
+"""Planning time per module without children, for the first estimate; deliberately high."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--hardware",
         metavar="NAME",
-        help=f"a machine, e.g. h100; a file of doctor --json; or cpu, for CPU ranks ({ASSUMED})",
+        help=f"a machine, e.g. h100; a doctor --json file; or cpu, for CPU ranks ({ASSUMED})",
     )
     for part, what in (("compute", "FLOP rates"), ("links", "link bandwidths")):
         add(
@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--suggest", action="store_true", help="list settings that fit, best first")
     add("--offload", action="store_true", help="keep shards in host memory")
     for what in ("activations", "states"):
-        add(f"--offload-{what}", action="store_true", help=f"use offload_{what}, on a device")
+        add(f"--offload-{what}", action="store_true", help=f"offload {what} from a device")
     add(
         "--activation-checkpointing",
         action="store_true",
@@ -235,7 +235,7 @@ def _build(parser: argparse.ArgumentParser, name: str) -> nn.Module:
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):
-        parser.error(f"model: {name} returned {_kind(model)}, which is no module: {WANTED}")
+        parser.error(f"model: {name} returned {_kind(model)}, which is not a module: {WANTED}")
     return model
 
 

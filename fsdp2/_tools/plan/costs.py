@@ -31,7 +31,7 @@ only if rows are aligned (nccl#413). In Horovod an all-gather of 6.3 MB took 7 i
 a smaller effect on reduce-scatters (horovod#3727). pytorch#195450 reports it on 1 and 2 nodes."""
 ALIGNMENT_NBYTES = 16
 CHANNELS = 16
-"""Channels of a communicator: collectives of one group call are spread over them, in one kernel.
+"""Channels of a communicator, over which one kernel spreads the collectives of an NCCL group call.
 NCCL 2.28's cost model counts a ring's latency once per operation of a channel: ``divUp(operations,
 channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). Its
 logs on 8 GPUs per node list 16 or 24 "coll channels". Not measured.
@@ -39,8 +39,8 @@ Two ranks on one GPU, over sockets with two channels, took one latency for every
 
 LAUNCH = 4e-6
 """Host seconds of one operation: dispatch, autograd node, kernel launch. Assumed.
-The hosts of two H200 took 8e-6 and 12e-6 for one, 22e-6 and 35e-6 for a collective, 0.9e-6 and
-1.7e-6 for an event. Both are virtual machines, and took up to three times the assumed figures."""
+The hosts of two H200 took 8e-6 and 12e-6, 22e-6 and 35e-6 for a collective, and 0.9e-6 and 1.7e-6
+for an event. Both are virtual machines, and took up to three times the assumed figures."""
 LAUNCH_COLLECTIVE = 15e-6
 """Host seconds of one collective: c10d's checks and records, and NCCL's own launch. Assumed."""
 EVENT = 0.7e-6

@@ -56,8 +56,8 @@ class Hardware:
             all-reduce twice as many.
         memory_nbytes: bytes of one device, as reported by ``torch.cuda.mem_get_info``, which is
             less than a data sheet states. None if unknown.
-        device_type: a device type of ``torch.device``. The planned engine sends large parameters
-            as on such a device.
+        device_type: a device type of ``torch.device``. The plan sends large parameters as the
+            engine does on such a device.
         source: the source of the figures.
         compute_share: ``flops`` as a fraction of the machine's peak, after ``scaled``. MFU is
             relative to the peak.
@@ -163,7 +163,7 @@ def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
 def seconds_of_kernel(
     machine: Hardware, nbytes: float, operations: float, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return a kernel's time, the larger of compute and memory time, and its compute time."""
+    """Return a kernel's time (the larger of its compute and memory times), and its compute time."""
     computing = operations / flops_of(machine, dtype)
     return max(nbytes / machine.memory_bandwidth, computing), computing
 

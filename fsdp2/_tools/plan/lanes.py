@@ -1,5 +1,5 @@
 """Simulated lanes of a device, which replace the engine's streams and take time on a device clock.
-Tensors are fake. Operations are recorded first, and simulated when all of them are known."""
+Tensors are fake. Operations are recorded, and simulated when the host waits or the step ends."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LaneClock(DeviceClock):
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of the step: compute merged by label, waits between them, and collectives."""
+        """The spans of the step: compute merged by label, its waits, and collectives."""
         return [*_joined(self.ran), *(_span_of(ran) for ran in self.ran if ran.group >= 0)]
 
 

@@ -58,7 +58,8 @@ class Plan(Prediction):
         when parameters are unsharded.
 
         Args:
-            budget: bytes per rank, also as ``"70GB"`` or ``"64GiB"``. None: the hardware's memory.
+            budget: bytes per rank, as an int or as text, such as ``"70GB"`` or ``"64GiB"``. None:
+                the hardware's memory.
 
         Returns:
             The settings that were tried. Those that fit come first, sorted by time per row of the
@@ -212,7 +213,7 @@ def plan(
             stores the most; for a sharded model, this rank.
         micro_batches: the number of backwards in a step, each with ``batch``. Only the last one
             synchronizes gradients.
-        fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
+        fully_shard_kwargs: other keywords of ``fully_shard``, such as ``mp_policy``,
             ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The checked arguments of a plan, and the template of its model, which runs copy."""
+"""The checked arguments of a plan, and the template from which each run copies the model."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class Prediction:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model was already sharded; its units can then not be chosen."""
+        """Whether the model was already sharded, so that its units cannot be changed."""
         return self.template.is_sharded
 
     def step_for(self, who: str) -> StepPlan:

@@ -81,7 +81,7 @@ def place_of(step: StepPlan) -> str:
 
 
 def place_before(label: str) -> str:
-    """Describe where a peak occurred: in the event that ends it, recorded after its start."""
+    """Describe the event in which a peak occurred, from the label that was recorded after it."""
     phase, _, rest = label.partition(": ")
     kind, _, unit = rest.partition(" ")
     if kind not in PLACES:

@@ -186,7 +186,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
 
 
 def describe(group: ParamGroup) -> GroupPlan:
-    """Describe a group by the layouts that the engine uses, with space for stamps."""
+    """Describe a group from the engine's layouts, with space for stamps."""
     buffer = group.buffers.home
     assert buffer is not None  # set by ``inspect``
     layout = buffer.layout
