@@ -41,7 +41,7 @@ class Over:
 
 
 def with_stamps(event: events.Event, over: Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
-    """Return an event with its bytes on real ranks, which also send stamps."""
+    """Return an event with its bytes on real ranks, which also send agreement stamps."""
     group = sizes.get(event.fqn)
     if group is None or not event.nbytes:
         return event

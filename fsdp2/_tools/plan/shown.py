@@ -145,7 +145,7 @@ def _step_lines(step: StepPlan, ranks: int) -> Iterator[str]:
     start, peak = nbytes_text(step.start_nbytes), nbytes_text(step.highest_nbytes)
     yield f"peak {peak} at {place_of(step)}, of which {start} at start"
     if step.host_nbytes:
-        yield f"{nbytes_text(step.host_nbytes)} of the host's memory"
+        yield f"{nbytes_text(step.host_nbytes)} of host memory"
     if step.seconds is not None:
         yield f"a step takes {seconds_text(step.seconds)}; {waits_text(step)}"
         if step.tokens_per_second is not None:

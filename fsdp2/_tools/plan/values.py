@@ -174,7 +174,7 @@ class StepPlan:
 
 
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
-    """Return the layout of a buffer with the stamps that real ranks send."""
+    """Return the layout of a buffer with the agreement stamps that real ranks send."""
     layout, smaller = buffer.layout, group.buffers.post_forward.mesh
     if buffer.tail is not None:
         return layout
@@ -186,7 +186,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
 
 
 def describe(group: ParamGroup) -> GroupPlan:
-    """Describe a group from the engine's layouts, with space for stamps."""
+    """Describe a group from the engine's layouts, with space for agreement stamps."""
     buffer = group.buffers.home
     assert buffer is not None  # set by ``inspect``
     layout = buffer.layout
