@@ -1,29 +1,29 @@
-"""Backward of a functional step, where modules are recomputed outside of graphs.
+"""Module recomputation outside of graphs, in the backward of a functional step.
 
-Owns the parameters that a module reads then (``FunctionalBackward``). Independent of the compiler.
+Provides the parameters that recomputed modules read (``FunctionalBackward``), and reduces gradients
+that no graph reduced (``OwedReductions``). Independent of the compiler.
 
 [Note: recomputed outside of graphs]
-Activation checkpointing that the compiler did not trace runs modules again in backward, after the
-functional step. It may run a unit, one module of a list, a conditional unit whose parameters
-another unit gathers, or any layer or function inside a unit, where we have no hooks. All of these
-*read parameters*. So from the moment a backward reaches an output of the step until it ends,
-reading a parameter that is still sharded gathers its group. The registered parameters are the
-shards throughout; a recomputation reads unsharded ones.
+Activation checkpointing that the compiler did not trace reruns modules in backward, after the
+functional step. It may rerun a unit, one module of a unit with several, a conditional unit whose
+parameters another unit gathers, or any layer or function inside a unit, where there are no hooks.
+All of these *read parameters*. Therefore, after a backward reaches an output of the step and until
+it ends, reading a sharded parameter gathers its group. The registered parameters remain the shards;
+only the recomputation reads unsharded parameters.
 
-- Reading by name (``module.weight``) counts as recomputation. A hook, which must see shards (and
-  may run on one rank only), may call ``parameters()``. So that returns unsharded parameters only
-  where grad mode is on or inside a unit's call; hooks run outside of both.
-- A unit that is called is gathered at the start of the call and released after it, so ranks that
-  use different parameters of the unit issue the same gathers. Otherwise its parameters are kept
-  until another unit's are read or the backward ends. Early release only costs one more gather.
-- Autograd records every gather. With reentrant checkpointing, gradients flow through it, and are
-  reduced and accumulated at the end of the inner backward. With the non-reentrant kind, only its
-  values are used, and gradients flow through the gather of the forward.
-- Reentrant checkpointing runs backwards inside the backward, each with its own graph task number.
-  Only the end of the outer one counts: its callback runs then, or is destroyed if that backward
-  fails.
+- Attribute access (``module.weight``) is treated as recomputation. ``parameters()`` may also be
+  called by a hook, which must see shards and may run on only one rank. It therefore returns
+  unsharded parameters only in grad mode or during a unit's call; hooks run outside of both.
+- A call of a unit gathers all its parameters first and releases them at the end, so that ranks that
+  read different parameters issue the same gathers. Parameters read outside of a call are kept until
+  another unit's are read or the backward ends. Releasing them early costs only another gather.
+- Autograd records every gather. With reentrant checkpointing, gradients flow through this gather
+  and are reduced and accumulated at the end of the inner backward. Non-reentrant checkpointing uses
+  only its values; gradients flow through the gather of the forward.
+- Reentrant checkpointing runs nested backwards, each with its own graph task id. Only the end of
+  the outermost one matters: its callback runs then, or is destroyed if that backward fails.
 
-The engine's hooks do not report the end of the backward, and do not cover layers inside units.
+The engine's hooks cannot replace this: they miss the end of the backward and layers inside units.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from fsdp2._core.params.registration import FORM_SHARDED
 
 
 def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> None:
-    """Call ``begin`` when a backward reaches one of these outputs, before its other nodes run."""
+    """Call ``begin`` when a backward reaches one of ``outputs``, before any later node runs."""
 
     def look(tensor: Tensor) -> None:
-        # an in-place update of a view gives its base another node
+        # an in-place update of a view gives its base a new grad_fn
         base = torch_autograd.base_of(tensor)
         for made in (tensor,) if base is None else (tensor, base):
             if made.grad_fn is not None:
@@ -63,9 +63,9 @@ def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> N
 
 
 class OwedReductions:
-    """Reduces, at the end of a backward with sync, waiting gradients that no graph has reduced:
-    those of units that the step did not use, all of them if there are graph breaks, and those of a
-    forward without sync whose backward runs with sync."""
+    """At the end of a backward with sync, reduces the accumulated gradients that no graph reduced:
+    those of units that the step did not use, those of a forward without sync whose backward runs
+    with sync, and, if there are graph breaks, all of them."""
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
         self._groups = [group.group for group in groups]
@@ -95,7 +95,7 @@ class OwedReductions:
 
 
 class FunctionalBackward:
-    """The units of a functional step during its backward."""
+    """Manages the units of a functional step during its backward."""
 
     def __init__(self, units: Sequence[TracedUnit]) -> None:
         self._units = units
@@ -110,7 +110,7 @@ class FunctionalBackward:
 
     @torch_compiler.always_eager
     def begin(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Make modules read unsharded parameters, from an output's first gradient to the end."""
+        """Make modules read unsharded parameters until this backward ends."""
         if self._open:
             return
         self._number += 1
@@ -120,7 +120,7 @@ class FunctionalBackward:
             unit = traced.unit
             if unit.runner is None:  # otherwise another step of these units is in backward
                 if unit.runtime is None or unit.runtime.context.phase is IDLE:
-                    unit.reshard()  # the user has unsharded it in the meantime
+                    unit.reshard()  # in case the user unsharded it after the forward
                 unit.runner, self._open[unit] = Again(self, traced), traced
         groups = [group for traced in self._open.values() for group in traced.groups]
         self._groups = {group.group: group for group in groups}
@@ -134,7 +134,7 @@ class FunctionalBackward:
 
     def _put_readers(self) -> None:
         for module, places in self._places.items():
-            attributes = module.__dict__  # setting an attribute of a module is ten times as slow
+            attributes = module.__dict__  # nn.Module.__setattr__ is ten times slower
             self._registered[module] = registered = attributes["_parameters"]
             attributes["_parameters"] = _ReadInBackward(registered, places)
 
@@ -152,7 +152,7 @@ class FunctionalBackward:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Remove the readers while a step runs in the backward: compilers inspect the dicts."""
+        """Remove the readers while a step runs inside a backward: compilers inspect the dicts."""
         was_open = bool(self._registered)
         self._take_readers_off()
         try:
@@ -162,7 +162,7 @@ class FunctionalBackward:
                 self._put_readers()
 
     def end(self, number: int) -> None:
-        """End the backward with this number, after success or failure."""
+        """Clean up after the backward with this number, whether it succeeded or failed."""
         if number != self._number:
             return
         self._take_readers_off()
@@ -182,7 +182,7 @@ class FunctionalBackward:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Recompute a module of a unit, as it ran in the step."""
+        """Recompute a module of a unit, with the same parameters and casts as in the step."""
         unit = traced.unit
         groups = [self._groups[group] for group in unit.groups or unit.own_groups]
         gathered = [group for group in groups if group.again is None]
@@ -194,13 +194,13 @@ class FunctionalBackward:
         finally:
             self._depth -= 1
             for group in gathered:
-                if traced.has_several_modules:  # the unit's next module may follow
+                if traced.has_several_modules:  # its next module may be recomputed soon
                     self.keep(group.mover)
                 else:
                     group.again = None
 
     def keep(self, traced: TracedUnit) -> None:
-        """Keep the gathered parameters of a unit, and release those kept for another one."""
+        """Keep the gathered parameters of a unit, and release those of the previous unit."""
         kept, self._kept = self._kept, traced
         if kept is not None and kept is not traced:
             for group in kept.groups:
@@ -208,13 +208,13 @@ class FunctionalBackward:
 
     @property
     def is_recomputing(self) -> bool:
-        """Heuristic: True if a recomputation is running, rather than a hook."""
+        """Guess whether a recomputation is running (True) or a hook (False)."""
         return self._depth > 0 or torch.is_grad_enabled()
 
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """Runner of a unit while a backward of a functional step recomputes its modules."""
+    """The runner of a unit whose modules are recomputed in the backward of a functional step."""
 
     backward: FunctionalBackward
     traced: TracedUnit
@@ -231,19 +231,19 @@ class Again:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Place:
-    """Reads a parameter's unsharded form."""
+    """Reads the unsharded form of one parameter of a module."""
 
     backward: FunctionalBackward
     group: TracedGroup
     index: int
 
     def awaits(self, registered: object) -> bool:
-        """Return True if the shard is registered, and the eager engine is not replacing it."""
+        """Return True if the shard is registered, and the eager engine has not unsharded it."""
         is_shard = registered is self.group.params[self.index].sharded
         return is_shard and self.group.group.registration.form is FORM_SHARDED
 
     def check(self) -> None:
-        """Refuse reads of a recomputation inside summon_full_params: they have no gradient path."""
+        """Raise StateError for recomputation inside summon_full_params: it gets no gradients."""
         unit = self.group.mover.unit
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
@@ -261,8 +261,8 @@ class _Place:
 
 
 class _ReadInBackward(dict[str, Any]):
-    """A module's registered parameters, which are shards: reading one gathers it, unless the eager
-    engine or the user has replaced it since. ``get`` and ``copy`` gather nothing."""
+    """The ``_parameters`` of a module, which contain shards. Reading a parameter gathers it, unless
+    the eager engine or the user has replaced it. ``get`` and ``copy`` do not gather."""
 
     def __init__(self, registered: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
         super().__init__(registered)

@@ -1,13 +1,13 @@
 """``compile``: trace a sharded model and its collectives into one forward and one backward graph.
 
-Owns the compiler call, the set-up around a step (``functional``), and the refusal of other models.
+Owns the compiler call and the setup around a step (``functional``), and rejects unsupported models.
 
 [Note: graphs that differ]
-A graph has no runtime check that stops a rank from starting a collective that the other ranks do
-not expect. Therefore, before a graph runs whose sequence of gathers is new to this model, the ranks
-compare what each of them gathers. Ranks that took different branches get an error. If one rank
-compiles a new graph while the others reuse an old one, no other rank takes part in the comparison:
-that rank waits, and gets an error when the process group times out.
+A running graph does not check that all ranks start the same collectives. Therefore, before the
+first run of a graph with a new sequence of gathers, the ranks compare their sequences, and raise an
+error if they took different branches. If one rank compiles a new graph while the others reuse an
+old one, only that rank enters the comparison: it waits, and raises an error when the process group
+times out.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def compile(  # noqa: A001  # torch's name for it
     bucket: bool = True,
     **torch_compile_kwargs: Any,
 ) -> CompiledModel:
-    """Compile a sharded model as a whole, with its collectives in the graphs.
+    """Compile a sharded model as a whole, including its collectives.
 
     With ``fullgraph=True`` a training step is one forward and one backward graph. In these graphs
-    each group (for a root: each large child) has one all-gather, one more in backward if it
+    each unit, and each large child of a root, has one all-gather, another one in backward if it
     reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
-    Gradients arrive as sharded DTensors in ``grad``; those of forwards without sync wait, as in
-    eager mode. The model itself still runs eagerly; both can be called in any order.
+    Gradients are stored in ``grad`` as sharded DTensors. Those of forwards without sync accumulate
+    unreduced, as in eager mode. ``model`` itself still runs eagerly; the calls can be mixed.
 
     Args:
-        model: a model that ``fully_shard`` was applied to, or to modules below it. If it is a
-            compiled model, the model inside it is compiled again.
+        model: a model on which, or on whose submodules, ``fully_shard`` was called. If it is a
+            compiled model, its original model is compiled again.
         overlap: overlap collectives with compute, as configured by ``set_memory``. None: only with
             the backends ``"inductor"`` and ``"aot_eager"``. False leaves the order to the compiler.
-        bucket: False gives each parameter its own collectives, for compilers that bucket them.
+        bucket: False gives each parameter its own collectives, for compilers that do the bucketing.
         torch_compile_kwargs: arguments of ``torch.compile``. The backend ``"eager"`` has no
             partitioner, so it keeps unsharded parameters from forward to backward.
 
@@ -79,10 +79,10 @@ def compile(  # noqa: A001  # torch's name for it
         those of ``model``.
 
     Raises:
-        ConfigError: nothing in the model is sharded; ``overlap=True`` with another backend;
-            arguments that ``torch.compile`` refuses.
-        UnsupportedError: a unit has a feature that a graph cannot contain. The model was not
-            changed.
+        ConfigError: the model has no sharded module; ``overlap=True`` with another backend;
+            arguments that ``torch.compile`` rejects.
+        UnsupportedError: a unit has a feature that a graph cannot contain. The model remains
+            unchanged.
     """
     check_module("compile", "model", model)
     if overlap is not None:
@@ -101,19 +101,19 @@ class Choices:
 
 
 class CompiledModel(FSDPModule):
-    """The result of ``compile``: a model whose calls run the compiled step.
+    """The result of ``fsdp2.compile``: a model whose calls run the compiled step.
 
-    Attributes, parameters and the state dict are those of the model. Created by ``fsdp2.compile``.
+    Attributes, parameters and the state dict are those of the original model.
     """
 
     def __new__(cls, *_args: Any) -> Any:
-        """Create an instance: calling a sharded module's class would create a plain module."""
+        """Create an instance. ``FSDPModule.__new__`` would create an unsharded module instead."""
         return object.__new__(cls)
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self.__dict__["_compiled_model"] = FunctionalStep(model, choices)
 
-    @torch_compiler.always_eager  # the step inside calls its own compiler
+    @torch_compiler.always_eager  # the step calls its own compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
         return self.__dict__["_compiled_model"].run(args, kwargs)
@@ -174,7 +174,7 @@ def _call(
 
 
 def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function, with a separate code object: compilers count graphs per code object."""
+    """Copy a function and its code object, because compilers count graphs per code object."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
@@ -191,7 +191,7 @@ class FunctionalStep:
         self._several: list[TracedUnit] = []  # units of several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
-        self._agreed: set[int] = set()  # sequences of gathers, as hashes
+        self._agreed: set[int] = set()  # hashes of the sequences of gathers that were compared
         self._refused: StateError | None = None
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
@@ -218,7 +218,7 @@ class FunctionalStep:
                 try:
                     self._agree(found, inputs)
                 except StateError as error:
-                    self._refused = error  # the compiler wraps exceptions of a backend
+                    self._refused = error  # torch.compile wraps exceptions of a backend
                     raise
                 return overlapping(compiler, backend, found, overlap)(graph, inputs)
 
@@ -229,8 +229,8 @@ class FunctionalStep:
         self._switches = torch_compiler.switches_of_steps()
 
     def _agree(self, found: Sequence[Gathered], inputs: Sequence[Any]) -> None:
-        """Compare a graph's gathers with the other ranks' graphs; if they differ, all of these
-        ranks raise StateError. Collective if this sequence is new: [Note: graphs that differ]."""
+        """Compare a graph's sequence of gathers with those of the other ranks. If they differ, all
+        ranks raise StateError. Collective for a new sequence: [Note: graphs that differ]."""
         traced = [group for unit in self._units for group in unit.groups]
         groups = [group.group for group in traced]
         if not found or not groups:
@@ -254,13 +254,13 @@ class FunctionalStep:
                 "FS801",
                 f"{self._units[0].unit.fqn or '<root>'}: ranks compiled different graphs: they "
                 "would gather different parameters, or in a different order. Make all ranks take "
-                "the same branches and use the same units in the same order, or run the model "
-                "itself, which checks every collective and reports which one differs.",
+                "the same branches and use the same units in the same order, or run the original "
+                "model, which checks every collective and reports the one that differs.",
             )
         self._agreed.add(number)
 
     def _attach(self) -> None:
-        """Find the roots, as a first eager forward would."""
+        """Find the roots, as the first eager forward does."""
         units = units_below(self.model)
         for unit in units:
             if unit.runtime is None:
@@ -279,7 +279,7 @@ class FunctionalStep:
             return self._run(args, kwargs)
 
     def _watch(self, output: Any) -> None:
-        """Hook the output's backward, for the work outside of graphs."""
+        """Register hooks on the output's backward, for the work outside of graphs."""
         groups = [group for unit in self._units for group in unit.groups]
         owed = [g for g in groups if g.group.reducer.unreduced.is_owed or not g.syncs]
         if owed and torch.is_grad_enabled():
@@ -316,7 +316,7 @@ class FunctionalStep:
                 unit.put_parameters_back()
 
     def _begin(self) -> None:
-        """Reshard every unit, and apply changes since the last step, or refuse the call."""
+        """Reshard every unit and apply changes since the last step. Raise if a step cannot run."""
         for runtime in self._runtimes:
             runtime.recover_if_failed()
             if runtime.context.phase is not IDLE:
@@ -336,7 +336,7 @@ class FunctionalStep:
                     "FS305",
                     f"{unit.unit.fqn}: is conditional, but was compiled without its enclosing "
                     "module, which gathers its parameters. Compile the enclosing module, or apply "
-                    "fully_shard to this one without conditional.",
+                    "fully_shard to this module without conditional.",
                 )
             if unit.unit.summoned_on:
                 raise StateError(
@@ -370,7 +370,7 @@ class FunctionalStep:
 
 
 def check_units(model: nn.Module) -> None:
-    """Refuse a model without units, and units that cannot be traced, like ``compile``."""
+    """Raise, as ``compile`` does, if a model has no units or a unit cannot be traced."""
     units = units_below(model)
     if not units:
         raise ConfigError(
@@ -443,7 +443,7 @@ def check_choice(mode: object, options: object, dynamic: object) -> None:
 
 @contextlib.contextmanager
 def refusals_of_torch() -> Iterator[None]:
-    """Raise ConfigError for arguments that ``torch.compile`` refuses."""
+    """Convert the exceptions that ``torch.compile`` raises for its arguments to ConfigError."""
     try:
         yield
     except Exception as error:
@@ -466,7 +466,7 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
 def overlapping(
     compiler: Callable[..., Any], backend: Any, found: Sequence[Gathered], overlap: bool
 ) -> Callable[..., Any]:
-    """Return the compiler for a graph with these gathers, with our passes added."""
+    """Return the compiler with our passes added, for a graph with these gathers."""
     if not found or backend not in OVERLAPPING:
         return compiler
     change = Overlapped(plans[found[0].key].overlap) if overlap else None
@@ -477,8 +477,8 @@ DIFFERENT = -1  # sent by ranks that have already found a difference
 
 
 def _compare(number: int | None, axis: MeshAxis, device: torch.device) -> int | None:
-    """Return the number if all ranks of an axis have it, else None, which is compared on the next
-    axis: so a difference on one axis is raised on all of them."""
+    """Return ``number`` if it is the same on all ranks of the axis, else None. A rank with None
+    sends DIFFERENT on the next axis, so that a difference on one axis is found on all axes."""
     told = DIFFERENT if number is None else number
     with torch_modes.hidden_from_modes(), torch.no_grad():
         own = torch.tensor([told], dtype=torch.int64, device=device)

@@ -1,27 +1,27 @@
 """The functional step of a unit: the behaviour of its modules while a compiled model runs.
 
-Owns the inputs of a group's functions (``TracedGroup``), and the time at which a unit's parameters
-are unsharded (``TracedUnit``). Independent of the compiler.
+Owns the inputs of a group's traced functions (``TracedGroup``), and determines when a unit's
+parameters are unsharded (``TracedUnit``). Independent of the compiler.
 
 [Note: the functional step]
-While a functional step runs, no sharded parameter is registered on a module. Units are gathered
-into *new* tensors, which are registered, used and released. If one graph contains the model, all
-are gathered before the model runs (a pass moves each gather to its first use), otherwise when they
-are called. There are no streams, freed storages or states: a step consists of the operations in
-``_compiled.ops``, so it may be traced in part and run eagerly in part. The compiler derives
-lifetimes from uses. Resharding after forward means that ``unshard`` is recomputed in backward.
+During a functional step, no sharded parameter is registered on a module. Units are gathered into
+*new* tensors, which are registered, used and released. If the whole model is one graph, all units
+are gathered before the model runs (a pass moves each gather to its first use); otherwise each unit
+is gathered when it is called. A step uses no streams, freed storages or unit states, but only the
+operations in ``_compiled.ops``, so it may be partly traced and partly eager. The compiler derives
+lifetimes from uses. To reshard after forward, ``unshard`` is recomputed in backward.
 
 [Note: gradients that wait]
-Without sync, full gradients leave the graph, and wait where eager ones do. If one graph contains
-the model, the next recorded forward with sync *claims* them: its backward adds them to its own and
-reduces the sum. The graph owns the claim, so a forward without a backward returns them. Gradients
-not claimed, or of unused units, are reduced at the end of a backward with sync
-(``OwedReductions``).
+Without sync, the graph returns unreduced gradients, which are stored as in eager mode. If the whole
+model is one graph, the next forward with sync that autograd records *claims* them: its backward
+adds them to its own gradients and reduces the sum. The autograd graph owns the claim: if it is
+freed without a backward, the gradients are stored again. Gradients that are not claimed, or belong
+to unused units, are reduced at the end of a backward with sync (``OwedReductions``).
 
 [Note: recorded as the step is]
-A unit's parameters may be gathered with grad mode off and used with it on: the first module of a
-list may be checkpointed (the reentrant kind runs without gradients) or called under ``no_grad``,
-and the second not. So a gather is recorded if the step is, regardless of the module's grad mode.
+A unit's parameters may be gathered in no-grad mode but used in grad mode: if a unit has several
+modules, the first may run under ``no_grad`` or reentrant checkpointing, and the second normally. So
+autograd records a gather if it records the step, regardless of the grad mode of the module.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Waiting gradients that a recorded forward reduces with its own, or returns if dropped."""
+    """Stored gradients that a forward claims: its backward reduces them, or they are given back."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -69,7 +69,7 @@ class Claim:
         self.give_back.atexit = False
 
     def settle(self, fqn: str) -> None:
-        """Mark the gradients as reduced. StateError if they already are."""
+        """Mark the gradients as reduced. Raise StateError if they already are."""
         if self.give_back.detach() is None:
             raise StateError(
                 "FS807",
@@ -85,7 +85,7 @@ def _waits(param: FSDPParam) -> bool:
 
 @torch.no_grad()
 def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
-    """Store unsharded gradients of a group to wait for a reduction."""
+    """Store a group's unreduced gradients for a later reduction."""
     waits = group.reducer.unreduced
     waits.is_owed = waits.is_waiting = True
     for param, grad in grads:
@@ -98,7 +98,7 @@ def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> N
 
 
 class _Sinks(torch.autograd.Function):
-    """Creates tensors without memory, and passes all of their gradients to ``deliver``, in one
+    """Creates sinks, which are expanded zeros, and passes all their gradients to ``deliver`` in one
     call. See [Note: the gradient of unshard] in ``ops``."""
 
     @staticmethod
@@ -123,20 +123,20 @@ class _Sinks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """Sets the gradients of one forward. A graph may return one tensor for two gradients, or a
-    tensor that the user passed to backward, but a parameter's ``grad`` must not alias either. So a
-    tensor that is not the result of a collective, or was already delivered, is copied."""
+    """Sets the gradients of one forward. A graph may return the same tensor as two gradients, or a
+    tensor that the user passed to backward; a parameter's ``grad`` must not alias either. Therefore
+    a tensor is copied if no collective produced it or if it was already delivered."""
 
     group: ParamGroup
     key: str  # key of the plan that computed the gradients
-    joins: bool  # the graph has also reduced the waiting gradients
+    joins: bool  # whether the graph also reduces stored gradients
     claim: Claim | None
-    delivered: set[int]  # addresses of memory that this backward has delivered
+    delivered: set[int]  # addresses of storages that this step has delivered
 
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
-        """Set the gradients of the sharded parameters; without sync, store them to wait.
-        StateError if ``requires_grad`` changed since the forward; see ``Claim``."""
+        """Set the gradients of the sharded parameters; without sync, store them unreduced. Raise
+        StateError if ``requires_grad`` changed since the forward, or as ``Claim.settle`` does."""
         plan, group = plans[self.key], self.group
         *given, missing = grads
         params = [group.params[index] for index in plan.members]
@@ -155,7 +155,7 @@ class Delivery:
         rows = [self._own(row, plan) for row in given if row is not None]
         if missing is None or not plan.counts_used:
             used = set(range(len(params)))
-        else:  # reading the counts synchronizes a device; not needed if no gradient is missing
+        else:  # a gradient is missing: read the counts, which synchronizes the device
             first, row = plan.reduces[0], rows[0]
             counts = row[first.layout.tail_start :].tolist()
             used = {position for position, count in enumerate(counts) if count != 0}
@@ -179,7 +179,7 @@ class Delivery:
 
 
 def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
-    """Return a local gradient in the form in which it waits: over the parameter's own axes."""
+    """Return a local gradient as it is stored: a DTensor if the unsharded parameter is one."""
     if not _waits(param):
         grad = grad.clone(memory_format=torch.contiguous_format)
     spec = param.placement.unsharded_spec(grad.dtype)
@@ -189,7 +189,7 @@ def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
 def _sharded(
     row: Tensor, piece: ReducePiece, position: int, param: FSDPParam, group: ParamGroup
 ) -> Tensor:
-    """Return the sharded gradient of a member, from the reduced row of its piece."""
+    """Return a parameter's sharded gradient, from the reduced row of its piece."""
     if piece.layout.slotted[position]:
         local = gradient_packing.sum_of_slots(row, piece.layout, position)
     else:
@@ -202,7 +202,7 @@ def _sharded(
 
 
 class TracedGroup:
-    """The inputs of a group's functions, and the destination of its gradients."""
+    """The inputs of a group's traced functions, and the destination of its gradients."""
 
     def __init__(self, group: ParamGroup, mover: TracedUnit) -> None:
         self.group = group
@@ -214,7 +214,7 @@ class TracedGroup:
         self.flats: list[Tensor] = []
         self.sinks: list[Tensor] = []
         self.added: list[Tensor] = []
-        self.claim: Claim | None = None  # set while the forward runs; then its graph has the claim
+        self.claim: Claim | None = None  # set during the forward; afterwards only the graph has it
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # parameters that a backward unsharded again
@@ -229,12 +229,12 @@ class TracedGroup:
         joins: bool,
         delivered: set[int],
     ) -> None:
-        """Apply changes since the last step: of dtypes, ``requires_grad``, settings, memory.
-        ``joins``: the graph reduces waiting gradients. StateError if gradients wait that were
-        reduced over a part of the ranks."""
+        """Apply changes since the last step to dtypes, ``requires_grad``, settings and buffers.
+        ``joins``: whether the graph reduces stored gradients. Raise StateError if some of them
+        still need an all-reduce over replicas."""
         group, reducer = self.group, self.group.reducer
         buffer = group.buffers.home
-        assert buffer is not None  # the group was inspected before
+        assert buffer is not None  # set by ``inspect``
         if reducer.unreduced.partial is not None:
             raise StateError(
                 "FS808",
@@ -315,7 +315,7 @@ class TracedGroup:
             ),
             grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in self.params if p.trainable),
             counts_used=not settings.reduce_unused,
-            # the two settings about parts of roots do not apply to graphs
+            # the two settings for parts of roots do not apply to graphs
             overlap=replace(settings.overlap, keeps_parts=False, synchronizes=False),
             bucketed=self.mover.bucketed,
             syncs=syncs,
@@ -323,17 +323,17 @@ class TracedGroup:
         )
 
     def let_go(self) -> None:
-        """Drop references to a completed forward, whose graph has its own."""
+        """Drop the references to a completed forward; its graph holds its own."""
         self.sinks, self.added, self.claim = [], [], None
 
     def abandon(self) -> None:
-        """Return claimed gradients after a failed forward, even if its graph is still alive."""
+        """Give back claimed gradients after a failed forward, even if its graph is still alive."""
         if self.claim is not None:
             self.claim.give_back()
         self.let_go()
 
     def wholes(self) -> Sequence[Tensor]:
-        """Gather, and return the unsharded parameters. This is traced."""
+        """Gather and return the unsharded parameters. The compiler traces this method."""
         waiting = outer_gather(self.key, self.flats) if self.waits else []
         tensors = unshard(self.key, self.sinks, waiting, self.added, self.flats)
         if any(spec is not None for spec in self.wraps):
@@ -341,10 +341,10 @@ class TracedGroup:
                 tensor if spec is None else _wrap(tensor, spec).to(param.compute_dtype)
                 for tensor, spec, param in zip(tensors, self.wraps, self.params, strict=True)
             )
-        return tensors  # type: ignore[no-any-return]  # of an operation
+        return tensors  # type: ignore[no-any-return]  # custom operations are untyped
 
     def wholes_again(self) -> tuple[Tensor, ...]:
-        """Gather in backward, unless the result of an earlier gather is still kept."""
+        """Gather in backward, unless the result of an earlier gather is still available."""
         if self.again is None:
             torch_modes.run_aside(self._gather_again)
             assert self.again is not None
@@ -358,12 +358,12 @@ class TracedGroup:
 
 @torch.inference_mode(False)
 def _leaf_on(device: torch.device) -> Tensor:
-    """Create the leaf from which sinks are computed, so that autograd computes their gradients."""
+    """Create the leaf from which sinks are computed, so that they require gradients."""
     return torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
-    """Return the dtype in which a gradient is summed over its parameter's own axes, if wider."""
+    """Return the dtype for gradient sums over the parameter's own axes if wider than compute's."""
     dtype = param.accumulated_dtype
     if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None
@@ -389,7 +389,7 @@ class TracedUnit:
         self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
         self._made_of: list[ParamGroup] = []
-        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # forwards of regions
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # keyed by region module
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
         self._is_recorded = False
@@ -397,10 +397,10 @@ class TracedUnit:
         self.output_dtype: torch.dtype | None = None
 
     def begin(self, joins: bool, delivered: set[int]) -> None:
-        """Prepare a step, in which unsharded parameters replace the sharded ones on modules."""
+        """Prepare a step, in which modules have unsharded instead of sharded parameters."""
         if self._made_of != self.unit.groups:
             self._made_of = list(self.unit.groups)
-            self._forwards.clear()  # cached forwards contain a snapshot of the registrations
+            self._forwards.clear()  # cached forwards contain a snapshot of the groups' slots
             self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
         self._is_recorded = records = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # evaluation may use a different policy
@@ -410,7 +410,7 @@ class TracedUnit:
             group.refresh(keeps, records, joins, delivered)
 
     def enter_regions(self) -> None:
-        """Install a forward on modules marked as regions, which passes in their parameters."""
+        """On modules marked as regions, install a forward that passes parameters as inputs."""
         for module in self.unit.modules:
             region = torch_compiler.region_of(module)
             if region is not None:
@@ -485,7 +485,7 @@ class TracedUnit:
         return True
 
     def forget(self) -> None:
-        """Remove the parameters from the modules: otherwise a graph would return them."""
+        """Remove the parameters from the modules, because a graph would otherwise return them."""
         for group in self.groups:
             for module, name, _ in group.slots:
                 module._parameters[name] = None

@@ -1,20 +1,20 @@
 """The computations of a group inside a graph: unshard and reduce, as functions of tensors.
 
 Owns the two operations that graphs call, ``fsdp2::unshard`` and ``fsdp2::outer_gather``. Compilers
-decompose them into functional collectives; outside of a graph they run as they are. Independent of
+decompose them into functional collectives; outside of a graph they run eagerly. Independent of
 groups, units and modules.
 
 [Note: the gradient of unshard]
-``unshard`` takes views of the group's shard buffer, without gradients, and *sinks*: tensors without
-memory, one with the shape of each reduced piece. Forward does not use sinks; the gradients of
-``unshard`` with respect to them are defined to be the reduced pieces. This keeps DTensors and
-meshes out of the graph. One more sink has no elements, and gets a gradient if some parameter had
-none when the graph was traced (also in a graph loaded from a cache); the counts are then read to
-find the parameters that had a gradient on some rank.
+``unshard`` takes views of the group's shard buffer, which do not require gradients, and *sinks*:
+expanded zeros, one with the shape of each reduced piece. Forward ignores the sinks; their gradients
+are defined to be the reduced pieces. This keeps DTensors and meshes out of the graph. An additional
+sink has no elements. It gets a gradient if a parameter had none when the graph was traced (also if
+the graph was loaded from a cache). In that case the counts are read, to find the parameters that
+had a gradient on at least one rank.
 
 [Note: operations, not functions]
-Caches of compiled graphs accept named operations, implemented by composition, but not Python
-functions that the compiler is told to allow.
+Caches of compiled graphs accept custom operations with a CompositeImplicitAutograd kernel, but not
+Python functions marked with ``allow_in_graph``.
 
 Legend: W = ranks of the shard axis; see ``plan`` for pieces.
 """
@@ -42,14 +42,14 @@ _library.define(
 _library.define("outer_gather(str key, Tensor[] flats) -> Tensor[]")
 
 unshard = torch.ops.fsdp2.unshard
-"""Return the unsharded parameters of a group, local over their own axes.
+"""Return the unsharded parameters of a group, without the DTensor wrappers for their own axes.
 
 Args: ``sinks``, which receive the reduced gradients (empty: no gradients are needed); ``waiting``,
-the result of ``outer_gather``, if the group waits on a smaller mesh; ``added``, waiting gradients,
-of the members that have one; ``flats``, one tensor for each segment of the layout."""
+the result of ``outer_gather``, if the group reshards to a smaller mesh; ``added``, the unreduced
+gradients of the members that have one; ``flats``, one tensor for each segment of the layout."""
 
 outer_gather = torch.ops.fsdp2.outer_gather
-"""Gather what is kept between forward and backward: this rank's rows of each piece, flat."""
+"""Gather this rank's rows of each piece, flat, which are kept between forward and backward."""
 
 
 def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -106,7 +106,7 @@ class _Unshard(torch.autograd.Function):
         plan: TracedPlan = ctx.plan
         pairs = zip(plan.trainable, grads, strict=True)
         found = [grad for is_trained, grad in pairs if is_trained]
-        # access frees the node, even without tensors
+        # after the first backward, access raises even if no tensors were saved
         added = ctx.saved_tensors if plan.added else ()
         given = reduce(plan, found, added)
         return None, None, *given, *(None,) * (ctx.inputs - len(given))
@@ -118,7 +118,7 @@ def _to_send(
     rank: int,
     device: str,
 ) -> Tensor:
-    """Return this rank's data of a piece to send, flat, in the wire dtype."""
+    """Return the flat data that this rank sends for a piece, in the wire dtype."""
     if piece.coded is not None:
         (run,) = piece.runs
         return _encoded(flats[run.segment], piece, rank, device)
@@ -133,7 +133,7 @@ def _to_send(
 
 
 def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor:
-    """Return a shard in codes, as bytes, in the layout of ``coding.write``."""
+    """Return a shard encoded as bytes, in the layout of ``coding.write``."""
     item = piece.coded
     assert item is not None
     assert item.coding is not None
@@ -150,7 +150,7 @@ def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor
 
 
 def _decoded(gathered: Tensor, item: GatherItem) -> Tensor:
-    """Decode a parameter from the bytes ``[W, nbytes]`` that ranks sent."""
+    """Decode a parameter from the bytes ``[W, nbytes]`` that the ranks sent."""
     assert item.coding is not None
     whole = gathered.new_empty(item.shard.shape, dtype=item.compute_dtype)
     packing.decode_padded(whole, gathered, item.shard, item.coding)
@@ -212,7 +212,7 @@ def _gather(plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]
 
 
 def _join(padded: Tensor, shard: ShardLayout) -> Tensor:
-    """Join padded shards ``[W, padded_numel]``, by the rule of ``packing``."""
+    """Join padded shards ``[W, padded_numel]``, as ``packing`` does."""
     dim = shard.dim
     assert dim is not None
     if dim == 0 or shard.numel == 0:
@@ -223,7 +223,7 @@ def _join(padded: Tensor, shard: ShardLayout) -> Tensor:
 
 
 def _with_stride(flat: Tensor, shard: ShardLayout) -> Tensor:
-    """Give values in row-major order the shape and the stride of the unsharded parameter."""
+    """Return row-major values with the shape and stride of the unsharded parameter."""
     whole = flat.view(shard.shape)
     if shard.stride == contiguous_stride(shard.shape) or shard.numel == 0:
         return whole
@@ -235,8 +235,8 @@ def _with_stride(flat: Tensor, shard: ShardLayout) -> Tensor:
 def reduce(
     plan: TracedPlan, grads: Sequence[Tensor | None], added: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Reduce the members' local gradients: one row per piece, plus the sink for missing gradients.
-    Without sync, return the local gradients; missing ones are None."""
+    """Reduce the members' local gradients. Return one row per piece, and the gradient of the sink
+    for missing gradients. Without sync, return the local gradients, or None, instead of rows."""
     like = next(grad for grad in grads if grad is not None)
     missing = [like.new_empty(0, dtype=plan.reduction.dtype) if None in grads else None]
     dense = [_in_its_dtype(grad, plan, place) for place, grad in enumerate(grads)]
@@ -252,7 +252,7 @@ def reduce(
 
 
 def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor | None:
-    """Return a gradient in the dtype that one backward produces in eager mode."""
+    """Return a gradient in the dtype of a single eager backward."""
     if grad is None:
         return None
     dense = grad if grad.layout is torch.strided else grad.to_dense()
@@ -262,13 +262,13 @@ def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor |
 def _pack(
     plan: TracedPlan, piece: ReducePiece, grads: Sequence[Tensor | None], like: Tensor
 ) -> Tensor:
-    """Return this rank's data of a piece to send, flat: one row per rank."""
+    """Return the flat data that this rank sends for a piece: one row per receiving rank."""
     columns = [
         _column(grads[place], plan, piece, position, like)
         for position, place in enumerate(piece.positions)
     ]
     columns = [column for column in columns if column.shape[1]]
-    if piece.layout.tail_gap:  # padding of a row after the gradients
+    if piece.layout.tail_gap:  # padding between the gradients and the tail of a row
         gap = plan.size, piece.layout.tail_gap
         columns.append(like.new_zeros(gap, dtype=plan.reduction.dtype))
     if piece.counts:
@@ -277,13 +277,13 @@ def _pack(
     if not columns:
         return like.new_empty(0, dtype=plan.reduction.dtype)
     rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    return rows.reshape(-1).contiguous()  # missing gradients are a single expanded zero
+    return rows.reshape(-1).contiguous()  # a missing gradient is an expanded zero
 
 
 def _column(
     grad: Tensor | None, plan: TracedPlan, piece: ReducePiece, position: int, like: Tensor
 ) -> Tensor:
-    """Return a member's data to send to every rank, ``[W, width]``."""
+    """Return the data of one member that this rank sends to each rank, ``[W, width]``."""
     layout = piece.layout
     shard, size = layout.shards[position], layout.size
     if grad is None:
@@ -304,7 +304,7 @@ def _column(
 def _counts(
     present: list[bool], plan: TracedPlan, like: Tensor, extra: Tensor | None
 ) -> list[Tensor]:
-    """Return per-member counts in columns ``[W, n]``; add ``extra`` where a gradient exists."""
+    """Return per-member counts in columns ``[W, n]``. Add ``extra`` if a gradient exists."""
     columns = []
     for flag, run in itertools.groupby(present):
         count = like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduction.dtype)
@@ -313,9 +313,9 @@ def _counts(
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Return False (zero), computed from a gradient, unless its first element is NaN. A compiler
-    moves the collective of constant counts to forward and merges it for equal groups, which
-    inductor's own bucketing does not support. (It folds a product with 0.)"""
+    """Return zero (False), computed from a gradient, unless its first element is NaN. A compiler
+    would move the collective of constant counts to forward and merge those of equal groups, which
+    inductor's own bucketing does not support. (A product with 0 would be folded.)"""
     return like.reshape(-1)[:1].isnan().any()
 
 
@@ -358,7 +358,7 @@ def _each(
     sent: Sequence[Tensor],
     *args: Any,
 ) -> list[Tensor]:
-    """Run a collective on each piece, coalesced unless the compiler should see every one."""
+    """Run a collective on each piece, coalesced unless the compiler does the bucketing."""
     if plan.bucketed and len(sent) > 1:
         return torch_comm.functional_coalesced(name, sent, *args)
     return [torch_comm.functional(name, one, *args) for one in sent]

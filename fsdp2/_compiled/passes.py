@@ -1,18 +1,18 @@
 """The order of nodes in a compiler's graphs: where collectives start and end.
 
-Owns two passes over functional collectives, independent of groups and parameters. ``place_gathers``
-moves each unit's gather to its first use in the traced graph, for every backend. ``Overlapped``
-overlaps collectives with compute in the forward and backward graphs derived from it.
+Owns passes over graphs with functional collectives, independent of groups and parameters.
+``place_gathers`` moves each unit's gather to its first use in the traced graph, for every backend.
+``Overlapped`` overlaps collectives with compute in the forward and backward graphs.
 
 [Note: overlap in a graph]
 A graph runs its nodes in order, and as traced, every collective is followed by its wait. The pass
-reorders all nodes except compute. Views of a collective's result, and waits, are placed where they
-are first needed. An all-gather starts where the one ``prefetch`` positions earlier is first needed,
-so it overlaps with the compute in between, at the cost of ``prefetch`` more unsharded units. A
-reduction is waited for where its result is needed or where the one ``reductions`` positions later
-starts; until then it holds its input. At that wait a reduction over replicas starts, which is
-waited for the same number of reductions later. A reduced gradient is processed after its wait.
-``prefetch`` and ``reductions`` are the numbers of the memory setting; 0 waits at the start.
+keeps the order of compute nodes and moves other nodes. Waits, and views of a collective's result,
+move to their first use. An all-gather starts at the first use of the one ``prefetch`` positions
+before it, and overlaps with the compute in between, at the cost of ``prefetch`` more unsharded
+units. The wait for a reduction moves to the first use of its result or to the start of the one
+``reductions`` positions later, whichever comes first; its input is kept until then. An all-reduce
+over replicas starts at that wait; its own wait follows the same number of reductions later, and
+then the gradient is processed. The memory setting sets both numbers; with 0 there is no overlap.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SECOND = ("all_reduce", "all_reduce_coalesced")
 
 @dataclass(frozen=True)
 class Gathered:
-    """A gather of a traced graph."""
+    """A gather in a traced graph."""
 
     key: str  # key of the gather's plan
     place: int | None  # index of its graph input; None in a nested graph
 
 
 def place_gathers(graph: GraphModule) -> list[Gathered]:
-    """Move gathers to their first use, also in nested graphs, and remove unused ones; return them.
-    Those of units that reshard after forward are marked for recomputation in backward."""
+    """Move gathers to their first use, also in nested graphs, remove unused ones, and return the
+    others. Gathers of units that reshard after forward are marked for recomputation in backward."""
     found: list[Gathered] = []
     for module in graph.modules():
         if not isinstance(module, GraphModule):
@@ -83,8 +83,8 @@ def _sink(graph: Graph) -> None:
 
 
 def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
-    """Map each node that disables gradients to the held nodes used until the next switch: a gather
-    that autograd records must not be moved to where grad mode is off."""
+    """Map each node that turns grad mode off to the held nodes used before the next switch: a
+    gather that autograd records must not move into a range where grad mode is off."""
     used: dict[Node, list[Node]] = {}
     switch: Node | None = None
     for node in graph.nodes:
@@ -117,7 +117,7 @@ def _emit(graph: Graph, order: Order) -> None:
                 stack.pop()
                 continue
             ahead = [] if node in asked else order.before.get(node, [])
-            asked.add(node)  # add it once: extra predecessors may depend on the node itself
+            asked.add(node)  # add them only once: they may depend on ``node``
             needed = [one for one in (*ahead, *node.all_input_nodes) if one not in done]
             if needed:
                 stack.extend(reversed(needed))
@@ -147,7 +147,7 @@ def _emit(graph: Graph, order: Order) -> None:
 
 class SeenThrough:
     """A pass over the joint graph of forward and backward, after which no region returns views of
-    its inputs. A region may save a view of a weight for its backward, so a partitioner would keep
+    its inputs. If a region saved a view of a weight for its backward, the partitioner would keep
     the unsharded weight. The pass recreates the view outside of the region, from its input."""
 
     def __call__(self, graph: Graph) -> None:
@@ -183,8 +183,8 @@ class SeenThrough:
 
 
 class Overlapped:
-    """A pass over a forward or a backward graph: see [Note: overlap in a graph]. ``uuid`` is a part
-    of the key under which a compiler caches graphs on disk."""
+    """A pass over a forward or a backward graph: see [Note: overlap in a graph]. ``uuid`` is part
+    of the key of the compiler's on-disk cache."""
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
@@ -203,7 +203,7 @@ class Found:
 
     gathers: list[Node] = field(default_factory=list)
     reductions: list[Node] = field(default_factory=list)
-    of: dict[Node, Node] = field(default_factory=dict)  # wait, or node after it: its collective
+    of: dict[Node, Node] = field(default_factory=dict)  # the collective of a wait or later node
     free: set[Node] = field(default_factory=set)  # nodes computed from inputs only
     gathered: set[Node] = field(default_factory=set)  # gathers; views and copies of their results
     reduced: set[Node] = field(default_factory=set)  # nodes computed from reductions only
@@ -222,7 +222,7 @@ def find(nodes: Iterable[Node]) -> Found:
         if node.op != "call_function" or torch_compiler.has_effects(node):
             continue
         one = next((of[needed] for needed in inputs if needed in of), None)
-        # A gather of gathered values stays in place: starting it early would wait for the other.
+        # A gather of gathered values stays in place: an early start would wait for the first one.
         if kind == "all_gather_into_tensor" and _all_in(inputs, free):
             found.gathers.append(node)
             of[node] = node
@@ -245,7 +245,7 @@ def find(nodes: Iterable[Node]) -> Found:
 
 
 def overlapped(nodes: list[Node], overlap: Overlap) -> Order:
-    """Return the order of [Note: overlap in a graph]."""
+    """Return the order that [Note: overlap in a graph] describes."""
     found, depth = find(nodes), overlap.prefetch
     starts = set(found.gathers)
     held = found.gathered - starts
@@ -263,7 +263,7 @@ def overlapped(nodes: list[Node], overlap: Overlap) -> Order:
 
 
 def _by_use(found: Found, nodes: list[Node], held: set[Node]) -> list[Node]:
-    """Return the gathers in the order in which they are needed."""
+    """Return the gathers in the order of their first use."""
     first: dict[Node, int] = {}
     for position, node in enumerate(nodes):
         if node in held:
@@ -283,7 +283,7 @@ def _ends(found: Found, nodes: list[Node], reductions: int) -> dict[Node, list[N
     """Map the start of a reduction to the nodes of earlier reductions that must run before it."""
     places = {start: place for place, start in enumerate(found.reductions)}
     ends: dict[Node, list[Node]] = {}
-    stages: dict[Node, int] = {}  # all-reduces over replicas: stage 1 from their wait on
+    stages: dict[Node, int] = {}  # number of all-reduces over replicas before a node
     for node in nodes:
         if node not in found.reduced:
             continue

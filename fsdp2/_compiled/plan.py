@@ -1,11 +1,11 @@
-"""The collectives of a group in a graph, and their payloads. Integers only.
+"""The collectives of a group in a graph, and the layouts of their payloads.
 
 Owns ``TracedPlan`` and the names by which graphs refer to plans. Independent of tensors, groups and
 units.
 
 Legend: W = ranks of the shard axis; a *piece* is the payload of one collective. A large parameter
-is a separate piece, which is gathered to where it is used and reduced from where its gradient is,
-without copies. Small ones share a piece, which is packed and unpacked.
+is a separate piece: collectives write the parameter and read its gradient directly, without copies.
+Small parameters share a piece, which is packed and unpacked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fsdp2._core.params.layout import GatherItem, GatherLayout, ReduceLayout, Sh
 SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
-# On a CPU, a parameter is small if it is below both the zero-copy size and this fraction of its
-# group, to save copies. On a device, the zero-copy size alone decides, to save launches.
+# On a CPU, a parameter is small if it is below both the zero-copy size and 1/SMALL_SHARE of its
+# group, to save copies. On a device, only the zero-copy size matters, to save launches.
 SMALL_SHARE = 32
 
 
@@ -48,11 +48,11 @@ class GatherPiece:
     runs: tuple[Run, ...]
     indices: tuple[int, ...]  # indices of the piece's items
     gap: int  # trailing elements that pad a row
-    coded: GatherItem | None = None  # the one parameter that is sent in codes, as bytes
+    coded: GatherItem | None = None  # the only parameter, if it is sent encoded, as bytes
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
-        """A dtype that process groups can send: other kinds are sent as bytes."""
+        """The dtype passed to the process group: uint8, except for floats of 2 or more bytes."""
         is_usual = self.dtype.is_floating_point and self.dtype.itemsize > 1
         return self.dtype if is_usual else torch.uint8
 
@@ -63,7 +63,7 @@ class ReducePiece:
 
     layout: ReduceLayout
     positions: tuple[int, ...]  # the members' positions among all members
-    counts: int  # trailing elements, one per member: on how many ranks it had a gradient
+    counts: int  # trailing elements, one per member: the number of ranks that had its gradient
 
     @cached_property
     def numel(self) -> int:
@@ -72,25 +72,25 @@ class ReducePiece:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """State between forward and backward: unsharded across ``size`` neighbouring ranks."""
+    """The smaller mesh, over which parameters are sharded between forward and backward."""
 
     size: int
     rank: int
-    outer_group: str  # ranks with the same part; empty: the shard axis itself is gathered
+    outer_group: str  # ranks that keep the same part; empty: gather over the shard axis instead
     inner_group: str
 
 
 @dataclass(frozen=True)
 class Joining:
     dtype: torch.dtype
-    wire_dtype: torch.dtype  # a narrower one: exchange in it, sum in the reduce dtype
+    wire_dtype: torch.dtype  # if not ``dtype``: exchange rows in this dtype, sum in ``dtype``
     scale: tuple[float, float]  # factors before and after
     op: str
 
 
 @dataclass(frozen=True)
 class TracedPlan:
-    """All inputs of the functions of ``ops`` about a group. Equal plans have equal keys."""
+    """The description of a group for the functions of ``ops``. Equal plans have equal keys."""
 
     layout: GatherLayout
     rank: int
@@ -100,16 +100,16 @@ class TracedPlan:
     neighbours: Neighbours | None
     recompute: bool
     trainable: tuple[bool, ...]  # per parameter; the layout may have a tail after them
-    # Dtypes in which parameters are returned, and gradients arrive, if they are wider: gradients
-    # are summed in them over the parameters' own axes before they are reduced.
+    # Per parameter: a dtype wider than its compute dtype, or None. The parameter is returned in it,
+    # so that autograd sums its gradient in it over the parameter's own axes, before the reduction.
     widened: tuple[torch.dtype | None, ...]
     reduction: Joining
     grad_dtypes: tuple[torch.dtype, ...]  # per member, as after one backward in eager mode
-    counts_used: bool  # False: a parameter that was not used gets zeros
+    counts_used: bool  # False: unused parameters get zero gradients
     overlap: Overlap
     bucketed: bool = True
-    syncs: bool = True  # False: full gradients leave the graph, and wait
-    added: tuple[bool, ...] = ()  # members with a waiting gradient to add; (): none
+    syncs: bool = True  # False: the graph returns unreduced gradients
+    added: tuple[bool, ...] = ()  # members with an unreduced gradient to add; (): none
 
     @property
     def size(self) -> int:
@@ -117,8 +117,8 @@ class TracedPlan:
 
     @cached_property
     def signature(self) -> str:
-        """Everything that must be equal on all ranks for their collectives to match. Waiting
-        gradients are excluded: each rank adds its own before anything is sent."""
+        """All properties that must be equal on all ranks for their collectives to match. ``added``
+        is excluded, because each rank adds its unreduced gradients before it sends."""
         alike = {"rank": 0, "device": "", "shard_group": "", "replicate_group": "", "added": ()}
         neighbours = self.neighbours and self.neighbours.size
         return f"{replace(self, **alike, neighbours=None)} {neighbours}"  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ class TracedPlan:
             if item.shard.is_replicated or not self._goes_alone(item, least)
         ]
         if not self.bucketed:
-            small = small[:1] if counts else []  # the item that the counts are sent with
+            small = small[:1] if counts else []  # the counts are sent with this item
         alone = [position for position in range(len(items)) if position not in small]
         pieces = [self._reduce_piece((position,), 0) for position in alone]
         if small or counts:
@@ -200,7 +200,7 @@ class TracedPlan:
 
     @property
     def _row_nbytes(self) -> int:
-        """Alignment of a row in bytes, as in eager mode; a host needs none."""
+        """Alignment of a row in bytes, as in eager mode; 1 on a host."""
         return 1 if capabilities(torch.device(self.device)).is_host else ROW_NBYTES
 
     def _goes_alone(self, item: GatherItem, least: int) -> bool:
@@ -208,7 +208,7 @@ class TracedPlan:
         return _nbytes(item) >= least and row_nbytes % self._row_nbytes == 0
 
     def _least_nbytes(self, items: Sequence[GatherItem]) -> int:
-        """Least size in bytes of a parameter that is a separate piece."""
+        """Return the minimum size in bytes of a parameter that is a separate piece."""
         device = capabilities(torch.device(self.device))
         total = sum(_nbytes(item) for item in items if not item.shard.is_replicated)
         rule = device.zero_copy(self.size)
@@ -233,14 +233,14 @@ def _joined(runs: list[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-plans: dict[str, TracedPlan] = {}  # keyed by the strings with which graphs refer to plans
+plans: dict[str, TracedPlan] = {}  # graphs refer to plans by these keys
 _keys: dict[TracedPlan, str] = {}
 
 
 def key_of(plan: TracedPlan) -> str:
-    """Return a graph's name for a plan: a string, which compilers never make dynamic. It depends
-    on the plan's contents only: equal units and restored settings share it, and a compiler with an
-    on-disk cache cannot find a different plan under it."""
+    """Return the key by which graphs refer to a plan: a string, which compilers never make dynamic.
+    It is a hash of the plan's contents, so equal units and restored settings share a key, and an
+    on-disk cache never finds a different plan for it."""
     if plan not in _keys:
         _keys[plan] = hashlib.sha256(f"{SOURCE} {plan}".encode()).hexdigest()[:16]
         plans[_keys[plan]] = plan

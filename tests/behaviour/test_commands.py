@@ -133,12 +133,12 @@ def test_a_verdict_stands_first_and_nothing_long_is_silent(
     lines = shown.out.splitlines()
     assert lines[0].startswith("fits: ")
     assert lines[1].startswith("on h100-nvlink-ib, which is assumed")
-    assert "8 ranks share the model, in 4 replicas; mesh=32 (--mesh 32): all 32 share it" in lines
+    assert "4 replicas, each sharded over 8 ranks; mesh=32 (--mesh 32) shards over all 32" in lines
     assert shown.err.splitlines()[0] == "planning the requested step: about 13 s"
     main(["plan", *words, "--budget", "400KB", "--hardware", "cpu"])
     shown = capsys.readouterr()
     assert shown.out.startswith("does not fit: ")
-    assert "; nothing that was tried fits" in shown.out or " fits (" in shown.out.splitlines()[0]
+    assert "; no setting tried fits" in shown.out or " fits (" in shown.out.splitlines()[0]
     assert "  does not fit: model.set_memory('balanced')" in shown.err
 
 
@@ -180,14 +180,14 @@ def test_explain_loads_no_torch() -> None:
         ("toy_of_commands:nope --mesh 2", "toy_of_commands has no 'nope'; it has torch, nn, Block"),
         ("nowhere.at:all --mesh 2", "found no module 'nowhere'"),
         ("toy_of_commands:not_callable --mesh 2", "is a int, which cannot be called"),
-        ("toy_of_commands:batch --mesh 2", "returned a Tensor, but a module is needed"),
-        ("toy_of_commands:Sized --mesh 2", "needs width: name a function without arguments"),
+        ("toy_of_commands:batch --mesh 2", "returned a Tensor, which is not a module"),
+        ("toy_of_commands:Sized --mesh 2", "needs width: pass a function without arguments"),
         ("toy_of_commands:build", "required: --mesh"),
         ("toy_of_commands:build --mesh 2x2x2", "found '2x2x2'"),
         ("toy_of_commands:build --mesh 0", "found '0'"),
         ("toy_of_commands:build --mesh 2 --rank 2", "found 2"),
-        ("toy_of_commands:build --mesh 2 --policy Blok", "'Blok'; there are Embedding, ModuleList"),
-        ("toy_of_commands:build --mesh 2 --units blocks.*,hed", "'hed'; there are embed, blocks"),
+        ("toy_of_commands:build --mesh 2 --policy Blok", "'Blok'; the model has Embedding"),
+        ("toy_of_commands:build --mesh 2 --units blocks.*,hed", "'hed'; the model has embed"),
         ("toy_of_commands:build --mesh 2 --policy Block --units x", "not allowed with"),
         ("toy_of_commands:build --mesh 2 --batch 4x:int64", "as 4x128:int64, found '4x:int64'"),
         ("toy_of_commands:build --mesh 2 --batch 4:intx", "found 'intx'"),

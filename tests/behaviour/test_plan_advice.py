@@ -147,8 +147,8 @@ def test_a_badly_padded_dim() -> None:
     batch = torch.zeros(3, 8192)
     plan = fsdp2.plan(Narrow(), mesh=4, policy={nn.Linear}, batch=batch, rank=dist.get_rank())
     one = only(plan.advice(), "memory", "parts.0.weight")
-    assert one.found.startswith("5 rows over 4 ranks: 96 KiB of padding to 160 KiB")
-    assert one.change == "shard_placement_fn=lambda param: Shard(1) for it"
+    assert one.found.startswith("5 rows over 4 ranks: 96 KiB of padding added to 160 KiB")
+    assert one.change == "shard_placement_fn=lambda param: Shard(1) for this parameter"
 
     def place(param: nn.Parameter) -> Shard | None:
         return Shard(1) if param.shape == (5, 8192) else None

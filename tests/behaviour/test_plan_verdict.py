@@ -88,7 +88,7 @@ def test_what_would_fit_is_said_and_fits() -> None:
 def test_no_capacity_is_known() -> None:
     found = plan(hardware=None)
     assert found.verdict().fits is None
-    assert str(found.verdict()).endswith("name hardware or a budget to know if it fits")
+    assert str(found.verdict()).endswith("pass hardware or a budget to check if it fits")
     with pytest.raises(ConfigError, match="without a batch"):
         plan(batch=None).verdict()
 
@@ -275,7 +275,7 @@ def test_rows_have_names_of_modules() -> None:
 
 def test_who_shares_the_model_is_said() -> None:
     text = str(plan(mesh=(4, 8)))
-    assert "8 ranks share the model, in 4 replicas; mesh=32 (--mesh 32): all 32 share it" in text
+    assert "4 replicas, each sharded over 8 ranks; mesh=32 (--mesh 32) shards over all 32" in text
     assert "replicas" not in str(plan(mesh=32))
     assert "replicas" not in str(plan(mesh=(1, 8)))
 

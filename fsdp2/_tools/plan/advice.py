@@ -1,5 +1,5 @@
-"""Rules that find problems of units and settings, each with a figure and a change to make. A rule
-plans again with the change to predict the gain."""
+"""Rules that detect problems of units and settings. Each reports a figure and a change to make, and
+plans again with that change to predict the gain."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fsdp2._tools.plan.setup import Prediction
 from fsdp2._tools.plan.values import ParamPlan, StepPlan
 
 TINY_NBYTES = 1 << 20
-"""A smaller gather counts as small if no hardware determines how long one takes."""
+"""Without hardware, a gather with fewer bytes is small."""
 LATENCY_SHARE = 0.5
-"""A gather is small if latency is at least this share of its time."""
+"""With hardware, a gather is small if latency is more than this share of its time."""
 HUGE_SHARE, HUGE_TIMES = 0.4, 4
-"""Share of the model, and multiple of the median unit, from which a unit is huge."""
+"""A unit is huge if it is at least this share of the model and this multiple of the median unit."""
 PADDED_SHARE = 0.05
-"""Share of a shard from which padding is reported."""
+"""Padding is reported if it is at least this share of all shards."""
 EMBEDDING_SHARE = 0.25
-"""Share of its unit from which an embedding is reported."""
+"""An embedding is reported if it is at least this share of its unit."""
 GAIN_SHARE = 0.03
-"""Share of a step's time from which a gain is reported."""
+"""A gain is reported if it is more than this share of a step's time."""
 
 
 def advise(plan: Prediction, budget: int | None) -> Iterator[Advice]:
@@ -58,7 +58,7 @@ def _does_not_fit(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     change, gain = best.code, f"peak {peak}"
     if not best.fits:
         change = "more ranks, or smaller units"
-        gain = f"the best that was tried takes {peak} ({best.code})"
+        gain = f"the best setting tried takes {peak} ({best.code})"
     yield Advice(
         "memory",
         "the step",
@@ -82,7 +82,7 @@ def _tiny_units(plan: Prediction) -> Iterator[Advice]:
         "slow",
         f"{len(tiny)} units, the first {tiny[0].name or '<root>'}",
         "too small for the link: at most "
-        f"{nbytes_text(max(one.gather_nbytes for one in tiny))} are gathered, in "
+        f"{nbytes_text(max(one.gather_nbytes for one in tiny))} per gather, in "
         f"{_collectives(plan)}",
         f"policy={_names(blocks)}",
         _gain(plan, other, f"{_collectives(plan)} become {_collectives(other)}"),
@@ -106,7 +106,7 @@ def _huge_unit(plan: Prediction) -> Iterator[Advice]:
     yield Advice(
         "memory",
         largest.name or "<root>",
-        f"gathers {nbytes_text(largest.whole_nbytes)} at once, "
+        f"gathers {nbytes_text(largest.whole_nbytes)} together, "
         f"{largest.whole_nbytes / total:.0%} of the model",
         f"policy={_names(policy)}",
         _gain(plan, other, _largest_becomes(plan, other)),
@@ -134,7 +134,7 @@ def _embedding_in_a_unit(plan: Prediction) -> Iterator[Advice]:
                 "memory",
                 f"{group.name}.{name}",
                 f"an embedding of {nbytes_text(own[full].nbytes)} is {share:.0%} of the unit "
-                f"{group.name}, and is unsharded while that runs",
+                f"{group.name}, and is unsharded while the unit runs",
                 f"policy={_names(policy)}",
                 _gain(plan, other, _largest_becomes(plan, other)),
             )
@@ -156,16 +156,16 @@ def _padding(plan: Prediction) -> Iterator[Advice]:
     better = {param.name: dim for param in padded if (dim := _better_dim(param, ranks)) is not None}
     other = _tried(plan, shard_placement_fn=_placement(plan.model, better))
     if worst.name not in better or other is None:
-        change, gain = "fewer ranks to shard over, and replicas of them: mesh=(replicas, ranks)", ""
+        change, gain = "shard over fewer ranks, with replicas: mesh=(replicas, ranks)", ""
     else:
-        change = f"shard_placement_fn=lambda param: Shard({better[worst.name]}) for it"
+        change = f"shard_placement_fn=lambda param: Shard({better[worst.name]}) for this parameter"
         before, after = (sum(g.padding_nbytes for g in one.groups) for one in (plan, other))
         gain = _gain(plan, other, f"padding {_becomes(before, after)}")
     yield Advice(
         "memory",
         worst.name,
         f"{worst.shape[worst.dim or 0]} rows over {ranks} ranks: "
-        f"{nbytes_text(worst.padding_nbytes)} of padding to {nbytes_text(worst.nbytes)}; "
+        f"{nbytes_text(worst.padding_nbytes)} of padding added to {nbytes_text(worst.nbytes)}; "
         f"{lost / total:.0%} of all shards are padding",
         change,
         gain,
@@ -185,7 +185,7 @@ def _precision(plan: Prediction) -> Iterator[Advice]:
         yield Advice(
             "slow",
             "all units",
-            "compute and gather in float32, the slower dtype of this machine",
+            "compute and gather in float32, although bfloat16 is faster on this machine",
             "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
             _gain(plan, other),
         )
@@ -204,8 +204,8 @@ def _replicas(plan: Prediction, budget: int | None) -> Iterator[Advice]:
         yield Advice(
             "slow",
             "the mesh",
-            f"{ranks} ranks in one shard axis gather between nodes",
-            f"mesh=({ranks // near}, {near}): shard inside a node, replicate between nodes",
+            f"the shard axis of {ranks} ranks gathers across nodes",
+            f"mesh=({ranks // near}, {near}): shard within a node, replicate across nodes",
             _gain(plan, other),
         )
 
@@ -223,14 +223,14 @@ def _memory_setting(plan: Prediction, budget: int | None) -> Iterator[Advice]:
         yield Advice(
             "slow",
             "the step",
-            f"compute waits {step.waiting_seconds / step.seconds:.0%} of it",
+            f"compute waits {step.waiting_seconds / step.seconds:.0%} of the time",
             f"model.set_memory({memory!r})",
             _gain(plan, other),
         )
 
 
 def repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of a container's repeated modules, outermost first."""
+    """Return the classes of the outermost modules that a container repeats."""
     found: Counter[type[nn.Module]] = Counter()
 
     def walk(module: nn.Module) -> None:
@@ -255,7 +255,7 @@ def _module_of(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _joined(policy: Any, classes: set[type[nn.Module]]) -> set[type[nn.Module]] | None:
-    """Return a policy's classes plus additional ones; None if it does not select by class."""
+    """Return a policy's classes plus additional ones, or None if the policy has no classes."""
     if policy is None:
         return set(classes)
     if isinstance(policy, set | frozenset | list | tuple):
@@ -264,7 +264,7 @@ def _joined(policy: Any, classes: set[type[nn.Module]]) -> set[type[nn.Module]] 
 
 
 def _better_dim(param: ParamPlan, ranks: int) -> int | None:
-    """Return a dim along which sharding a parameter needs less than half of the padding."""
+    """Return a dim along which sharding needs less than half of the present padding, or None."""
 
     def padding(dim: int) -> float:
         rows = param.shape[dim]
@@ -278,7 +278,7 @@ def _better_dim(param: ParamPlan, ranks: int) -> int | None:
 
 
 def _placement(model: nn.Module, dims: dict[str, int]) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a ``shard_placement_fn``. It selects by shape, as it gets a copy's parameters."""
+    """Return a ``shard_placement_fn``. It selects by shape, because it gets a copy's parameters."""
     shapes = {tuple(param.shape): dims[n] for n, param in model.named_parameters() if n in dims}
 
     def place(param: nn.Parameter) -> Shard | None:
@@ -298,8 +298,8 @@ def _is_tiny(nbytes: int, plan: Prediction) -> bool:
 
 
 def _tried(plan: Prediction, **changes: Any) -> Prediction | None:
-    """Return a plan with other settings; None if the model does not run with them: a module cannot
-    be a unit if its parameters are read outside of it."""
+    """Return a plan with other settings, or None if the model fails with them: for example, a
+    module cannot be a unit if its parameters are read outside of it."""
     try:
         return plan.changed(**changes)
     except FSDPError:
@@ -343,7 +343,7 @@ def _collectives(plan: Prediction) -> str:
 
 def _largest_becomes(plan: Prediction, other: Prediction) -> str:
     before, after = (max(g.whole_nbytes for g in one.groups) for one in (plan, other))
-    return f"{nbytes_text(before)} gathered at once become {nbytes_text(after)}"
+    return f"{nbytes_text(before)} gathered together become {nbytes_text(after)}"
 
 
 def _names(classes: Sequence[type[nn.Module]] | set[type[nn.Module]]) -> str:

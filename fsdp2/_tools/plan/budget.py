@@ -1,4 +1,4 @@
-"""Parsing of memory sizes, and the search for settings with which a step fits into a size."""
+"""Parses memory sizes, and searches for settings with which a step fits into a memory budget."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ AGAIN: dict[str, Any] = {"activation_checkpointing": True}
 MOST = 1 << 16
 """Upper bound of the search for a batch size."""
 LOSS_CHUNKS = 8
-"""Number of parts of a loss in chunks: few enough that each is still a large product."""
+"""Number of chunks of a chunked loss: few enough that each is still a large matrix product."""
 LOGITS_SHARE = 0.05
-"""Share of logits in a peak from which a loss in chunks is tried."""
+"""A chunked loss is tried if logits are more than this share of the peak."""
 OFFLOADED = " without the optimizer's step on the host"
-"""Not part of the time of an offloaded step; copies between host and device are."""
+"""Note on the time of an offloaded step, which includes the copies between host and device."""
 WHOLE = ("optimizer", "gradients")
 """Values of ``shard`` with which parameters stay unsharded during the micro-batches of a step."""
 
 
 def size_of(who: str, name: str, value: object) -> int:
-    """Parse a size that a user wrote, such as ``80GB``. Raise ConfigError if it is invalid."""
+    """Parse a size given by the user, such as ``80GB``. Raise ConfigError if it is invalid."""
     if not isinstance(value, int | str) or isinstance(value, bool):
         raise wrong_type(who, name, SIZE, value)
     nbytes: float = value if isinstance(value, int) else 0
@@ -57,16 +57,16 @@ def size_of(who: str, name: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings to plan or train with, and their predicted results. ``print`` shows one.
+    """Settings to plan or train with, and their predicted results. ``print`` shows one line.
 
-    ``changes`` are keywords: ``plan.changed(**suggestion.changes)`` is that plan. ``code`` shows
-    them as Python code. ``peak_nbytes`` is the peak memory of a step, in bytes. ``seconds`` is the
-    time of a step, or None if the plan has no hardware. ``fits``: the peak is within the budget.
-    ``batch`` is set where the changes have a smaller batch, and on the first suggestion, if that
-    fits: the largest first dim of the batch that still fits, up to 65536. It is None elsewhere, and
-    if the tensors of the batch do not share their first dim. ``note`` states what the time
-    excludes; it may be empty. ``tokens_per_second`` is for one rank, and so is
-    ``most_tokens_per_second``, with the largest batch that fits.
+    ``changes`` are keyword arguments: ``plan.changed(**suggestion.changes)`` returns the plan with
+    these settings. ``code`` shows them, mostly as Python code. ``peak_nbytes`` is the peak memory
+    of a step, in bytes. ``seconds`` is the time of a step, or None if the plan has no hardware.
+    ``fits`` is True if the peak is within the budget. ``batch`` is the largest first dim of the
+    batch that fits, up to 65536. It is set if ``changes`` reduces the batch, and on the first
+    suggestion if that fits; otherwise, and if the batch's tensors differ in their first dim, it is
+    None. ``note`` states what ``seconds`` excludes, or is empty. ``tokens_per_second`` is the speed
+    of one rank, and ``most_tokens_per_second`` its speed with the largest batch that fits.
     """
 
     changes: Mapping[str, Any] = field(repr=False)
@@ -81,7 +81,7 @@ class Suggestion:
 
     @property
     def name(self) -> str:
-        """Short name: a batch by its rows, everything else by its code."""
+        """A short name: the number of rows of another batch, otherwise ``code``."""
         return f"batch {self.batch}" if list(self.changes) == ["batch"] else self.code
 
     def __str__(self) -> str:
@@ -103,11 +103,11 @@ Predict = Callable[[dict[str, Any]], StepPlan]
 
 @dataclass
 class Search:
-    """A search over settings, the cheap ones first; each is reported as soon as it is planned.
-    ``may_offload``: the model's policies can still be chosen. ``memory``: the plan's setting.
+    """A search over settings, cheap ones first; ``found`` is called with each planned suggestion.
+    ``may_offload``: the model's policies can still be set. ``memory``: the plan's own setting.
     ``machine``: activations and states are offloaded from devices only. ``sharding``: values of
     ``shard`` to try without ``CPUOffloadPolicy``. ``fused``: creates the optimizer with
-    ``fused=True``, which does not copy all gradients; None if it is not known to have that."""
+    ``fused=True``, which does not copy all gradients; None if that is not supported."""
 
     batch: Any
     budget: int
@@ -121,7 +121,7 @@ class Search:
     _steps: dict[str, StepPlan] = field(default_factory=dict, init=False)
 
     def run(self) -> list[Suggestion]:
-        """Return all trials, the best first; expensive settings only if nothing else fits."""
+        """Return all trials, best first. Try expensive settings only if no cheaper one fits."""
         tried: list[Suggestion] = []
         known = set()
 
@@ -156,13 +156,13 @@ class Search:
         return tried
 
     def _roomier(self, fitting: Sequence[Suggestion]) -> Iterator[Suggestion]:
-        """Retry settings that fit with ``low`` (tried first) with faster memory settings."""
+        """Retry settings that fit, tried only with ``low`` so far, with faster memory settings."""
         for one in fitting:
             if one.changes.get("memory") == "low" and len(one.changes) > 1:
                 yield from self._each(*({**one.changes, "memory": each} for each in MEMORY[:-1]))
 
     def first(self) -> Suggestion | None:
-        """Return the first setting that fits, without searching for a better one, or None."""
+        """Return the first setting that fits, or None. Do not search for a better one."""
         every = (one for stage in self._stages() for one in stage)
         return next((one for one in every if one.fits), None)
 
@@ -179,7 +179,7 @@ class Search:
             yield self._each(*({**host, **more} for more in ({}, *self._chunks())))
 
     def _settings(self) -> Iterator[Suggestion]:
-        """Try memory settings, skipping those that keep more than a setting that does not fit."""
+        """Try memory settings, except those that keep more than a setting that did not fit."""
         most = -1  # index in MEMORY, which starts with the setting that keeps most
         for memory in self._memories():
             place = MEMORY.index(str(memory)) if memory in MEMORY else len(MEMORY)
@@ -190,7 +190,7 @@ class Search:
         yield from self._each(*({"shard": shard} for shard in self.sharding))
 
     def _memories(self) -> list[str | int]:
-        """The plan's own setting first: of equal results only the first is reported."""
+        """Return the plan's own setting first: of equal results, only the first is reported."""
         own = [] if self.memory is None else [self.memory]
         return [*own, *(memory for memory in MEMORY if memory != self.memory)]
 
@@ -209,7 +209,7 @@ class Search:
                 yield {**AGAIN, "optimizer": self.fused, **own}
 
     def _smaller(self) -> Iterator[Suggestion]:
-        """Find the largest batch below the plan's that fits, starting with one row."""
+        """Find the largest batch that fits, below the plan's own, by bisection from one row."""
         rows = rows_of(self.batch)
         if rows is None or rows < 2:
             return
@@ -243,18 +243,18 @@ class Search:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """Return a batch of tensors with another first dim; values are ignored."""
+    """Return the batch with ``rows`` as the size of its first dim; values are undefined."""
     return map_tensors(lambda tensor: tensor.new_empty((rows, *tensor.shape[1:])), batch)
 
 
 def largest_batch(
     batch: object, step: StepPlan, budget: int, predict: Predict, changes: dict[str, Any]
 ) -> tuple[int, StepPlan] | None:
-    """Return the largest number of rows with which a step fits, and that step; ``step`` fits.
-    Memory at each event usually grows linearly with the rows, so two sizes determine where each
-    event exceeds the budget; the lowest of these numbers is tried. Further guesses interpolate
-    between a size that fits and one that does not; every third is the midpoint, in case memory is
-    not linear."""
+    """Return the largest number of rows with which a step fits, and that step. ``step`` is the step
+    with ``batch``, and fits. Memory at each event is usually linear in the number of rows, so two
+    sizes predict how many rows exceed the budget at each event; the lowest number is tried first.
+    Further guesses interpolate between a size that fits and one that does not. Every third guess is
+    the midpoint, in case memory is not linear."""
     rows = rows_of(batch)
     if rows is None:
         return None
@@ -303,7 +303,7 @@ def search_of(
     budget: str | int | None,
     found: Callable[[Suggestion], None] = lambda suggestion: None,
 ) -> Search:
-    """Run the search of ``Plan.suggest``, with its errors; ``found`` receives each suggestion."""
+    """Return the search of ``Plan.suggest``, or raise its errors. Suggestions go to ``found``."""
     plan.step_for("suggest")
     nbytes = budget_of(plan, "suggest", budget)
     if nbytes is None:
@@ -328,7 +328,7 @@ def search_of(
 
 
 def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | None:
-    """Return a factory of a torch optimizer with its fused step, if a device may have one."""
+    """Return a factory of a torch optimizer with ``fused=True``, or None if it is unsupported."""
     if machine is None or machine.device_type == "cpu" or not isinstance(optimizer, type):
         return None
     is_torchs = optimizer.__module__.startswith("torch.optim.")
@@ -339,4 +339,4 @@ def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | 
 
 @functools.cache
 def _with_fused_step(optimizer: type) -> Callable[..., Any]:
-    return functools.partial(optimizer, fused=True)  # cached: one object's step is traced only once
+    return functools.partial(optimizer, fused=True)  # cached, because traces are keyed by object

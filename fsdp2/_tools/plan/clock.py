@@ -1,5 +1,5 @@
-"""Simulated time of a described machine: its compute, its links, and the spans of a step. The time
-of the host is zero."""
+"""Simulated time on a machine that ``Hardware`` describes: compute, links, and the spans of a step.
+Host time is zero."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TAKES_NOTHING = {  # operations that allocate memory without writing it
     torch_flops.VIEW_OF_A_PRODUCT,
 }
 READS_ROWS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
-"""These read as much as they write, regardless of the size of their input."""
+"""Operations that read as many bytes as they write, regardless of the size of their input."""
 
 
 class Clock:
     """The time of one rank, in seconds, and its spans. ``label`` names the current compute. A link
     is a FIFO queue of transfers; links inside a node and between nodes work in parallel.
-    ``products`` is the time of products at the machine's peak, without recomputed ones."""
+    ``products`` is the time of matrix products, without recomputed ones."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -45,11 +45,11 @@ class Clock:
     def restart(self) -> None:
         self.seconds = self.products = 0.0
         self.spans: list[Span] = []
-        self._began = 0.0  # start of compute without a span
-        self._free_at: dict[float, float] = {}  # when each link becomes idle, by its bandwidth
+        self._began = 0.0  # start of the compute that has no span yet
+        self._free_at: dict[float, float] = {}  # time when a link becomes idle, keyed by bandwidth
 
     def compute(self, seconds: float, product: float = 0.0) -> None:
-        """Advance by an operation's time. ``product``: the part of it that counts as products."""
+        """Advance by an operation's time. ``product``: the part that is a matrix product."""
         if self.label != self._labelled:
             self._end_compute()
             self._labelled = self.label
@@ -64,7 +64,7 @@ class Clock:
     def send(
         self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
     ) -> Sent:
-        """Queue a collective on its link; on a host, several ``pieces`` take as long as one."""
+        """Queue a collective on its link. On a host, several ``pieces`` take the time of one."""
         link = bandwidth_of(self.hardware, ranks, stride)
         began = max(self._free_at.get(link, 0.0), self.seconds)
         ended = began + seconds_of(self.hardware, kind, nbytes, ranks, stride)
@@ -90,14 +90,14 @@ class Clock:
         """End open spans, and wait for the links."""
         self._end_compute()
         idle = max(self._free_at.values(), default=0.0)
-        self.wait(idle, "the link, to be idle")
+        self.wait(idle, "links to become idle")
 
 
 AnyClock = Clock | LaneClock
 
 
 class Sent:
-    """A collective's work object that completes at a known time."""
+    """The work object of a collective, which completes at a known time."""
 
     def __init__(self, clock: Clock, name: str, ended: float) -> None:
         self._clock, self._name, self._ended = clock, name, ended
@@ -110,7 +110,7 @@ class Sent:
 
 
 class ComputeTime(DispatchMode):
-    """Advance a clock by the time of operations, from their FLOPs (products) and bytes."""
+    """Advances a clock by the time of operations, from their FLOPs (matrix products) and bytes."""
 
     def __init__(self, clock: AnyClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -119,7 +119,7 @@ class ComputeTime(DispatchMode):
 
     @contextmanager
     def aside(self, taken: list[tuple[float, float]]) -> Iterator[None]:
-        """Stop the clock, and append the times of operations, and of their products, to a list."""
+        """Stop the clock. Append the time of each operation, and of its products, to ``taken``."""
         before, self._take = self._take, lambda *took: taken.append(took)
         try:
             yield
@@ -132,7 +132,7 @@ class ComputeTime(DispatchMode):
         if torch_dtensor.is_among(types):
             return NotImplemented  # DTensor's operations on local tensors are timed instead
         kwargs = kwargs or {}
-        # skip ``func`` if it has an output: fake tensors would compute each padded chunk in vain
+        # skip ``func`` if it has ``out``: with fake tensors it would compute unused padded chunks
         fills = func is torch_tensors.CHUNK_CATS[1]
         made = kwargs["out"] if fills else func(*args, **kwargs)
         if not func.is_view:
@@ -154,7 +154,7 @@ class ComputeTime(DispatchMode):
             return
         if func in READS_ROWS:
             nbytes = 2 * made.nbytes
-        else:  # read or created, and written in place
+        else:  # tensors that are read or created; those that are updated in place count twice
             moved = {id(one): one.nbytes for one in tensors}
             nbytes = sum(moved.values())
             for key, is_only_written in written:

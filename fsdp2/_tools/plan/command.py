@@ -1,4 +1,4 @@
-"""``python -m fsdp2 plan``: arguments, early errors for wrong ones, and progress reports."""
+"""``python -m fsdp2 plan``: parses arguments, reports errors in them early, and shows progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp2._tools.plan.hardware import HARDWARE, Hardware, hardware_for
 from fsdp2._tools.plan.plan import Plan, plan, table_of
 
 MARK = "_fsdp2_is_unit"
-"""In the ``__dict__`` of modules that become units: a plan works on a copy, which keeps it."""
+"""Set in the ``__dict__`` of modules that become units. The copy that a plan makes preserves it."""
 
 PLAN = """\
 examples:
@@ -33,15 +33,15 @@ examples:
   python -m fsdp2 plan my_model:build --mesh 8x64 --policy Block --batch 4x4096:int64 \\
       --param-dtype bfloat16 --optimizer AdamW --html plan.html
 """
-WANTED = "name a function without arguments that returns one, or a class that needs none"
+WANTED = "pass a function without arguments that returns a module, or a class that needs none"
 TENSOR = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 ASSUMED = "h100-nvlink-ib"
-"""The default machine: a verdict needs one, and most users have a similar one."""
+"""The default machine: a verdict requires a machine, and most users have a similar one."""
 LENGTH = 4096
-"""The default number of tokens of a sequence, for a model of a known shape."""
+"""Default number of tokens in a sequence, for a model of a known shape."""
 KNOWN = f"known shapes: {', '.join(shapes.SHAPES)}\nknown hardware: {', '.join(HARDWARE)}\n"
 SECONDS_OF_A_MODULE = 0.012
-"""Planning time per module without children, rather high, for the first estimate."""
+"""Planning time per module without children, for the first estimate; deliberately high."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,15 +63,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--mesh",
         required=True,
         type=_mesh,
-        help="32: all 32 ranks share the model; 4x8: 8 ranks share it, and there are 4 replicas",
+        help="32: shard over 32 ranks; 4x8: 4 replicas, each sharded over 8 ranks",
     )
     units = parser.add_mutually_exclusive_group()
     units.add_argument("--policy", metavar="CLASSES", help="classes of units: Block,Embedding")
     units.add_argument("--units", metavar="PATTERNS", help="names of units: 'blocks.*,head'")
     add(
         "--batch",
-        help="inputs of one rank: shapes, e.g. 4x128:int64[,...], or module:function; for a "
-        f"known shape also a number of sequences of {LENGTH} tokens, e.g. 4",
+        help="inputs of one rank: shapes, e.g. 4x128:int64[,...], or module:function; with a known "
+        f"model shape, also the number of sequences of {LENGTH} tokens, e.g. 4",
     )
     add("--memory", help="low, balanced, fast, or a size, e.g. 2GiB")
     add("--param-dtype", type=_dtype, metavar="DTYPE", help="dtype of compute, e.g. bfloat16")
@@ -80,38 +80,38 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--hardware",
         metavar="NAME",
-        help=f"a known machine, e.g. h100; a doctor's file; or cpu, for ranks on CPUs ({ASSUMED})",
+        help=f"a machine, e.g. h100; a doctor --json file; or cpu, for CPU ranks ({ASSUMED})",
     )
-    for part, what in (("compute", "rates of products"), ("links", "bandwidths of links")):
+    for part, what in (("compute", "FLOP rates"), ("links", "link bandwidths")):
         add(
             f"--{part}",
             type=float,
             metavar="SHARE",
-            help=f"the share of the hardware's {what} that you reach, e.g. 0.6",
+            help=f"the fraction of the hardware's {what} that your steps reach, e.g. 0.6",
         )
     add(
         "--budget",
         metavar="SIZE",
-        help="e.g. 70GB, instead of the hardware's memory; also suggests",
+        help="memory limit instead of the hardware's, e.g. 70GB; implies --suggest",
     )
-    add("--suggest", action="store_true", help="list settings that fit, the best first")
+    add("--suggest", action="store_true", help="list settings that fit, best first")
     add("--offload", action="store_true", help="keep shards in host memory")
     for what in ("activations", "states"):
-        add(f"--offload-{what}", action="store_true", help=f"fsdp2's offload_{what}, on a device")
+        add(f"--offload-{what}", action="store_true", help=f"offload {what} from a device")
     add(
         "--activation-checkpointing",
         action="store_true",
         help="recompute activations of units in backward",
     )
-    add("--loss-chunks", type=int, metavar="N", help="count logits as if computed in N parts")
+    add("--loss-chunks", type=int, metavar="N", help="count logits as if computed in N chunks")
     add("--advice", action="store_true", help="list problems and improvements")
     add("--rank", type=int, default=0, help="the rank whose shards and memory are shown (0)")
-    add("--html", metavar="FILE", help="write a page with pictures")
+    add("--html", metavar="FILE", help="write an HTML page with charts")
     return parser
 
 
 def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Make the plan and print it, the verdict first."""
+    """Compute the plan and print it, verdict first."""
     try:
         shape = shapes.shape_for(given.model)
     except ValueError as error:
@@ -177,10 +177,10 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
     if found.step is not None:
         _print(str(found.verdict(given.budget)))
         if given.hardware is None:
-            _print(f"on {ASSUMED}, which is assumed: --hardware names another, or cpu")
+            _print(f"on {ASSUMED}, which is assumed: --hardware selects another, or cpu")
         if found.hardware is not None and found.hardware == HARDWARE.get(found.hardware.name):
-            usual = "--compute 0.7 --links 0.8 is usual"
-            _print(f"at the machine's peaks, so no run is faster: {usual}")
+            usual = "--compute 0.7 --links 0.8 is typical"
+            _print(f"at the machine's peaks, an upper bound on speed: {usual}")
         _print("")
     _print(table_of(found))
     if given.advice:
@@ -208,7 +208,7 @@ def _say(text: str) -> None:
 
 
 class _Reporter:
-    """Reports progress on stderr: the current plan, its expected time, and its actual time."""
+    """Reports progress on stderr: the current plan, and its expected and actual planning time."""
 
     def __init__(self, model: nn.Module) -> None:
         parts = sum(1 for module in model.modules() if not any(True for _ in module.children()))
@@ -235,7 +235,7 @@ def _build(parser: argparse.ArgumentParser, name: str) -> nn.Module:
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):
-        parser.error(f"model: {name} returned {_kind(model)}, but a module is needed: {WANTED}")
+        parser.error(f"model: {name} returned {_kind(model)}, which is not a module: {WANTED}")
     return model
 
 
@@ -249,7 +249,7 @@ def _without_default(factory: Callable[..., Any]) -> list[str]:
 
 
 def _named(parser: argparse.ArgumentParser, option: str, name: str) -> Callable[..., Any]:
-    """Return the object that ``package.module:name`` names. Exceptions of that module propagate."""
+    """Import the object ``package.module:name``. Exceptions raised by that module propagate."""
     module_name, _, path = name.partition(":")
     if not path or not module_name:
         parser.error(f"{option}: expected package.module:name, found {name!r}")
@@ -261,8 +261,8 @@ def _named(parser: argparse.ArgumentParser, option: str, name: str) -> Callable[
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the named module exists but imports a missing one
         parser.error(
-            f"{option}: found no module {error.name!r}, for {name!r}: run this where `import` "
-            "finds it"
+            f"{option}: found no module {error.name!r}, for {name!r}: run the command in a folder "
+            "where `import` finds it"
         )
     for part in path.split("."):
         if not hasattr(found, part):
@@ -276,7 +276,7 @@ def _named(parser: argparse.ArgumentParser, option: str, name: str) -> Callable[
 def _mark_units(
     parser: argparse.ArgumentParser, model: nn.Module, given: argparse.Namespace
 ) -> Callable[[nn.Module], bool] | None:
-    """Mark the modules that classes or patterns select; return a policy that finds the marks."""
+    """Mark modules selected by classes or patterns; return a policy that selects marked modules."""
     asked = given.policy if given.policy is not None else given.units
     if asked is None:
         return None
@@ -290,14 +290,14 @@ def _mark_units(
             known = [name for name, _ in below]
         if not chosen:
             option = "--policy" if given.policy is not None else "--units"
-            parser.error(f"{option}: no module matches {word!r}; there are {_some(known)}")
+            parser.error(f"{option}: no module matches {word!r}; the model has {_some(known)}")
         for module in chosen:
             module.__dict__[MARK] = True
     return lambda module: MARK in module.__dict__
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match name part by name part: ``blocks.*`` matches each block, and nothing inside it."""
+    """Match the dotted parts separately: ``blocks.*`` matches each block, but nothing inside it."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 

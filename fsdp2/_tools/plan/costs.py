@@ -1,7 +1,7 @@
 """Costs of the operations of a device and its host, each with its source or the word "assumed".
 
-Where a machine's description has no figure, it is that of one H100 (or of the source's machine).
-The figures are for comparisons, and do not predict a cluster: measure that (``scripts/gpu``).
+The figures that ``Hardware`` lacks are those of one H100 (or of the cited machine). They are meant
+for comparisons, and do not predict the speed of a cluster, which ``scripts/gpu`` measures.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ import torch
 from fsdp2._tools.plan.hardware import Hardware, seconds_of, seconds_of_kernel
 
 SHORTEST_KERNEL = 2e-6
-"""Minimum seconds of a kernel, to start and to end. Assumed; 1.15e-6 in a replayed graph.
+"""Minimum seconds of a kernel. Assumed; 1.15e-6 measured in a replayed CUDA graph.
 Measurements here and below are from one H200 (benchmarks/results/gpu/h200-2026-11-27.md)."""
 SHARE_OF_PRODUCTS = 0.70
-"""Share that large matrix products reach of a data sheet's peak. Assumed; 0.69 to 0.80 measured."""
+"""Share of the data sheet's peak that large matmuls reach. Assumed; 0.69 to 0.80 measured."""
 SHARE_OF_MEMORY = 0.867
-"""Share that copies reach of a data sheet's bandwidth: 2,903 of 3,350 GB/s on an H100.
+"""Share of the data sheet's bandwidth that copies reach: 2,903 of 3,350 GB/s on an H100.
 Source: aigatech/vpbenchmarking, "GPU D2D (HBM3)", 4 nodes of 8 H100, NCCL 2.24.3."""
 SHARE_OF_LINKS = 0.80
-"""Share that large collectives reach of a link. Assumed."""
+"""Share of a link's bandwidth that large collectives reach. Assumed."""
 HOST_LINK = 50e9
 """Bytes per second between the host's pinned memory and a device: PCIe 5.0 x16.
-54.8 GB/s to the device and 46.8 from it, same source; 55 each way measured."""
+54.8 GB/s to the device and 46.8 from it in the same source; 55 measured in each direction."""
 MISALIGNED = 2.0
 """Slowdown of a collective whose rows are not aligned to 16 bytes. NCCL moves packs of 16 bytes
-only if they are (nccl#413). In Horovod an all-gather of 6.3 MB took 7 instead of 2 ms, with a
-smaller effect on reduce-scatters (horovod#3727); pytorch#195450 reports it on one and two nodes."""
+only if rows are aligned (nccl#413). In Horovod an all-gather of 6.3 MB took 7 instead of 2 ms, with
+a smaller effect on reduce-scatters (horovod#3727). pytorch#195450 reports it on 1 and 2 nodes."""
 ALIGNMENT_NBYTES = 16
 CHANNELS = 16
-"""Channels of a communicator: collectives of one group are spread over them, in one kernel.
-NCCL 2.28 itself counts a ring's latency once per channel's operation: ``divUp(operations,
+"""Channels of a communicator, over which one kernel spreads the collectives of an NCCL group call.
+NCCL 2.28's cost model counts a ring's latency once per operation of a channel: ``divUp(operations,
 channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). Its
 logs on 8 GPUs per node list 16 or 24 "coll channels". Not measured.
 Two ranks on one GPU, over sockets with two channels, took one latency for every two pieces."""
 
 LAUNCH = 4e-6
-"""Host seconds of one operation: dispatch, autograd's node, the launch. Assumed.
-The hosts of two H200 took 8e-6 and 12e-6, 22e-6 and 35e-6 for a collective, 0.9e-6 and 1.7e-6 for
-an event. They were virtual machines, in all of these up to three times as slow as assumed."""
+"""Host seconds of one operation: dispatch, autograd node, kernel launch. Assumed.
+The hosts of two H200 took 8e-6 and 12e-6, 22e-6 and 35e-6 for a collective, and 0.9e-6 and 1.7e-6
+for an event. Both are virtual machines, and took up to three times the assumed figures."""
 LAUNCH_COLLECTIVE = 15e-6
 """Host seconds of one collective: c10d's checks and records, and NCCL's own launch. Assumed."""
 EVENT = 0.7e-6
-"""Host seconds of recording an event, or of letting a stream wait for one. Assumed."""
+"""Host seconds of recording an event, or of making a stream wait for one. Assumed."""
 CALL = 0.12e-6
-"""Host seconds of one call that Python makes, of its own or of C functions. Assumed."""
+"""Host seconds of one call in Python, of a Python or C function. Assumed."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A machine's times, in seconds. The figures of ``machine`` are used unscaled; ``sustained``
-    scales peaks to realistic rates. ``straggler``: seconds by which others are late to collectives.
-    """
+    """Durations of operations on a machine, in seconds. The rates of ``machine`` are used unscaled;
+    ``sustained`` scales peaks to realistic rates. ``straggler``: seconds by which the other ranks
+    are late to a collective."""
 
     machine: Hardware
     straggler: float = 0.0
@@ -76,8 +76,8 @@ class Costs:
         alignment: int = ALIGNMENT_NBYTES,
         pieces: int = 1,
     ) -> float:
-        """Return how long a collective takes alone, from the bytes of its larger buffer. Several
-        ``pieces`` that are issued as one run in parallel, on ``CHANNELS`` channels."""
+        """Return the time of a collective that runs alone, from the bytes of its larger buffer.
+        Several ``pieces`` of one group call run in parallel, on ``CHANNELS`` channels."""
         took = seconds_of(self.machine, kind, nbytes, ranks, stride)
         took += (pieces - 1) // CHANNELS * seconds_of(self.machine, kind, 1, ranks, stride)
         if alignment < ALIGNMENT_NBYTES:
@@ -86,5 +86,5 @@ class Costs:
 
 
 def sustained(machine: Hardware) -> Hardware:
-    """Scale a machine's rates to those that a real step reaches."""
+    """Scale a machine's peak rates to those that a real step reaches."""
     return machine.scaled(compute=SHARE_OF_PRODUCTS, memory=SHARE_OF_MEMORY, links=SHARE_OF_LINKS)

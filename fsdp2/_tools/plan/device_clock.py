@@ -1,19 +1,19 @@
-"""Simulated time on a device: its streams, their events, and the host that issues and waits. For
-costs see ``costs``.
+"""Simulated time on a device: its streams and events, and the host that issues work and waits. See
+``costs`` for the durations.
 
 [Note: how time passes]
 A stream runs its items in order. An item starts when the previous one has ended, the host has
 issued it, and the events that its stream waits for have occurred. In addition:
 
 - A process group is one communicator: its collectives start in the order of issue, regardless of
-  their streams, and each when the previous one has ended.
-- A link carries one collective at a time: transfers of two groups take the same total time
-  sequentially as in parallel.
-- A collective in a stream without priority starts when a kernel ends: until then the kernel's
-  blocks occupy the device. One in a stream of high priority starts immediately.
+  their streams, each after the previous one has ended.
+- A link carries one collective at a time. (In parallel, the transfers of two groups would take the
+  same total time.)
+- A collective in a stream without priority starts when the running kernel ends, because the
+  kernel's blocks occupy the device. In a high-priority stream it starts immediately.
 
-The host issues asynchronously, so nothing is simulated until it waits or the step ends. Then items
-start in the order of time. A wait of the host moves its clock to the event.
+The host issues work asynchronously, so nothing is simulated until the host waits or the step ends.
+Then items start in order of time, and a wait advances the host's clock to the event.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Ran:
-    """An item of a stream: takes time, records an event, or waits for one. ``number`` counts issued
-    items; ``group`` is -1 unless it is a collective. ``mark`` is the event, or -1. ``start`` and
-    ``end`` are set when it has run."""
+    """An item of a stream, which takes time, records an event, or waits for one. ``number`` is its
+    place in the order of issue. ``group`` is -1 unless it is a collective. ``mark``: event, or -1.
+    ``start`` and ``end`` are set when the item runs."""
 
     stream: int
     issued: float
@@ -71,10 +71,10 @@ class DeviceClock:
         self._queues: dict[int, deque[Ran]] = {}
         self._free_at: dict[int, float] = {}  # keyed by stream
         self._moments: dict[int, float] = {}  # keyed by mark
-        self._in_order: dict[int, deque[int]] = {}  # each group's collectives that have not started
+        self._in_order: dict[int, deque[int]] = {}  # by group: collectives that have not started
         self._group_free_at: dict[int, float] = {}
         self._link_free_at: dict[float, float] = {}
-        self._kernels: dict[int, Ran] = {}  # the last kernel that each stream started
+        self._kernels: dict[int, Ran] = {}  # by stream: the most recently started kernel
 
     def work(self, seconds: float) -> None:
         self.host += seconds
@@ -114,7 +114,7 @@ class DeviceClock:
         self._wait_until(max((self._free_at.get(one, 0.0) for one in streams), default=0.0))
 
     def finish(self) -> float:
-        """Simulate everything; return the time at which both device and host have finished."""
+        """Simulate all items. Return the time at which both device and host have finished."""
         while self._start_next():
             pass
         assert not any(self._queues.values()), "a stream waits for an event that is never recorded"
@@ -136,14 +136,14 @@ class DeviceClock:
         return item.number
 
     def _start_next(self) -> bool:
-        """Start the item that can start first; False if none can."""
+        """Start the item with the earliest possible start. Return False if no item can start."""
         self._settle_events()
         best: Ran | None = None
         first = (math.inf, False, 0)
         for queue in self._queues.values():
             if queue and not queue[0].waits:
                 item = queue[0]
-                # a collective that waited for a kernel to end comes before the next kernel
+                # a collective that waited for the end of a kernel starts before the next kernel
                 order = (self._start_of(item), item.group < 0, item.number)
                 if order < first:
                     best, first = item, order
@@ -162,7 +162,7 @@ class DeviceClock:
         return True
 
     def _settle_events(self) -> None:
-        """Resolve events at the heads of the queues, which takes no time."""
+        """Resolve the events and waits at the heads of the queues; they take no time."""
         goes_on = True
         while goes_on:
             goes_on = False

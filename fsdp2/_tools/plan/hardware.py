@@ -1,5 +1,5 @@
-"""Machines for time lines of plans: their description, the known ones with sources
-(``hardware.json``), and the measurement of one."""
+"""Machines for the time lines of plans: ``Hardware`` describes one, ``hardware.json`` lists known
+ones with their sources, and ``measure`` measures the current one."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ __all__ = ["HARDWARE", "Hardware", "hardware_for", "measure"]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FILE = "a file written by the doctor, or Hardware.to_values() as JSON"
 PRODUCT = 1024
-"""Rows and columns of the multiplied matrices."""
+"""Number of rows and columns of the matrices that ``measure`` multiplies."""
 COPIED, GATHERED = 1 << 26, (1 << 10, 1 << 24)
-"""Bytes that are copied, and the two sizes that each rank gathers."""
+"""Bytes that ``measure`` copies, and the two sizes in bytes that each rank sends to all-gathers."""
 REPEATS = 5
 _LEAST = sys.float_info.min
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak capabilities of one rank. A real step reaches a part of them; see ``scaled``.
+    """Peak capabilities of one rank. A real step reaches a fraction of them; see ``scaled``.
 
     Args:
         name: shown on pages.
-        flops: floating-point operations per second in products of matrices, by the dtype of the
-            operands. ``torch.float32`` is required, and is the default for missing dtypes.
-        memory_bandwidth: bytes per second that are read and written.
+        flops: floating-point operations per second in matrix products, keyed by the dtype of the
+            operands. ``torch.float32`` is required; its rate is the default for missing dtypes.
+        memory_bandwidth: bytes read and written per second.
         near: bytes per second that one rank sends, and simultaneously receives, inside a node.
         far: bytes per second of one rank's share of the links between nodes: its own port, or an
-            eighth of one that eight ranks share.
-        ranks_per_node: ranks that share a node.
-        latency: seconds of one hop. A collective over N ranks takes as many hops as N has binary
-            digits.
+            eighth of a port that eight ranks share.
+        ranks_per_node: the number of ranks on a node.
+        latency: seconds of one hop. A collective over N ranks takes ``ceil(log2(N))`` hops, an
+            all-reduce twice as many.
         memory_nbytes: bytes of one device, as reported by ``torch.cuda.mem_get_info``, which is
             less than a data sheet states. None if unknown.
-        device_type: a device type of ``torch.device``. The engine sends large parameters as it does
-            on such a device.
+        device_type: a device type of ``torch.device``. The plan sends large parameters as the
+            engine does on such a device.
         source: the source of the figures.
-        compute_share: the fraction of the machine's peak that ``flops`` are, after ``scaled``. MFU
-            is relative to the peak.
+        compute_share: ``flops`` as a fraction of the machine's peak, after ``scaled``. MFU is
+            relative to the peak.
 
     Raises:
         ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` without
@@ -109,7 +109,7 @@ class Hardware:
         memory: float = 1.0,
         links: float = 1.0,
     ) -> Hardware:
-        """Return a copy with scaled figures: the fractions of the peaks that your own kernels
+        """Return a copy with scaled rates, such as the fractions of the peaks that your kernels
         reach.
 
         Args:
@@ -141,7 +141,7 @@ class Hardware:
         """Return the machine from the values of ``to_values``.
 
         Raises:
-            ConfigError: other names; an invalid figure.
+            ConfigError: an unknown or missing name; an invalid figure.
         """
         who = "Hardware.from_values"
         given = dict(check_mapping(who, "values", values))
@@ -163,16 +163,16 @@ def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
 def seconds_of_kernel(
     machine: Hardware, nbytes: float, operations: float, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the larger of compute time and memory time of a kernel, and the compute time."""
+    """Return a kernel's time (the larger of its compute and memory times), and its compute time."""
     computing = operations / flops_of(machine, dtype)
     return max(nbytes / machine.memory_bandwidth, computing), computing
 
 
 def bandwidth_of(machine: Hardware, ranks: int, stride: int) -> float:
-    """Return a rank's send bandwidth in rings of ranks with distance ``stride``. If a ring spans
-    nodes, each rank of a node is the gateway of one ring, and the rings divide the bytes: a group
-    with all 8 ranks of a node has 8 ports, and one with a rank of each node (replicas) has one.
-    NCCL does this: 46 to 48 GB/s for a port of 400 Gb/s (NVIDIA/nccl-tests#290)."""
+    """Return a rank's send bandwidth in rings of ranks with distance ``stride``. If a group spans
+    nodes, NCCL divides the bytes among several rings, and each rank of a node is the gateway of one
+    ring: a group with all 8 ranks of a node uses 8 ports, a group with one rank per node (replicas)
+    uses one. A port of 400 Gb/s reaches 46 to 48 GB/s (NVIDIA/nccl-tests#290)."""
     if ranks * stride <= machine.ranks_per_node:
         return machine.near
     together = max(1, machine.ranks_per_node // stride)
@@ -200,20 +200,20 @@ _FILE = Path(__file__).with_name("hardware.json")
 HARDWARE = {
     one["name"]: Hardware.from_values(one) for one in json.loads(_FILE.read_text(encoding="utf-8"))
 }
-"""Machines that ``plan`` knows by name. The usual machine of each device comes first. A latency of
-3e-6 is that of public NCCL tests for small messages, between 2 and 10 us. Memory is as torch
-reports it. For an A100 or H100 of "80 GB" it is 79.1 to 79.6 GiB, by board and driver; messages of
-CUDA's allocator have the minimum ("a total capacity of 79.11 GiB")."""
+"""Machines that ``plan`` accepts by name. The usual machine of each device comes first. The latency
+of 3e-6 is from public NCCL tests of small messages, which took 2 to 10 us. Memory is as torch
+reports it: for an A100 or H100 of "80 GB" 79.1 to 79.6 GiB, depending on board and driver. The
+minimum is from messages of the CUDA allocator ("a total capacity of 79.11 GiB")."""
 
 
 def hardware_for(found: object) -> Hardware | None:
-    """Return the machine for a name, a description, or a file of the doctor."""
+    """Return the machine for a name, a ``Hardware``, or a file written by the doctor."""
     if found is None or isinstance(found, Hardware):
         return found
     if isinstance(found, os.PathLike) or (isinstance(found, str) and found.endswith(".json")):
         return _read(check_path("plan", "hardware", found))
     if not isinstance(found, str):
-        expected = "a name, a file of the doctor, a fsdp2.plans.Hardware or None"
+        expected = "a name, a file written by the doctor, a fsdp2.plans.Hardware or None"
         raise wrong_type("plan", "hardware", expected, found)
     # the usual machine of each device comes first, so "a100" is the one with NVLink
     meant = [name for name in HARDWARE if name.startswith(f"{found.lower()}-")]
@@ -225,7 +225,7 @@ def hardware_for(found: object) -> Hardware | None:
 
 
 def _read(path: str) -> Hardware:
-    """Read a machine from a file of ``python -m fsdp2 doctor --json``, or of ``to_values``."""
+    """Read a machine from a file of ``python -m fsdp2 doctor --json``, or with ``to_values``."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -239,14 +239,14 @@ def _read(path: str) -> Hardware:
 
 
 def measure(name: str = "measured") -> Hardware:
-    """Measure this machine: products of matrices, copies, and all-gathers over all ranks.
+    """Measure this machine: matrix products, copies, and all-gathers over all ranks.
 
-    With a process group of several ranks, call it on every rank; all get the same result, which the
-    slowest product, copy and link determine. Without one the links are infinitely fast. Takes about
-    a second.
+    With a process group of several ranks, call this on every rank. All ranks return the same
+    result: the rates of the slowest product, copy and link. Without one, links have infinite
+    bandwidth. Takes about a second.
 
     Returns:
-        A ``Hardware`` whose ``far`` is its ``near``: one link was measured, over all ranks.
+        A ``Hardware`` with equal ``near`` and ``far``: one link is measured, over all ranks.
     """
     device = torch.device(default_device_type())
     rates = [_product_rate(dtype, device) for dtype in (FP32, BF16, FP16)]
@@ -284,12 +284,12 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
-    """Return the latency of a hop and the bandwidth, from two sizes, on the slowest rank."""
+    """Return the latency of a hop and the bandwidth, computed from the slowest rank's two times."""
     took = []
     for nbytes in GATHERED:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         received = [torch.empty_like(sent) for _ in range(ranks)]
-        took.append(_seconds(lambda: dist.all_gather(received, sent), device))  # noqa: B023  # at once
+        took.append(_seconds(lambda: dist.all_gather(received, sent), device))  # noqa: B023  # run now
     found = torch.tensor(took, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     small, large = found.tolist()
@@ -300,7 +300,7 @@ def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the minimum time of a few runs, after one that is not counted."""
+    """Return the minimum time of a few runs, after one warm-up run."""
     times = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Imagined ranks, a wire that carries nothing, and a copy of a model with fake tensors; the engine
+"""Simulated ranks, a wire that sends nothing, and a copy of a model with fake tensors. The engine
 uses them like real ones."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fsdp2._tools.plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWa
 
 
 class Nowhere(Wire):
-    """A wire that carries nothing, and tags memory by purpose. With a clock, a collective takes the
-    time of a described machine. Without one (for CPU ranks) it takes the memory that gloo would."""
+    """A wire that sends nothing, and tags buffers by purpose. With a clock, a collective takes the
+    time of the described machine. Without one (CPU ranks), it allocates the buffers of gloo."""
 
     def __init__(
         self, group: ParamGroup, watch: MemoryWatch, clock: AnyClock | None, is_away: bool
@@ -37,7 +37,7 @@ class Nowhere(Wire):
         self._copies_on = clock if is_away and isinstance(clock, LaneClock) else None
         self.take_over(group.wire)
         self.keeps_landing = not isinstance(clock, LaneClock)
-        self._pieces: list[int] | None = None  # sizes of collectives that are issued as one
+        self._pieces: list[int] | None = None  # sizes of the collectives in one group call
         self._group = group
         self._watch = watch
         self._clock = clock
@@ -55,7 +55,7 @@ class Nowhere(Wire):
         if self._clock is None:
             assert axis.pg is not None
             if sent.nbytes >= gloo_p2p.LARGE_NBYTES and gloo_p2p.is_small(axis.pg):
-                return None  # sent directly
+                return None  # sent peer to peer, without a buffer
             return self._holding(torch.empty_like(output))  # the buffer that gloo gathers into
         self._copy(sent)
         return self._send("all_gather", output.nbytes, axis, SHARD)
@@ -93,7 +93,7 @@ class Nowhere(Wire):
         return self._send("reduce_scatter", sent.nbytes, axis, SHARD, axis.size)
 
     def _copy(self, shard: Tensor) -> None:
-        """Advance the clock by the time of a copy between a device and the host with its shards."""
+        """Advance the clock by the time of copying shards between the host and the device."""
         if self._copies_on is not None:
             self._copies_on.copy(shard.nbytes)
 
@@ -129,7 +129,7 @@ class Nowhere(Wire):
 
     @contextlib.contextmanager
     def _joined(self, kind: str, axis: MeshAxis) -> Iterator[None]:
-        """Merge the collectives inside into one, if a device's backend does so."""
+        """Merge the collectives in this context into one on a device, as NCCL does."""
         self._pieces = [] if isinstance(self._clock, LaneClock) else None
         yield
         pieces, self._pieces = self._pieces, None
@@ -154,7 +154,7 @@ class Nowhere(Wire):
 
 
 class _Holding:
-    """A collective's work object that keeps its receive buffer alive until it is waited for."""
+    """The work object of a collective, which keeps the receive buffer alive until ``wait``."""
 
     def __init__(self, received: Tensor) -> None:
         self._received: Tensor | None = received
@@ -172,14 +172,14 @@ def stride_of(data: DataMesh, role: str) -> int:
         return data.layers.shard.size
     if role not in data.roles:
         return 1
-    with torch_modes.hidden_from_modes():  # tensors of rank numbers must be real
+    with torch_modes.hidden_from_modes():  # rank numbers need real tensors
         grid = data.mesh.mesh.movedim(data.roles.index(role), -1)
         line = grid.reshape(-1, grid.shape[-1])[0, :2].tolist()
     return int(line[-1] - line[0]) if len(line) > 1 else 1
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Copy a model under a fake mode, with imagined process groups for its units. Raise
+    """Copy a model in a fake mode, with simulated process groups for its units. Raise
     UnsupportedError if a unit is on a device, or a DTensor belongs to no unit."""
     memo: dict[int, Any] = {}
     for group in groups_of(model):
@@ -202,7 +202,7 @@ def without_memory(model: nn.Module) -> nn.Module:
                 "FS907",
                 f"plan: {name} is a DTensor that belongs to no unit. Apply fully_shard to the "
                 "model after parallelize_module, on the data-parallel dims of the mesh, and plan "
-                "that.",
+                "the sharded model.",
             )
         memo[id(other)] = nn.Parameter(_like(other), requires_grad=other.requires_grad)
     for buffer in model.buffers():
@@ -211,7 +211,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def groups_of(model: nn.Module) -> list[ParamGroup]:
-    """Return the groups of all units in a model, outermost first; empty if it is not sharded."""
+    """Return the groups of all units in a model, outermost first; empty for an unsharded model."""
     return [group for unit in units_below(model) for group in unit.own_groups]
 
 

@@ -1,5 +1,5 @@
-"""Imagined lanes of a device: they replace the engine's streams, and take time on the clock of a
-device. Tensors are fake. Operations are recorded, and simulated once all are known."""
+"""Simulated lanes of a device, which replace the engine's streams and take time on a device clock.
+Tensors are fake. Operations are recorded, and simulated when the host waits or the step ends."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ KERNELS = 0
 """The number of the compute stream."""
 LANES = {"gather": 1, "reduce": 2, "all_reduce": 3}
 OUT, BACK = 4, 5
-"""The numbers of the streams of copies to the host, and from it."""
+"""The numbers of the streams for copies to the host and back."""
 LEAST_WAIT = 1e-9
-"""Seconds; shorter waits are floating-point errors."""
+"""Seconds; shorter waits are rounding errors."""
 MIN_NBYTES = 1 << 18
 """Minimum bytes of an offloaded tensor, as in ``offload_activations``."""
 
 
 class LaneClock(DeviceClock):
-    """A device's time, with the interface of ``clock.Clock``. ``stream`` is the current stream."""
+    """A ``DeviceClock`` with the interface of ``clock.Clock``. ``stream`` is the current stream."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.stream = KERNELS
         self.counts_products = True
         self._costs = Costs(hardware)
-        self._groups: dict[tuple[Any, ...], int] = {}  # a number for each communicator
+        self._groups: dict[tuple[Any, ...], int] = {}  # numbers of communicators
         has_priority = capabilities(torch.device(hardware.device_type)).lane_priority < 0
         urgent = (LANES["gather"], LANES["reduce"]) if has_priority else ()
         super().__init__(lambda stream: stream in urgent)
@@ -84,7 +84,7 @@ class LaneClock(DeviceClock):
         issue: Callable[[], object],
         after: int | None = None,
     ) -> int:
-        """Issue work in a lane, after compute or after a mark; return a mark at its end."""
+        """Issue work in a lane, after compute or after a mark. Return a mark at the work's end."""
         self.hold_back(lane, self.mark(KERNELS) if after is None else after)
         with self.on(lane):
             issue()
@@ -98,7 +98,7 @@ class LaneClock(DeviceClock):
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of the step; compute spans are merged by label, with the waits between them."""
+        """The spans of the step: compute merged by label, its waits, and collectives."""
         return [*_joined(self.ran), *(_span_of(ran) for ran in self.ran if ran.group >= 0)]
 
 
@@ -158,7 +158,7 @@ class LaneFlight(InFlight):
 
 
 class ImaginedLanes(Streams):
-    """The lanes of a device, as in ``DeviceStreams``; see there for the rules."""
+    """Simulated lanes of a device, which follow the rules of ``DeviceStreams``."""
 
     async_op = False
 
@@ -201,14 +201,14 @@ class ImaginedLanes(Streams):
 
 
 class ImaginedMemory(HostMemory):
-    """Simulated pinned memory: it has only a size."""
+    """Simulated pinned memory, without storage."""
 
     def _allocate(self, nbytes: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ImaginedCopies(CopyLanes):
-    """Two lanes of a clock, whose events are the clock's marks."""
+    """Simulated lanes for copies, whose events are marks of the clock."""
 
     def __init__(self, clock: LaneClock) -> None:
         self._clock = clock
@@ -242,7 +242,7 @@ class ImaginedCopies(CopyLanes):
         return self.move(BACK, target.numel())
 
     def move(self, lane: int, nbytes: int, after: int | None = None) -> int:
-        """Copy bytes after compute or after a mark; return a mark at the end."""
+        """Copy bytes after compute or after a mark. Return a mark at the end of the copy."""
         return self._clock.run_in(lane, functools.partial(self._clock.copy, nbytes), after)
 
 

@@ -1,5 +1,5 @@
 """``plan``: predicts a model's units, the data that each rank holds and sends, and the memory of a
-step. The real engine runs, on imagined ranks and fake tensors."""
+step. The real engine runs on simulated ranks and fake tensors."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ from fsdp2._tools.plan.values import StepPlan
 class Plan(Prediction):
     """The result of ``plan``. ``print`` shows it as a table.
 
-    ``mesh`` is the shape, ``ranks`` the number of ranks, ``rank`` the rank that is described.
+    ``mesh`` is the mesh shape, ``ranks`` the number of ranks, and ``rank`` the described rank.
     ``groups`` has a ``GroupPlan`` for each group. ``step`` is a ``StepPlan``, or None without a
     batch. A plan keeps a copy of the model without memory, to predict the effect of other settings.
-    Everything is computed on the calling rank: nothing is communicated.
+    All methods run on the calling rank only, without communication.
     """
 
     def suggest(self, budget: str | int | None = None) -> list[Suggestion]:
         """Find settings with which a step fits into the memory of a rank.
 
         Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
-        around each unit, and a loss in chunks are tried, separately and together. On the hardware
-        of a device, activations on the host are tried next, then the optimizer's states as well.
-        CPU offload is last, unless the model is already sharded. For the best setting, the largest
-        batch that fits is determined. Each trial is a plan, so the search takes as long as several
-        plans. Settings with the same result as another one are left out. With several
-        micro-batches, values of ``shard`` are tried too, if no keyword of the plan controls when
-        parameters are unsharded.
+        around each unit, and a chunked loss are tried, separately and together. If the hardware is
+        a device, offloading of activations is tried next, and then of the optimizer's states too.
+        CPU offload is tried last, unless the model is already sharded. For the best setting, the
+        largest batch that fits is determined. Each trial is a plan, so the search takes the time of
+        several plans. Settings with the same result as an earlier one are omitted. With several
+        micro-batches, values of ``shard`` are also tried, unless a keyword of the plan controls
+        when parameters are unsharded.
 
         Args:
-            budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
+            budget: bytes per rank, as an int or as text, such as ``"70GB"`` or ``"64GiB"``. None:
+                the hardware's memory.
 
         Returns:
-            The settings that were tried. Those that fit come first: the fastest per row of the
-            batch first, or without hardware the smallest peak first. The others follow, the
-            smallest peak first.
+            The settings that were tried. Those that fit come first, sorted by time per row of the
+            batch, or without hardware by peak memory. The others follow, sorted by peak memory.
 
         Raises:
             ConfigError: the plan has no batch; no budget, and no hardware with a known memory size;
@@ -72,12 +72,11 @@ class Plan(Prediction):
         return search_of(self, budget).run()
 
     def verdict(self, budget: str | int | None = None) -> Verdict:
-        """Return whether a step fits. If it does not, find a setting that does, as ``suggest``
-        would.
+        """Return whether a step fits. If not, find a setting that fits, as ``suggest`` does.
 
         Args:
-            budget: as for ``suggest``. If it is None, and the memory of the hardware is unknown,
-                the verdict does not state whether a step fits.
+            budget: as for ``suggest``. If it is None and the hardware's memory is unknown, ``fits``
+                of the verdict is None.
 
         Raises:
             ConfigError: the plan has no batch; an invalid budget.
@@ -87,20 +86,21 @@ class Plan(Prediction):
             return found
         way_out = search_of(self, budget).first()
         if way_out is None:
-            return replace(found, way_out="nothing that was tried fits: more ranks are needed")
+            return replace(found, way_out="no setting tried fits: more ranks are needed")
         peak, _ = of_each(way_out.peak_nbytes, found.capacity_nbytes or 0)
         return replace(found, way_out=f"{way_out.name} fits ({peak})")
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
-        """Return problems of these settings, each with its figure and an improvement.
+        """Return problems of these settings, each with a figure and an improvement.
 
-        The predicted gains were planned too, so this takes as long as several plans.
+        The gains are predicted with more plans, so this takes the time of several plans.
 
         Args:
-            budget: as for ``suggest``. None, and hardware with unknown memory: no limit.
+            budget: as for ``suggest``. If it is None and the hardware's memory is unknown, there is
+                no limit.
 
         Returns:
-            The advice, the most urgent first; empty if there is none.
+            The advice, most urgent first; empty if there is none.
 
         Raises:
             ConfigError: an invalid budget.
@@ -108,14 +108,14 @@ class Plan(Prediction):
         return tuple(advise(self, budget_of(self, "advice", budget)))
 
     def page(self, budget: str | int | None = None) -> Page:
-        """Return the contents of ``html`` as plain values, for programs that draw them differently.
+        """Return the contents of ``html`` as plain values, for programs with their own rendering.
 
         Raises:
             ConfigError: an invalid budget.
         """
         steps: dict[str, StepPlan] = {}
         if self.step is not None:
-            own = "as it is set" if self.setup.memory is None else str(self.setup.memory)
+            own = "current setting" if self.setup.memory is None else str(self.setup.memory)
             others = {name: self.changed(memory=name) for name in MEMORY if name != own}
             steps = {own: self.step, **{name: one.step_for("page") for name, one in others.items()}}
         limit = budget_of(self, "page", budget)
@@ -125,16 +125,16 @@ class Plan(Prediction):
     def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
         """Write an HTML page: units, memory over a step by setting, time line, advice.
 
-        It is one file that needs no server and no network, and is written completely or not at all.
-        Call it on one rank only: ranks that write to the same path replace each other's page.
+        The page is one file, which needs neither a server nor a network, and is written atomically.
+        Call this on one rank only, because ranks that use the same path replace each other's page.
 
         Args:
-            path: the file, which is replaced if it exists.
+            path: the file; an existing one is replaced.
             budget: as for ``advice``.
 
         Raises:
             ConfigError: an invalid path or budget.
-            OSError: the file cannot be written; an existing file is then unchanged.
+            OSError: the file cannot be written. An existing file remains unchanged.
         """
         write_page(check_path("Plan.html", "path", path), self.page(budget))
 
@@ -178,13 +178,13 @@ def plan(
     micro_batches: int = 1,
     **fully_shard_kwargs: Any,
 ) -> Plan:
-    """Predict how a model shards over ranks, without ranks, a process group, or memory.
+    """Predict how a model shards over ranks, without other ranks, a process group, or memory.
 
-    The real engine runs on tensors that have shapes and no values. Its ranks are numbers without
-    processes. It gathers, reduces, keeps and frees there exactly as it would in a real step.
+    The real engine runs on fake tensors, which have shapes but no values, and on simulated ranks,
+    which have no processes. It gathers, reduces, keeps and frees exactly as in a real step.
 
     Args:
-        model: the model before ``fully_shard``, on any device, including ``meta``. Or a sharded
+        model: the model before ``fully_shard``, on any device, including ``meta``; or a sharded
             model on a CPU, which keeps its units, mesh and settings. The model is not changed.
         mesh: number of ranks to shard over, or ``(replicate, shard)``. Up to 2**20 ranks.
         policy: the units below the root, in the form that ``fsdp2.wrap.shard_model`` accepts. None:
@@ -192,28 +192,28 @@ def plan(
         batch: the inputs of one rank's forward: a tensor, a tuple of arguments, or a dict of
             keywords. Only the shapes and dtypes of tensors matter. None: no step is predicted.
         loss: a function that computes a scalar from the output. None: the ``loss`` of the output,
-            or the mean of all its tensors.
+            or the sum of the means of its tensors.
         optimizer: a class or function that creates an optimizer from parameters, such as
-            ``torch.optim.AdamW``. Its state counts from its first step on. Its step, on the shards
-            of one rank, is part of the planned step.
+            ``torch.optim.AdamW``. The plan includes its state after the first step, and its step on
+            the shards of one rank.
         memory: the argument of ``set_memory``.
         hardware: the name of a machine in ``fsdp2.plan.hardware``, a ``fsdp2.plans.Hardware``, or
             the path of a JSON file that ``python -m fsdp2 doctor --json`` wrote on such a machine.
-            The plan has times only if it is given.
+            None: the plan has no times.
         activation_checkpointing: recompute activations of the units below the root in backward, as
-            ``torch.utils.checkpoint`` around each of them does.
-        loss_chunks: count logits (tensors with a number for each word of an embedding's vocabulary)
-            as if head and loss ran sequentially on this many parts of the tokens.
-        offload_activations: keep on the host the tensors that the units below the root save, except
-            those of the last unit, as ``fsdp2.offload_activations`` does. Only on the hardware of a
-            device.
+            with ``torch.utils.checkpoint`` around each of them.
+        loss_chunks: count logits (tensors whose last dim is the vocabulary size of an embedding) as
+            if head and loss ran on this many chunks of the tokens, one after another.
+        offload_activations: offload the tensors that units below the root save for backward, except
+            those of the last unit, as ``fsdp2.offload_activations`` does. Has an effect only if
+            ``hardware`` is a device.
         offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
-            does. Only on the hardware of a device.
-        rank: the rank whose shards and memory the plan describes. None: the first rank, which has
-            the most; for a sharded model, this rank.
-        micro_batches: backwards of a step, each of ``batch``; all but the last are without gradient
-            sync.
-        fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
+            does. Has an effect only if ``hardware`` is a device.
+        rank: the rank whose shards and memory the plan describes. None: the first rank, which
+            stores the most; for a sharded model, this rank.
+        micro_batches: the number of backwards in a step, each with ``batch``. Only the last one
+            synchronizes gradients.
+        fully_shard_kwargs: other keywords of ``fully_shard``, such as ``mp_policy``,
             ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
     Returns:
@@ -224,8 +224,8 @@ def plan(
         UnsupportedError: a parameter is tensor-parallel and belongs to no unit; a sharded model
             computes on a device.
 
-    Memory includes tensors only. It excludes the rounding of allocators, the needs of libraries,
-    and memory held back by a device's streams. The ranks are on a CPU mesh.
+    Memory includes tensors only. It excludes allocator rounding, library workspaces, and memory
+    that the allocator cannot reuse yet because of streams. The simulated mesh is a CPU mesh.
     """
     check_module("plan", "model", model)
     given = {"mesh": mesh, "policy": policy, **fully_shard_kwargs}
@@ -255,5 +255,5 @@ def plan(
     return Plan.of(Template(model), setup, "the requested step")
 
 
-plan.measure = machines.measure  # type: ignore[attr-defined]  # a function of a function
-plan.hardware = machines.HARDWARE  # type: ignore[attr-defined]  # machines known by name
+plan.measure = machines.measure  # type: ignore[attr-defined]  # an attribute of a function
+plan.hardware = machines.HARDWARE  # type: ignore[attr-defined]  # an attribute of a function

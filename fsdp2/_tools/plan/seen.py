@@ -1,4 +1,4 @@
-"""Observations during a step: events, memory at each event, and the unit that computes."""
+"""Records the events of a step, the memory at each event, and the unit that is computing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdp2._tools.plan.watch import GRADIENTS, MemoryWatch
 
 @dataclass(frozen=True)
 class Over:
-    """Numbers of ranks in an event's collective and in the one that immediately follows it."""
+    """Numbers of ranks in an event's collective, and in the collective that directly follows it."""
 
     ranks: int = 0
     then: int = 0
@@ -41,7 +41,7 @@ class Over:
 
 
 def with_stamps(event: events.Event, over: Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
-    """Return an event with the sizes on real ranks, which also send stamps."""
+    """Return an event with its bytes on real ranks, which also send agreement stamps."""
     group = sizes.get(event.fqn)
     if group is None or not event.nbytes:
         return event
@@ -84,8 +84,8 @@ class Seen:
         self._groups = [group for unit in self._units for group in unit.own_groups]
         self._watch, self._clock = watch, clock
         self._observed: set[Runtime] = set()
-        self._running: list[str] = []  # names of running units, the innermost last
-        self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
+        self._running: list[str] = []  # names of running units, innermost last
+        self._points: list[tuple[MemoryPoint, float]] = []  # each with a mark of the clock
         self.events: list[tuple[events.Event, Over]] = []
 
     def begin(self) -> int:
@@ -120,14 +120,14 @@ class Seen:
         return max(point.peak_nbytes for point, _ in self._points)
 
     def points(self) -> Iterator[MemoryPoint]:
-        """Yield the records with their times, after the clock is finished."""
+        """Yield the records with their times. Call this after ``finish`` of the clock."""
         for point, mark in self._points:
             time = 0.0 if self._clock is None else self._clock.time_of(mark)  # type: ignore[arg-type]
             yield replace(point, time=time)
 
     @contextlib.contextmanager
     def following_units(self) -> Iterator[None]:
-        """Track the unit that computes: the innermost one whose forward or backward is running."""
+        """Track the unit that is computing: the innermost one in its forward or backward."""
         handles = []
         for unit in self._units:
             for module in unit.modules:
@@ -151,7 +151,7 @@ class Seen:
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Track when a backward enters and leaves units."""
+        """Track the units that a backward enters and leaves."""
         if kind not in ("arrive", "depart"):
             return call(*args, **kwargs)
         visit: Visit = args[0]

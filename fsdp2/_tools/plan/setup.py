@@ -1,4 +1,4 @@
-"""The checked arguments of a plan, and the template of its model, which every run copies."""
+"""The checked arguments of a plan, and the template from which each run copies the model."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from fsdp2.wrap import shard_model
 
 MAX_RANKS = 1 << 20
 MOST_READY = 2
-"""Number of cached sharded copies: that of the original plan, and the most recent other one."""
+"""Number of cached sharded copies, usually the original plan's and the most recent other one."""
 OF_A_STEP = frozenset({"batch", "loss_chunks", "activation_checkpointing"})
 """Arguments that may change for an existing sharded copy; all others need a new copy. For
-``memory`` see ``Template``. A step of several micro-batches, or with offloaded activations, starts
-from the state that earlier steps left."""
+``memory`` see ``Setup.of_a_step``. Steps with several micro-batches or offloaded activations need a
+new copy too, because they depend on the state that earlier steps left."""
 
 Found = tuple[tuple[GroupPlan, ...], StepPlan | None]
 """The result of a run: groups and a step."""
 Listener = Callable[[str], None]
-"""A progress report: a plan of a large model takes seconds."""
+"""Receives progress reports, because planning a large model takes seconds."""
 _listeners: list[Listener] = []
 
 
 def tell(what: str) -> None:
-    """Report the beginning of a run with a short text, or its end with an empty one."""
+    """Report the start of a run with a short text, or its end with an empty text."""
     for listener in tuple(_listeners):
         listener(what)
 
@@ -65,8 +65,8 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class Template:
-    """A model without memory, and sharded copies of it that have run steps. The engine of such a
-    copy is in its steady state, so that another batch, for example, needs one step only."""
+    """A model without memory, and sharded copies of it that have run steps. The engine of a copy is
+    in its steady state, so planning another batch, for example, takes only one step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._mode = torch_dtensor.without_memory()
@@ -78,12 +78,12 @@ class Template:
             self.model = without_memory(model)
 
     def run(self, setup: Setup, what: str) -> Found:
-        """Return the result of a setup, cached: advice, pages and suggestions share results."""
+        """Return the result of a setup. It is cached for advice, pages and suggestions."""
         key = setup.key()
         if key not in self._known:
             tell(what)
             try:
-                # the setup keeps the objects alive whose ids are in the key
+                # keep the setup, and thereby the objects whose ids are in the key
                 self._known[key] = (setup, self._run(setup))
             finally:
                 tell("")
@@ -94,7 +94,7 @@ class Template:
         own = setup.of_a_step
         key = setup.key(own)
         with self._mode, torch_dtensor.without_traces_in_the_log():
-            run = self._ready.pop(key, None) or self._start(setup)  # a run that fails is dropped
+            run = self._ready.pop(key, None) or self._start(setup)  # not cached again if it fails
             run.choose(setup.memory, setup.activation_checkpointing, setup.loss_chunks)
             step = None
             if setup.batch is not None:
@@ -109,7 +109,7 @@ class Template:
             return tuple(describe(group) for group in run.groups), step
 
     def _start(self, setup: Setup) -> StepRun:
-        """Shard a new copy as a setup specifies, unless the model is sharded."""
+        """Copy the model. Shard the copy as the setup specifies, unless it is sharded already."""
         names = ("replicate", "shard")[-len(setup.mesh) :]
         mesh = torch_dtensor.imagined_mesh(setup.mesh, names, setup.rank)
         model = without_memory(self.model)
@@ -118,8 +118,8 @@ class Template:
             shard_model(model, policy, **{"mesh": mesh, **setup.fully_shard_kwargs})
         run = StepRun(model, setup.hardware)
         if setup.offload_activations:
-            run.keep_activations_away()  # replays save no tensors that could be offloaded
-        elif setup.micro_batches == 1:  # later micro-batches add to existing gradients
+            run.keep_activations_away()  # no replay, which would save no tensors to offload
+        elif setup.micro_batches == 1:  # several micro-batches add to existing gradients
             run.replay(self._traces)
         if setup.offload_states:
             run.keep_states_away()
@@ -146,14 +146,14 @@ class Setup:
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def key(self, without: Collection[str] = ()) -> tuple[Any, ...]:
-        """Return a key of this setup, which has the shapes and dtypes of tensors."""
+        """Return a key of this setup, with shapes and dtypes in place of tensors."""
         given = {**vars(self), **self.fully_shard_kwargs}
         names = sorted(given.keys() - {"fully_shard_kwargs", *without})
         return tuple((name, _identity(given[name])) for name in names)
 
     @property
     def of_a_step(self) -> frozenset[str]:
-        """Arguments that may change for an existing sharded copy; empty if it runs only once."""
+        """Arguments that may change for an existing sharded copy; empty if it cannot be reused."""
         if self.micro_batches > 1 or self.offload_activations:
             return frozenset()
         # the original settings of a sharded model cannot be restored
@@ -169,7 +169,7 @@ class Setup:
             raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, self.optimizer)
         ranks, rank = math.prod(self.mesh), self.rank
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
-            raise wrong_type("plan", "rank", f"one of {ranks} ranks, from 0 on", rank)
+            raise wrong_type("plan", "rank", f"one of {ranks} ranks, starting at 0", rank)
         if self.batch is not None:
             check_batch(self.batch)
 
@@ -194,7 +194,7 @@ P = TypeVar("P", bound="Prediction")
 
 @dataclass(frozen=True)
 class Prediction:
-    """The result of a setup, and the way to another setup of the same model."""
+    """The result of a setup. ``changed`` plans the same model with another setup."""
 
     mesh: tuple[int, ...]
     rank: int
@@ -205,7 +205,7 @@ class Prediction:
 
     @classmethod
     def of(cls: type[P], template: Template, setup: Setup, what: str) -> P:
-        """Run a setup. ``what`` describes in a few words what is planned."""
+        """Run a setup. ``what`` describes it in a few words, for progress reports."""
         setup.check()
         if setup.memory is None and not template.is_sharded:
             setup = replace(setup, memory="balanced")
@@ -217,7 +217,7 @@ class Prediction:
         return math.prod(self.mesh)
 
     def changed(self: P, **changes: Any) -> P:
-        """Plan the same model again with other arguments, named as those of ``plan``.
+        """Plan the same model again, with other values for arguments of ``plan``.
 
         Raises:
             ConfigError: as for ``plan``.
@@ -236,7 +236,7 @@ class Prediction:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The machine that the time line is computed for."""
+        """The machine for which times are predicted."""
         return self.setup.hardware
 
     @property
@@ -251,11 +251,11 @@ class Prediction:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is already sharded, so that its units cannot be chosen."""
+        """Whether the model was already sharded, so that its units cannot be changed."""
         return self.template.is_sharded
 
     def step_for(self, who: str) -> StepPlan:
-        """Return the step. Raise ConfigError, naming the method ``who``, if there is none."""
+        """Return the step, or raise ConfigError if there is none. ``who`` is the calling method."""
         if self.step is None:
             raise ConfigError(
                 "FS901",
@@ -277,7 +277,7 @@ def _code_of_optimizer(made: Any) -> str:
 
 
 def rows_of(batch: object) -> int | None:
-    """Return the size of the first dim that all tensors of a batch share."""
+    """Return the size of the first dim of a batch, or None if its tensors differ."""
     found = {one.shape[0] if one.dim() else 0 for one in tensors_in(batch)}
     return found.pop() or None if len(found) == 1 else None
 
@@ -293,7 +293,7 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "optimizer": _code_of_optimizer,
     "memory": lambda memory: f"model.set_memory({memory!r})",
 }
-"""Text for a change of an argument; empty if nothing changes."""
+"""Texts that describe changed arguments; empty if a value has no effect."""
 
 
 def check_mesh(mesh: object) -> tuple[int, ...]:
@@ -302,7 +302,7 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) not in (1, 2):
         hint = ""
         if isinstance(mesh, DeviceMesh):
-            hint = f"Pass mesh={tuple(mesh.shape)}: a plan needs no ranks."
+            hint = f"Pass mesh={tuple(mesh.shape)}: a plan needs no process group."
         raise wrong_type("plan", "mesh", "a number of ranks, or (replicate, shard)", mesh, hint)
     shape = tuple(check_count("plan", "mesh", size) for size in sizes)
     if not 0 < math.prod(shape) <= MAX_RANKS:
@@ -332,11 +332,11 @@ def refuse_torchs_own(model: nn.Module) -> None:
 
 
 def refuse_for_sharded(given: Mapping[str, object]) -> None:
-    """Raise ConfigError for arguments that a sharded model already has."""
+    """Raise ConfigError for arguments that are fixed in a sharded model."""
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ConfigError(
             "FS905",
             f"plan: found {', '.join(names)} with an already sharded model, whose units, mesh and "
-            "policies are fixed. Omit these, or pass the model before fully_shard.",
+            "policies are fixed. Omit these arguments, or pass the model before fully_shard.",
         )

@@ -1,4 +1,4 @@
-"""Well-known decoders, by name or by a Hugging Face ``config.json``: a model for plans only."""
+"""Models for plans only: well-known decoders, by name or by a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder, in elements. ``is_tied``: head and embedding share a weight. ``bias``: of
-    query, key and value. ``head_norm``: query and key are normalized per head."""
+    """Sizes of a decoder, in elements. ``is_tied``: head and embedding share a weight. ``bias``:
+    query, key and value have a bias. ``head_norm``: query and key are normalized per head."""
 
     width: int
     layers: int
@@ -52,12 +52,12 @@ SHAPES = {
     "qwen3-32b": Shape(5120, 64, 64, 8, 25600, 151936, 128, head_norm=True),
 }
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
-"""``model_type`` of configs whose decoders have this form."""
+"""Values of ``model_type`` in configs of decoders that ``Decoder`` can represent."""
 
 
 def shape_for(name: str) -> Shape | None:
-    """Return the shape for a name or a file; None if it is neither. Raise ValueError if a file
-    cannot be read, or contains another kind of model."""
+    """Return the shape for a known name or a config file; None for other names. Raise ValueError if
+    a file cannot be read, or describes another kind of model."""
     if name.lower() in SHAPES:
         return SHAPES[name.lower()]
     path = Path(name)
@@ -84,8 +84,8 @@ def _shape_of(path: str, values: Any) -> Shape:
     kv_heads = _size(path, values, "num_key_value_heads", heads)
     if heads % kv_heads or (not head and width % heads):
         raise _not_planned(
-            f"{path} has {heads} heads of {width} elements and {kv_heads} key-value heads, which "
-            "do not divide each other"
+            f"{path} has {heads} heads, {kv_heads} key-value heads and width {width}, which do not "
+            "divide evenly"
         )
     layers, hidden, vocabulary = (
         _size(path, values, key) for key in ("num_hidden_layers", "intermediate_size", "vocab_size")
@@ -108,12 +108,12 @@ def _size(
     if found is None and default is not None:
         return default
     if type(found) is not int or not 0 < found <= 1 << 32:
-        raise _not_planned(f"{path} has {key} {found!r}, but a number above 0 is needed")
+        raise _not_planned(f"{path} has {key} {found!r}, expected a number above 0")
     return found
 
 
 def _not_planned(what: str) -> ValueError:
-    return ValueError(f"{what}; write a function that creates the model: package.module:name")
+    return ValueError(f"{what}; pass a function that creates the model: package.module:name")
 
 
 class Attention(nn.Module):

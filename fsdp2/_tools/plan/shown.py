@@ -1,4 +1,4 @@
-"""A plan as a table that fits 100 columns, and as a page: its texts and selected contents."""
+"""Renders a plan as a table that fits 100 columns, and as the contents of a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp2._tools.plan.setup import Prediction
 from fsdp2._tools.plan.values import GroupPlan, StepPlan
 
 TIGHT_SHARE = 0.05
-"""Share of a device that the rounding of allocators and the needs of libraries may take."""
+"""Share of a device's memory that allocator rounding and libraries may need."""
 PLACES = {
     "unshard": "the gather of {}",
     "wait_for_unshard": "the gather of {}",
@@ -29,7 +29,7 @@ MOST_NAMES = 3
 UNIT_COLUMNS = ("parameters", "whole", "shard", "padding", "gathered", "reduced")
 MOODS = {True: "good", False: "bad", None: ""}
 LIMITS = (
-    "Memory counts tensors: an allocator's rounding and libraries' work space come on top.",
+    "Memory counts tensors only, without allocator rounding and library workspaces.",
     "Host time is zero, and kernels run at the machine's peak rates: see Hardware.scaled.",
 )
 
@@ -39,8 +39,8 @@ class Verdict:
     """Whether a step fits into the memory of a rank. ``print`` shows it as one line.
 
     ``peak_nbytes`` is the peak of a step's memory, ``capacity_nbytes`` the available memory, or
-    None if unknown. ``place`` is where in the step the peak is. ``fits`` is None if the capacity is
-    unknown. ``way_out`` is a setting that fits, if one was searched for; else empty.
+    None if unknown. ``place`` describes where in the step the peak occurs. ``fits`` is None if the
+    capacity is unknown. ``way_out`` describes a setting that fits, or is empty without a search.
     """
 
     peak_nbytes: int
@@ -63,12 +63,12 @@ class Verdict:
     def __str__(self) -> str:
         if self.capacity_nbytes is None:
             peak = nbytes_text(self.peak_nbytes)
-            return f"takes {peak} at {self.place}; name hardware or a budget to know if it fits"
+            return f"takes {peak} at {self.place}; pass hardware or a budget to check if it fits"
         words = "fits" if self.fits else "does not fit"
         peak, unit = of_each(self.peak_nbytes, self.capacity_nbytes)
         text = f"{words}: {peak} of {unit} at {self.place}"
         if self.is_tight:
-            text += "; little is left for an allocator's rounding and libraries"
+            text += "; little is left for allocator rounding and libraries"
         return f"{text}; {self.way_out}" if self.way_out else text
 
 
@@ -81,7 +81,7 @@ def place_of(step: StepPlan) -> str:
 
 
 def place_before(label: str) -> str:
-    """Describe the event at the end of a peak: events are recorded after they have begun."""
+    """Describe the event in which a peak occurred, from the label that was recorded after it."""
     phase, _, rest = label.partition(": ")
     kind, _, unit = rest.partition(" ")
     if kind not in PLACES:
@@ -90,7 +90,7 @@ def place_before(label: str) -> str:
 
 
 def of_each(peak: int, capacity: int) -> tuple[str, str]:
-    """Format two sizes in the second one's unit; a much smaller first one has its own unit."""
+    """Format two sizes in the unit of the second; if the first is much smaller, in its own unit."""
     unit, name = next(((unit, name) for unit, name in UNITS if capacity >= unit), (1 << 10, "KiB"))
     first = f"{peak / unit:.1f}" if 10 * peak >= unit else nbytes_text(peak)
     return first, f"{capacity / unit:.1f} {name}"
@@ -103,12 +103,12 @@ def headline(plan: Prediction) -> str:
 
 
 def replicas(mesh: Sequence[int]) -> Iterator[str]:
-    """Yield the number of ranks that share the model, if not all ranks do."""
+    """Yield a sentence about replicas, if there are any."""
     if len(mesh) == 2 and mesh[0] > 1:
         every = math.prod(mesh)
         yield (
-            f"{mesh[1]:,} ranks share the model, in {mesh[0]:,} replicas; mesh={every} (--mesh "
-            f"{every}): all {every:,} share it"
+            f"{mesh[0]:,} replicas, each sharded over {mesh[1]:,} ranks; mesh={every} (--mesh "
+            f"{every}) shards over all {every:,}"
         )
 
 
@@ -121,7 +121,7 @@ def unit_rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, ...]]:
 
 
 def lines(plan: Prediction) -> Iterator[str]:
-    """Yield a table that fits 100 columns: consecutive equal groups are one row."""
+    """Yield a table that fits 100 columns. Consecutive equal groups share a row."""
     yield f"{headline(plan)}, as on rank {plan.rank}"
     yield from replicas(plan.mesh)
     yield ""
@@ -145,7 +145,7 @@ def _step_lines(step: StepPlan, ranks: int) -> Iterator[str]:
     start, peak = nbytes_text(step.start_nbytes), nbytes_text(step.highest_nbytes)
     yield f"peak {peak} at {place_of(step)}, of which {start} at start"
     if step.host_nbytes:
-        yield f"{nbytes_text(step.host_nbytes)} of the host's memory"
+        yield f"{nbytes_text(step.host_nbytes)} of host memory"
     if step.seconds is not None:
         yield f"a step takes {seconds_text(step.seconds)}; {waits_text(step)}"
         if step.tokens_per_second is not None:
@@ -155,17 +155,17 @@ def _step_lines(step: StepPlan, ranks: int) -> Iterator[str]:
 
 def waits_text(step: StepPlan) -> str:
     waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
-    return f"compute waits {waiting:.1%} of it"
+    return f"compute waits {waiting:.1%} of the time"
 
 
 def rates_text(step: StepPlan, ranks: int) -> tuple[str, str]:
-    """Return the tokens per second of one rank and of all, where they are known."""
+    """Return the tokens per second of one rank and of all ranks; 0 if unknown."""
     rate = step.tokens_per_second or 0.0
     return rate_text(rate), rate_text(rate * ranks)
 
 
 def rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, GroupPlan]]:
-    """Yield names and sizes: consecutive equal groups are merged."""
+    """Yield a name and a group for each row: consecutive equal groups are merged."""
     for _, same in itertools.groupby(groups, lambda one: replace(one, name="", alone=())):
         alike = list(same)
         yield _joined([one.name or "<root>" for one in alike]), alike[0]
@@ -203,7 +203,7 @@ def page_of(
     limit: int | None,
     verdict: Verdict | None,
 ) -> content.Page:
-    """Return the page of a plan. ``steps``: by the name of their memory setting, or empty."""
+    """Return the page of a plan. ``steps`` is keyed by memory setting, and may be empty."""
     machine = "" if plan.hardware is None else f" · {plan.hardware.name}"
     lines = (TimeLine(name, LANES, one.spans) for name, one in steps.items() if one.spans)
     text = None if verdict is None else content.Headline(str(verdict), MOODS[verdict.fits])
@@ -222,7 +222,7 @@ def page_of(
 
 
 def memory_tab(name: str, step: StepPlan, limit: int | None) -> content.MemoryTab:
-    """Return memory over a step: at each event the current bytes, and before it the peak."""
+    """Return memory over a step: the current bytes at each event, and the peak before it."""
     is_timed = step.seconds is not None
     moments = []
     for number, point in enumerate(step.memory):
@@ -234,7 +234,7 @@ def memory_tab(name: str, step: StepPlan, limit: int | None) -> content.MemoryTa
 
 
 def planned(step: StepPlan) -> Planned:
-    """Return the planned values that a recording's page draws over the measured ones."""
+    """Return the planned values that the page of a recording draws over measured ones."""
     places = [step.kinds.index(kind) for kind in content.MEASURED]
     moments = tuple(
         Moment(point.time, point.label, (sum(point.by_kind[place] for place in places),))
@@ -296,7 +296,7 @@ def _tables(plan: Prediction) -> Iterator[Table]:
     for one in step.collectives:
         kinds.setdefault((one.kind, one.phase), []).append(one.nbytes)
     sums = ((*both, str(len(sizes)), nbytes_text(sum(sizes))) for both, sizes in kinds.items())
-    yield Table("Collectives of a step", ("kind", "phase", "how many", "bytes"), tuple(sums))
+    yield Table("Collectives of a step", ("kind", "phase", "count", "bytes"), tuple(sums))
     if step.waits:
         longest = list(step.waits.items())[:12]
         took = tuple((cause, seconds_text(seconds)) for cause, seconds in longest)

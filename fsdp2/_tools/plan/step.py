@@ -1,4 +1,4 @@
-"""Run a few engine steps on fake tensors, and report the last one's events, memory and time."""
+"""Runs a few engine steps on fake tensors, and reports events, memory and time of the last one."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
-"""The last of these steps is reported: the first one settles the engine's state, and a few more do
-if a part of a root is read outside of its modules."""
+"""Usual and maximum number of steps; the last is reported. The first brings the engine to its
+steady state, which takes more steps if a part of a root is read outside of its modules."""
 UNITS_OF_STATES = 3
-"""Number of units whose states are on the device at a time, if they are offloaded."""
+"""Number of units whose optimizer states are on the device at the same time, if offloaded."""
 
 
 def vocabularies_of(model: nn.Module) -> frozenset[int]:
-    """Return the vocabulary sizes of embeddings: the last dim of logits has such a size."""
+    """Return the vocabulary sizes of embeddings, to recognize logits by their last dim."""
     sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     widths = {one.embedding_dim for one in model.modules() if isinstance(one, nn.Embedding)}
     return frozenset(sizes - widths)
 
 
 def tokens_of(given: Arguments) -> int:
-    """Return the number of elements of the first integer tensor; 0 if there is none."""
+    """Return the number of elements of the first integer tensor, or 0 if there is none."""
     for tensor in tensors_in(given):
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim():
             return tensor.numel()
@@ -61,7 +61,7 @@ def tokens_of(given: Arguments) -> int:
 
 
 def mean_of(output: Any) -> Tensor:
-    """Return an output's ``loss``, or the mean of all floating-point tensors in it."""
+    """Return an output's ``loss``, or the sum of the means of its tensors that require grad."""
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -69,7 +69,7 @@ def mean_of(output: Any) -> Tensor:
     if not means:
         raise ConfigError(
             "FS903",
-            "plan: the model's output has no tensor with a gradient. Pass loss, a function that "
+            "plan: the model's output has no tensor that requires grad. Pass loss, a function that "
             "computes a scalar from the output.",
         )
     return torch.stack(means).sum()
@@ -83,7 +83,7 @@ def check_batch(batch: object) -> None:
 
 
 def arguments_of(batch: Any) -> Arguments:
-    """Return positional arguments and keywords, with fake tensors in place of real ones."""
+    """Return positional and keyword arguments, with fake tensors in place of real ones."""
     faked = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"), batch)
     if isinstance(faked, Mapping):
         return (), dict(faked)
@@ -92,7 +92,7 @@ def arguments_of(batch: Any) -> Arguments:
 
 @contextmanager
 def kernels_of_a_device() -> Iterator[None]:
-    """Temporarily replace functions that are one fused kernel on a device but several on a CPU."""
+    """Temporarily replace functions that run one fused kernel on a device, but several on a CPU."""
     plain = F.rms_norm
 
     def rms_norm(
@@ -116,13 +116,13 @@ def kernels_of_a_device() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``aten::_fused_rms_norm``: keeps its input, its weight and one number per row."""
+    """Imitates ``aten::_fused_rms_norm``, which saves its input, weight and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, scale)
-        return x.neg()  # reads and writes as many bytes as the real kernel
+        return x.neg()  # reads and writes the same number of bytes as the real kernel
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -131,7 +131,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class StepRun:
-    """The steps of a sharded model's copy with fake tensors. Use it under that copy's fake mode."""
+    """Runs steps of a sharded copy of a model with fake tensors. Use it in the copy's fake mode."""
 
     def __init__(self, model: nn.Module, hardware: Hardware | None) -> None:
         self.model = model
@@ -148,7 +148,7 @@ class StepRun:
         self._stepped: list[Stepped] = []
         self._memory: str | int | None = None
         self._is_again = False
-        self._counted: tuple[bool, ...] | None = None  # a flag per tensor of the batch
+        self._counted: tuple[bool, ...] | None = None  # which tensors of the batch were counted
         self._activations: lanes.ImaginedActivations | None = None
         self._turn = 0  # the clock's mark at the end of backward
         self._states_are_away = False
@@ -170,7 +170,7 @@ class StepRun:
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
     def replay(self, traces: Traces) -> None:
-        """Trace units that contain no units, once per form, and replay them."""
+        """Trace units without inner units, once per form, and replay them from then on."""
         own = set(self._below)
         blocks = [m for m in own if not any(part in own for part in m.modules() if part is not m)]
         self._replayer = Replayer(traces, self.watch, self.clock)
@@ -193,7 +193,7 @@ class StepRun:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a forward inside a checkpoint; one that runs in backward is a recomputation."""
+        """Run a forward inside a checkpoint. In backward, it is a recomputation."""
         replayer, clock = self._replayer, self.clock
         with contextlib.ExitStack() as inside:
             if replayer is not None:
@@ -209,7 +209,7 @@ class StepRun:
 
     def keep_activations_away(self) -> None:
         """Offload to the host the tensors saved by units below the root, except the last unit."""
-        if isinstance(self.clock, LaneClock):  # CPU activations stay where they are
+        if isinstance(self.clock, LaneClock):  # activations on a CPU are not offloaded
             stays = {module: module is self._below[-1] for module in self._below}
             self._activations = lanes.ImaginedActivations(self.model, stays, self.clock)
 
@@ -223,7 +223,7 @@ class StepRun:
         loss_chunks: int,
     ) -> None:
         """Configure the following steps. ``is_again``: recompute activations."""
-        if memory != self._memory:  # None if the model was sharded before: it keeps its setting
+        if memory != self._memory:  # None for an already sharded model, which keeps its setting
             self.model.set_memory(memory)  # type: ignore[operator]  # the model is sharded
         self._memory, self._is_again = memory, is_again
         self.watch.loss_chunks = loss_chunks
@@ -233,7 +233,7 @@ class StepRun:
     def predict(
         self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
     ) -> StepPlan:
-        """Run some steps and report the last; later calls for the same model run one step only."""
+        """Run some steps and report the last one. Later calls for the same model run only one."""
         watch, clock, seen = self.watch, self.clock, self._seen
         tensors = tensors_in(given)
         is_first = self._counted is None or len(self._counted) != len(tensors)
@@ -241,7 +241,7 @@ class StepRun:
         with watch.following_resizes(), seen.following_units():
             self._tag_kept()
             for tensor, is_counted in zip(tensors, self._counted or (), strict=False):
-                if is_counted:  # earlier steps counted this tensor, too
+                if is_counted:  # as in earlier steps
                     watch.see(tensor)
             for number in itertools.count(1):
                 start = self._take_step(given, loss, micro_batches)
@@ -259,7 +259,7 @@ class StepRun:
             peak = seen.peak_nbytes
             highest = self._step_optimizer(self._stepped) if self._stepped else 0
             if clock is not None:
-                clock.finish()  # finishing also resolves the last mark
+                clock.finish()  # this also resolves the last mark
         self._counted = tuple(map(watch.counts, tensors))
         sizes = {group.fqn: describe(group) for group in self.groups}
         exact = [(with_stamps(event, over, sizes), over) for event, over in seen.events]
@@ -282,7 +282,7 @@ class StepRun:
         )
 
     def _prepare(self, optimizer: MakeOptimizer) -> bool:
-        """Create the optimizer and run one step; return False if these shards have one already."""
+        """Create the optimizer and run one step. Return False if these shards already have one."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
@@ -309,7 +309,7 @@ class StepRun:
         return all(r is None or r.parts is None or r.parts.are_known for r in runtimes)
 
     def _tag_kept(self) -> None:
-        """Count the memory between steps: shards, parameters outside of units, and buffers."""
+        """Tag memory that exists between steps: shards, parameters outside of units, buffers."""
         kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
@@ -317,7 +317,7 @@ class StepRun:
             flat, is_away = group.buffers.home.flat, self._keeps_away(group)
             for param in group.params:
                 local = torch_dtensor.local_part(param.sharded)
-                # a shard with a span is really part of ``flat``; only its fake storage is separate
+                # a real shard with a span is part of ``flat``; only the fake one is separate
                 if is_away or param.span is not None:
                     self.watch.leave_out(local)
                 else:
@@ -333,7 +333,7 @@ class StepRun:
             self.watch.tag(torch_dtensor.local_part(tensor), PARAMETERS)
 
     def _tag_made(self) -> None:
-        """Tag persistent memory of the first step: unsharded parameters and gradients."""
+        """Tag memory that persists after the first step: unsharded parameters and gradients."""
         for group in self.groups:
             if group.buffers.whole_memory is not None:
                 self.watch.tag(group.buffers.whole_memory, GATHERED)
@@ -346,7 +346,7 @@ class StepRun:
                 self.watch.tag(torch_dtensor.local_part(param.grad), GRADIENTS)
 
     def _keeps_away(self, group: ParamGroup) -> bool:
-        """Return True if a group's shards are on the host of a described device (CPU offload)."""
+        """Return True if a group's shards are on the host, and compute is on a device."""
         machine = None if self.clock is None else self.clock.hardware
         if machine is None or machine.device_type == "cpu":
             return False
@@ -354,7 +354,7 @@ class StepRun:
 
     @contextmanager
     def _counting(self, clock: AnyClock | None) -> Iterator[contextlib.ExitStack]:
-        """Count the memory of everything run inside, and its time if there is a clock."""
+        """Count the memory of operations in this context, and their time if there is a clock."""
         with contextlib.ExitStack() as modes:
             if clock is not None:
                 compute = modes.enter_context(ComputeTime(clock))
@@ -424,7 +424,7 @@ class StepRun:
         return self._seen.see("the optimizer's step") + here
 
     def _move_states(self, nbytes: int, clock: LaneClock) -> int:
-        """Overlap transfers of states with the step; return the peak bytes on the device."""
+        """Overlap transfers of states with the step; return the peak of their device memory."""
         sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
         unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
         copies = lanes.ImaginedCopies(clock)

@@ -1,5 +1,5 @@
-"""An optimizer in a plan: created, stepped once to find its state, and once more to be reported. It
-steps a rank's own shards, or full matrices."""
+"""The optimizer of a plan. It is created, stepped once to create its state, and stepped again for
+the report. It updates a rank's own shards, or full matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp2._tools.plan.lanes import LANES, LaneFlight
 from fsdp2._tools.plan.watch import COMMUNICATION, OPTIMIZER, MemoryWatch
 from fsdp2.optim._whole import WholeOptimizer
 
-OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
+OPTIMIZER_WANTED = "a class or function that creates an optimizer from parameters, or None"
 MakeOptimizer = Callable[..., Optimizer]
 
 
@@ -32,14 +32,14 @@ def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock
     def peers_of(mesh: DeviceMesh) -> Peers:
         if mesh.size() == 1:
             return Peers.alone()
-        with torch_modes.hidden_from_modes():  # tensors of rank numbers must be real
+        with torch_modes.hidden_from_modes():  # rank numbers need real tensors
             ranks = sorted(mesh.mesh.flatten().tolist())
             me = ranks.index(int(mesh.mesh[tuple(mesh.get_coordinate() or ())]))
 
         def carry(received: Tensor, sent: Tensor, way: Route) -> Any:
             for buffer in (received, sent):
                 watch.tag(buffer, COMMUNICATION)
-            # links are full duplex: the larger of the sent and received bytes counts
+            # links are full duplex, so only the larger of sent and received bytes takes time
             most = max(sum(way.sent_nbytes), sum(way.received_nbytes))
             return _send(clock, most, len(ranks), ranks[1] - ranks[0])
 
@@ -58,7 +58,7 @@ def _send(clock: AnyClock | None, nbytes: int, ranks: int, stride: int) -> Any:
 
 
 class Stepped:
-    """An optimizer in a plan. ``nbytes``: its state and copies of parameters."""
+    """An optimizer in a plan. ``nbytes``: size of its state and of its copies of parameters."""
 
     nbytes = 0
 
@@ -90,7 +90,7 @@ class Stepped:
 
 
 class LocalOptimizer(Stepped):
-    """An optimizer on a rank's own shards, so that DTensor's dispatch takes no memory."""
+    """An optimizer on the local tensors of shards, so that DTensor dispatch uses no memory."""
 
     def __init__(
         self, optimizer: Optimizer, watch: MemoryWatch, is_away: bool, is_on_device: bool
@@ -124,12 +124,12 @@ def make_stepped(
     clock: AnyClock | None,
     is_away: bool,
 ) -> list[Stepped]:
-    """Return the members of an optimizer, each stepped once; ConfigError if one cannot step."""
+    """Return the members of an optimizer, each stepped once. Raise ConfigError if a step fails."""
     is_on_device = clock is not None and clock.hardware.device_type != "cpu"
     made = make_optimizer(optimizer, parameters)
     stepped: list[Stepped] = []
     for member, *_ in getattr(made, "_members", None) or [(made,)]:
-        if isinstance(member, WholeOptimizer):  # steps the matrices that this rank owns
+        if isinstance(member, WholeOptimizer):  # updates the matrices that this rank owns
             imagine_peers(member, watch, clock)
             one = Stepped(cast(Optimizer, member))
             one.step()  # copies and states are created in the first step
@@ -141,7 +141,7 @@ def make_stepped(
 
 
 def make_optimizer(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that the user's function creates; ConfigError if it creates none."""
+    """Return the optimizer that the user's function creates. Raise ConfigError if it fails."""
     try:
         made = optimizer(parameters)
     except Exception as error:

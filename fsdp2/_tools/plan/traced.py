@@ -1,14 +1,14 @@
-"""Traces of blocks: one trace serves all identical blocks, in every plan of the same model.
+"""Traces of blocks: one trace is used for all identical blocks, in every plan of the same model.
 
 A trace has the bytes, kernels and saved memory of a unit's forward and backward. Its replay is one
-autograd node with the same memory and time. The engine's work around a unit always runs.
+autograd node with the same memory and time. The engine's work around a unit is never replayed.
 
 [Note: when a block is replayed]
-The layers of a model run the same operations, and each takes as long to plan as the first. A block
-is a unit with no unit inside. Its forward is traced, first alone and then with its backward; after
-that, a node replaces it. A block runs normally if no node can replace it: it returns its input,
-keeps something for later, changes its attributes, reads other modules' parameters, takes or returns
-values that are neither tensors nor plain values, or has a different form in most of its copies.
+The layers of a model run the same operations, so planning each layer would repeat the same work. A
+block is a unit without inner units. Its forward is traced, first alone and then with its backward;
+afterwards, an autograd node replaces it. A block runs normally if no node can replace it, because
+it returns its input, stores tensors, changes its attributes, reads other modules' parameters, takes
+or returns values that are neither tensors nor plain values, or differs in form in most copies.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
 """Attributes that contain a block's position, which is not part of its form."""
 MOST_FORMS = 6
-"""Maximum number of traces of a class per plan; blocks that all differ run faster untraced."""
+"""Maximum number of traces per class and plan: if all blocks differ, they run faster untraced."""
 
 Forward = Callable[..., Any]
 Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""Whether the graph of a block keeps each input and output; the indices of parameters it keeps."""
+"""Whether a block's graph keeps each input and each output, and indices of parameters it keeps."""
 
 
-class Unsuited(Exception):  # noqa: N818  # not an error: such a block runs normally
+class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
     """Raised for a block that an autograd node cannot replace."""
 
 
 class End(torch.autograd.Function):
-    """A node after a block; its backward creates a gradient without other references."""
+    """A node after a block. Its backward creates a gradient that has no other references."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class End(torch.autograd.Function):
 
 
 class Start(torch.autograd.Function):
-    """A node before a block; creates a tensor with autograd history and no other references."""
+    """A node before a block. It creates a tensor with autograd history and no other references."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Start(torch.autograd.Function):
 
 
 def structure_of(block: nn.Module) -> Iterator[Any]:
-    """Yield a block's form: classes, modes, plain attributes, buffers."""
+    """Yield the form of a block: classes, modes, plain attributes and buffers."""
     for name, module in block.named_modules():
         attributes = sorted(
             (key, value)
@@ -85,7 +85,7 @@ def structure_of(block: nn.Module) -> Iterator[Any]:
 
 
 def attributes_of(block: nn.Module) -> list[tuple[int, str, int]]:
-    """Return a snapshot of attributes, to detect whether a forward changes them."""
+    """Return a snapshot of a block's attributes, to detect whether a forward changes them."""
     return [
         (id(module), key, id(value))
         for module in block.modules()
@@ -139,7 +139,7 @@ def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
 
 
 def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) -> Any:
-    """Return a key of values, and append their tensors to a list. ``names``: of modules, by id."""
+    """Return a key for values, and append tensors to ``tensors``. ``names``: of modules, by id."""
     if isinstance(value, Tensor):
         if torch_dtensor.is_among([type(value)]):
             raise Unsuited
@@ -183,7 +183,7 @@ def check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that a block returns. ``is_kept``: its backward needs it."""
+    """A tensor that a block returns. ``is_kept``: the block's backward needs it."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -195,7 +195,7 @@ class Made:
 @dataclass(frozen=True)
 class Phase:
     """Cost of a forward or a backward: seconds of each kernel, peak of additional bytes, and
-    seconds of its products at the machine's peak."""
+    seconds of its matrix products."""
 
     kernels: tuple[float, ...]
     peak_nbytes: int
@@ -220,14 +220,14 @@ class Trace:
 
 @dataclass
 class Traces:
-    """Traces of blocks by form (None: run normally), and of optimizers, with bytes of states."""
+    """Traces of blocks by form (None: run normally), and of optimizers, with bytes of state."""
 
     known: dict[tuple[Any, ...], Trace | None] = field(default_factory=dict)
     optimizers: dict[tuple[Any, ...], tuple[Phase, int]] = field(default_factory=dict)
 
 
 class Replayed(torch.autograd.Function):
-    """Replaces a block: its outputs, its saved memory, and the cost of forward and backward."""
+    """Replaces a block, with the same outputs, saved memory, and cost of forward and backward."""
 
     @staticmethod
     def forward(
@@ -246,7 +246,7 @@ class Replayed(torch.autograd.Function):
         ctx.trace, ctx.replayer = trace, replayer
         ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
         ctx.held = [given[place] for place in trace.held]
-        # the engine checks for references to parameters, which the block's own graph has
+        # the engine checks whether a graph references parameters, as the block's graph does
         own = given[len(given) - trace.parameters :]
         ctx.save_for_backward(*(own[place] for place in trace.read))
         ctx.held += [one.detach() for one, how in pairs if how.is_kept]
@@ -270,7 +270,7 @@ class Replayed(torch.autograd.Function):
 
 
 class Replayer:
-    """Replaces forwards by replays, in one run."""
+    """Replaces the forwards of blocks with replays, in one run."""
 
     def __init__(
         self,
@@ -281,8 +281,8 @@ class Replayer:
         self._traces, self._watch, self.clock = traces, watch, clock
         self._is_again = False
         self._checkpoints = 0  # nesting depth of checkpoints
-        self._forms: Counter[type] = Counter()  # number of traces of each form for the current plan
-        self.compute: ComputeTime | None = None  # advances the clock, while a step runs
+        self._forms: Counter[type] = Counter()  # number of traces of each class in this plan
+        self.compute: ComputeTime | None = None  # advances the clock during a step
         self.is_in_backward = False
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
@@ -295,7 +295,7 @@ class Replayer:
 
     @contextmanager
     def inside_a_checkpoint(self) -> Iterator[None]:
-        """Run units normally: a checkpoint counts saved tensors, and a trace would save more."""
+        """Run units normally: a checkpoint counts saved tensors, and tracing would save more."""
         self._checkpoints += 1
         try:
             yield
@@ -303,7 +303,7 @@ class Replayer:
             self._checkpoints -= 1
 
     def follow(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Replay these blocks of a model from now on."""
+        """Replay ``blocks`` of a model from now on."""
         self._names = {id(module): name for name, module in model.named_modules()}
         for block in blocks:
             block.forward = functools.partial(self._call, block, block.forward)
@@ -365,7 +365,7 @@ class Replayer:
     def _keep_of(
         self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor]
     ) -> Kept:
-        """Run a forward, release its inputs and outputs, and check which are still alive."""
+        """Run a forward, release its inputs and outputs, and return which are still alive."""
         # create these first: they also reference the parameters
         accumulators = torch_autograd.accumulators_of(parameters)
         owners = [torch_tensors.owners_of(one) for one in parameters]
@@ -377,7 +377,7 @@ class Replayer:
         form_of(out, made)
         outputs = [number_of_storage(one) for one in made]
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
-            raise Unsuited  # some outputs are views of each other
+            raise Unsuited  # inputs and outputs share memory, or there is no output
         nodes = [one.grad_fn for one in made]
         given = out = None
         fresh.clear()
@@ -432,8 +432,8 @@ class Replayer:
         return Trace(*costs, held, read, has_grad, len(parameters))
 
     def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
-        """Run something, and return its result and cost; raise Unsuited if it allocates memory of
-        several kinds. ``arriving``: bytes that are allocated at its start."""
+        """Call ``run``, and return its result and cost. Raise Unsuited if it allocates anything but
+        activations. ``arriving``: bytes allocated at its start, which do not count."""
         watch, taken = self._watch, list[tuple[float, float]]()
         before, kinds = watch.nbytes, list(watch.by_kind)
         watch.take_highest()
@@ -441,7 +441,7 @@ class Replayer:
             made = run()
         highest = watch.take_highest()
         if any(now != then for now, then in zip(highest[:-2], kinds[:-2], strict=True)):
-            raise Unsuited  # the block allocates more than activations
+            raise Unsuited  # the block allocates memory of other kinds
         if highest[-1] != kinds[-1]:
             raise Unsuited  # the block computes logits, which are counted separately
         above = max(sum(highest) - before - arriving, 0)
@@ -450,7 +450,7 @@ class Replayer:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Exclude a trace from the peak memory and from the clock."""
+        """Exclude the operations in this context from the peak memory and from the clock."""
         highest = self._watch.highest
         try:
             with self._timed_by([]):
@@ -474,7 +474,7 @@ class Replayer:
         return self._traces.optimizers.get((self._machine, *key))
 
     def step_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
-        """Run a step: the first one is traced, and later ones are replayed."""
+        """Run a step. The first one is traced; later ones are replayed."""
         known = self.optimizer(key)
         if known is None:
 

@@ -18,12 +18,12 @@ from fsdp2._tools.pages.content import COMPUTE, Span
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One parameter of a group, unsharded.
+    """One unsharded parameter of a group.
 
-    ``dim`` is the dim along which it is sharded; None: every rank holds it in full. ``owner`` is
-    the index of the only rank that has it (``Whole``); None: it is divided. ``nbytes`` is its size
-    in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is the padding over
-    all ranks of the shard axis, in bytes.
+    ``dim`` is the dim along which it is sharded, or None if every rank stores it in full. ``owner``
+    is the index of the only rank that stores it (``Whole``), or None if it is divided. ``nbytes``
+    is its size in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is the
+    padding over all ranks of the shard axis, in bytes.
     """
 
     name: str
@@ -40,19 +40,19 @@ class GroupPlan:
     """Parameters that are gathered and reduced together. All sizes are bytes on one rank.
 
     - ``name``: full name of the unit, or of the large part of a root that is a separate group.
-    - ``parameters``, ``numel``: number of parameters, and of their elements, unsharded.
-    - ``dtypes``: of the shards.
+    - ``parameters``, ``numel``: number of unsharded parameters, and of their elements.
+    - ``dtypes``: dtypes of the shards.
     - ``shard_nbytes``: the shards on this rank, with their padding.
     - ``padding_nbytes``: the padding over all ranks of the shard axis.
     - ``whole_nbytes``: the unsharded parameters in the compute dtype, with alignment.
-    - ``gather_nbytes``: the result of a gather on a rank.
+    - ``gather_nbytes``: the output of the all-gather.
     - ``regather_nbytes``: the same in backward, which may gather over fewer ranks.
-    - ``reduce_nbytes``: the input of its reduce-scatter.
-    - ``all_reduce_nbytes``: the input of its all-reduce over the replicate axis.
-    - ``outer_nbytes``: the input of its reduce-scatter over the outer dim (``shard_outer``).
-    - ``grad_nbytes``: its sharded gradients.
-    - ``alone``: names of the parameters that have separate collectives.
-    - ``params``: each parameter.
+    - ``reduce_nbytes``: the input of the reduce-scatter.
+    - ``all_reduce_nbytes``: the input of the all-reduce over the replicate axis.
+    - ``outer_nbytes``: the input of the reduce-scatter over the outer dim (``shard_outer``).
+    - ``grad_nbytes``: the sharded gradients.
+    - ``alone``: names of the parameters with separate collectives.
+    - ``params``: the description of each parameter.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Collective:
 
     ``phase`` is ``forward`` or ``backward``. ``kind`` is ``all_gather``, ``reduce_scatter`` or
     ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` is the size of the larger of its
-    two buffers: the output of a gather, the input of a reduction. ``ranks`` is the number of
-    participants, and ``stride`` their distance in global ranks.
+    two buffers: the output of a gather, or the input of a reduction. ``ranks`` is the number of
+    participating ranks, and ``stride`` the distance between their global ranks.
     """
 
     phase: str
@@ -95,8 +95,8 @@ class MemoryPoint:
     """Bytes allocated on a rank after an event, and the peak since the last point.
 
     ``label`` names the event. ``time`` is in seconds from the step's start, or 0 without hardware.
-    ``nbytes`` are the current bytes, ``peak_nbytes`` the peak since the previous point. ``by_kind``
-    and ``peak_by_kind`` divide the same bytes by purpose, in the order of ``StepPlan.kinds``.
+    ``nbytes`` is the current size, ``peak_nbytes`` the peak since the previous point. ``by_kind``
+    and ``peak_by_kind`` divide these sizes by purpose, in the order of ``StepPlan.kinds``.
     """
 
     label: str
@@ -109,24 +109,24 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One rank's actions in a step, in order, with their memory and time.
+    """The collectives, events, memory and time of one rank's step.
 
     ``collectives``, ``events`` and ``memory`` are in the order of the step. ``kinds`` names the
     purposes of memory. All sizes are bytes:
 
     - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
-      Gradients are cleared. On a CPU their memory is kept for the next ones, and counts; a device
-      frees it when the forward begins.
+      Gradients are cleared. On a CPU their memory is reused by the next gradients, and counts; on a
+      device it is freed when the forward begins.
     - ``peak_nbytes``: the peak of all memory in forward and backward.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the peak in its
       step (0 without an optimizer).
-    - ``host_nbytes``: memory of the host for activations and states that are offloaded.
+    - ``host_nbytes``: host memory for offloaded activations and states.
 
-    ``seconds`` of the complete step, and the ``spans`` of its time line, need hardware. Without it
-    they are None and empty. ``product_seconds`` is the time that the products of forward and
-    backward would take at the machine's peak (also for a machine that was ``scaled``), without
-    those that checkpointing recomputes (0 without hardware). ``tokens`` are those of one rank's
-    batch: the elements of its first integer tensor; 0 if there is none.
+    ``seconds`` is the duration of the complete step, and ``spans`` its time line; without hardware
+    they are None and empty. ``product_seconds`` is the time of the matrix products in forward and
+    backward at the machine's peak, even if the machine was ``scaled``, excluding recomputed ones (0
+    without hardware). ``tokens`` is the number of tokens in one rank's batch: the elements of its
+    first integer tensor, or 0 if there is none.
     """
 
     kinds: tuple[str, ...]
@@ -150,7 +150,7 @@ class StepPlan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: the share of the machine's peak; None without hardware."""
+        """Model FLOPs utilization, relative to the machine's peak; None without hardware."""
         return self.product_seconds / self.seconds if self.seconds else None
 
     @property
@@ -165,7 +165,7 @@ class StepPlan:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Seconds that compute waits for each cause, the longest first."""
+        """Seconds that compute waits, by cause; longest first."""
         found: dict[str, float] = {}
         for span in self.spans:
             if span.lane == COMPUTE and span.cause:
@@ -174,7 +174,7 @@ class StepPlan:
 
 
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
-    """Return the layout of a buffer with the stamps that real ranks send."""
+    """Return the layout of a buffer with the agreement stamps that real ranks send."""
     layout, smaller = buffer.layout, group.buffers.post_forward.mesh
     if buffer.tail is not None:
         return layout
@@ -186,7 +186,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
 
 
 def describe(group: ParamGroup) -> GroupPlan:
-    """Read the layouts that the engine uses for a group, with room for stamps."""
+    """Describe a group from the engine's layouts, with space for agreement stamps."""
     buffer = group.buffers.home
     assert buffer is not None  # set by ``inspect``
     layout = buffer.layout
@@ -226,7 +226,7 @@ def describe(group: ParamGroup) -> GroupPlan:
 
 
 def _gathered(layout: GatherLayout) -> int:
-    """Return the bytes that all ranks send."""
+    """Return the bytes that all ranks send together."""
     if layout.size == 1:
         return 0
     return sum(layout.landing.pieces) or layout.gather_nbytes * layout.size

@@ -1,4 +1,4 @@
-"""Track the bytes of all tensor storages, including resized ones, by purpose."""
+"""Tracks the bytes of all tensor storages, including resized ones, by purpose."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fsdp2._core.base.torch_modes import DispatchMode
 from fsdp2._tools.pages.content import KINDS
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS, LOGITS = range(len(KINDS))
-"""Indices into ``KINDS``. Untagged tensors are activations, or logits by their shape."""
+"""Indices into ``KINDS``. Untagged tensors are activations, or logits if their shape matches."""
 
 
 class MemoryWatch(DispatchMode):
-    """Counts the storages that are created under this mode, and those that are registered
-    explicitly. ``by_kind``: current bytes, in the order of ``KINDS``. ``highest``: total bytes, and
-    bytes by kind, at the peak since the last ``take_highest``. ``vocabularies``: tensors with such
-    a last dim are logits, which count as if computed sequentially in ``loss_chunks`` parts."""
+    """Counts the storages that are created in this mode, and those that are registered explicitly.
+    ``by_kind``: current bytes, in the order of ``KINDS``. ``highest``: total bytes, and bytes by
+    kind, at the peak since the last ``take_highest``. ``vocabularies``: tensors whose last dim has
+    one of these sizes are logits, and count as if computed in ``loss_chunks`` sequential parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -34,7 +34,7 @@ class MemoryWatch(DispatchMode):
         self.highest = (0, tuple(self.by_kind))
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, int] = {}
-        self._elsewhere: set[int] = set()  # storages in another device's memory
+        self._elsewhere: set[int] = set()  # storages in host memory, which do not count
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,7 +52,7 @@ class MemoryWatch(DispatchMode):
         return made
 
     def _see_made(self, tensor: Tensor) -> None:
-        if not tensor.is_meta:  # DTensor only computes shapes
+        if not tensor.is_meta:  # DTensor uses meta tensors only to compute shapes
             self.see(tensor)
 
     def see(self, tensor: Tensor, kind: int = ACTIVATIONS) -> None:
@@ -68,7 +68,7 @@ class MemoryWatch(DispatchMode):
         self._set(key, storage.nbytes())
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Stop counting a storage, because it is in the host's memory and not in the device's."""
+        """Stop counting a storage, because it is in host memory and not in device memory."""
         self.see(tensor)
         key = torch_tensors.number_of(tensor.untyped_storage())
         self._set(key, 0)
@@ -87,7 +87,7 @@ class MemoryWatch(DispatchMode):
         return self._kinds.get(key, ACTIVATIONS)
 
     def take_highest(self) -> tuple[int, ...]:
-        """Return the peak memory in bytes since the last call, by kind."""
+        """Return the bytes by kind at the peak since the last call."""
         _, found = self.highest
         self.highest = (self.nbytes, tuple(self.by_kind))
         return found
@@ -125,7 +125,7 @@ class MemoryWatch(DispatchMode):
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Track storages that are resized inside: no operation is dispatched for a resize."""
+        """Track resized storages in this context: a resize dispatches no operation."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
@@ -147,8 +147,8 @@ def _copied_nbytes(
     chunks: int,
     out: Tensor | None,
 ) -> int:
-    """Return the bytes that a CPU copies to cut tensors into chunks. All padded copies exist at the
-    same time; tensors that are cast are copied once more, one at a time."""
+    """Return the bytes that a CPU allocates to cut tensors into chunks. All padded copies exist at
+    the same time. Tensors that need a cast are copied again, one at a time."""
 
     def padded(one: Tensor) -> int:
         return one.nbytes // one.shape[dim] * (-(-one.shape[dim] // chunks) * chunks)
