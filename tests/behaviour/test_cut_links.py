@@ -49,9 +49,9 @@ def test_a_reduction_that_nothing_comes_for_names_its_unit() -> None:
 
     first, _ = run_forks(body, only_first=True)
     assert first.startswith(
-        "StateError: 0 (reduce-scatter): another rank did not take part: no data"
+        "StateError: 0 (reduce-scatter): another rank did not participate: no data"
     )
-    assert "0.5 s. It hangs, it is slower than that, or the link to it is cut." in first
+    assert "0.5 s. It hangs, is slower than that, or the link to it is down." in first
 
 
 def expected_losses() -> list[float]:
@@ -114,7 +114,7 @@ def test_a_link_is_cut_in_the_middle_of_a_step(how: str, tmp_path: Path) -> None
     assert sorted(error["host"] for error in errors) == ["A", "A", "B", "B"]
     for error in errors:  # of the unit, and of the link
         assert error["name"] == "StateError"
-        assert error["text"].startswith("0 (reduce-scatter): another rank did not take part: ")
+        assert error["text"].startswith("0 (reduce-scatter): another rank did not participate: ")
         assert "or the link to it " in error["text"]
     steps = [event for event in happened if event["event"] == "step"]
     again = [step for step in steps if step["at"] > mended_at]

@@ -236,7 +236,7 @@ def assert_names(said: str, operation: str, known: str) -> None:
     """What is known comes before any guess at the program."""
     if not (operation in ("forward", "check_order") and said.startswith("StateError: blocks.")):
         assert said.startswith(f"LostRank: {operation}"), said
-    assert f"another rank did not take part: {known}" in said, said
+    assert f"another rank did not participate: {known}" in said, said
     assert said.index(known) < said.index("rank == 0")
 
 
@@ -295,7 +295,7 @@ def test_a_rank_that_stands_still(operation: str) -> None:
 
     first, second = run_forks(body, only_first=True)
     assert second == ""
-    assert_names(first, operation, f"no data came from it for {STOPPED_S:g} s")
+    assert_names(first, operation, f"no data arrived from it for {STOPPED_S:g} s")
 
 
 # --- interrupts -----------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_a_replica_leaves_and_comes_back(
             else:  # the other rank of its group hears of it, in the step or when it is over
                 assert code == 1
                 said = leaves.text(one)
-                assert "another rank did not take part" in said or "should_commit" in said, said
+                assert "another rank did not participate" in said or "should_commit" in said, said
         returned = start(2, **common, seed=1)  # the weights that it begins with are others
         for group in (*stay, returned):
             assert group.wait() == [0, 0], group.text(0) + group.text(1)

@@ -216,7 +216,7 @@ def test_a_process_group_that_is_gone_where_others_may_wait_in_it() -> None:
 
     agreement = Standing()
     _, _, third = alternating(agreement)
-    with pytest.raises(StateError, match=r"unit 2 .*did not take part.*group is gone"):
+    with pytest.raises(StateError, match=r"unit 2 .*did not participate.*group is gone"):
         agreement.before(third)
 
 

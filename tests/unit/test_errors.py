@@ -81,7 +81,7 @@ def test_a_message_ends_with_its_code() -> None:
     assert (error.code, error.text) == ("FS301", "save: called during a backward.")
     lost = LostRank("some words")
     assert lost.code == "FS402"
-    assert str(lost).startswith("a collective: another rank did not take part. It has exited")
+    assert str(lost).startswith("a collective: another rank did not participate. It has exited")
     assert str(lost).endswith("The backend reported: some words [FS402]")
 
 
@@ -110,11 +110,11 @@ def test_a_message_ends_with_its_code() -> None:
 def test_what_a_backend_tells_comes_first(cause: str, known: str) -> None:
     """A peer that is gone, or how long nothing came, before any guess at the program."""
     if known.endswith(" s"):
-        known = f"no data came from it for {known}."
+        known = f"no data arrived from it for {known}."
     assert known_of(cause).startswith(known)
     assert bool(known_of(cause)) == bool(known)
     text = str(LostRank(cause, ("save",)))
-    assert text.startswith(f"save: another rank did not take part{': ' if known else ''}{known}")
+    assert text.startswith(f"save: another rank did not participate{': ' if known else ''}{known}")
     assert text.index(known) < text.index("rank == 0")
 
 

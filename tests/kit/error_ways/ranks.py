@@ -75,7 +75,7 @@ def _(mended: bool) -> None:
                 layers.reverse()
 
 
-@way("FS402", "did not take part", on=(0,))
+@way("FS402", "did not participate", on=(0,))
 def _(mended: bool) -> None:
     """The other process has ended."""
     group = dist.new_group()
