@@ -1,4 +1,4 @@
-"""The exception hierarchy. User errors derive from ``FSDPError``; our own bugs are ``AssertionError``.
+"""The exception hierarchy. User errors are ``FSDPError``; bugs in fsdp2 are ``AssertionError``.
 
 ::
 
