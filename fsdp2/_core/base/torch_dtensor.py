@@ -215,7 +215,7 @@ root_mesh: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh")
 
 
 def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Flatten dims, the first name slowest; torch caches the result. No public way exists."""
+    """Flatten dims, the first name slowest; torch caches the result. There is no public API."""
     part = mesh if names == tuple(mesh.mesh_dim_names or ()) else mesh[names]
     return part._flatten()
 

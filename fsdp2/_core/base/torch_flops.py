@@ -50,7 +50,7 @@ VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, bool], ...]:
     """Return the position or keyword of each argument that an operation writes to, and True if it
-    only writes: an ``out``, or the target of a copy or a fill. No public way exists."""
+    only writes: an ``out``, or the target of a copy or a fill. There is no public API."""
     schema = func._schema
     is_overwritten = schema.name.removeprefix("aten::").rstrip("_") in _OVERWRITES
     return tuple(

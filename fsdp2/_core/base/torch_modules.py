@@ -86,7 +86,7 @@ PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Return True if a buffer is in its module's ``state_dict``. No public way exists."""
+    """Return True if a buffer is in its module's ``state_dict``. There is no public API."""
     return name not in module._non_persistent_buffers_set
 
 
