@@ -166,19 +166,19 @@ def fully_shard(
         offload_policy: where shards are stored. ``None`` means no offloading.
         ignored_params: parameters that are not sharded, moved to the device or reduced.
         dp_mesh_dims: the dims of ``mesh`` that data parallelism uses. Parameters must be DTensors
-            on ``mesh`` with ``Replicate()`` on these dims, and have this layout again in forward.
+            on ``mesh`` with ``Replicate()`` on these dims, and have the same layout in forward.
             Plain parameters are accepted if all dims are data-parallel. Gradients are averaged over
             these dims, so the loss must be a mean over the rank's input, as without this argument.
             Plain parameters may also be annotated with the package ``spmd_types``: R, I or
             ``S(dim)`` on the other dims, R or none on these. They are stored as equivalent
             DTensors, and plain in forward. Gradients are summed over the other dims annotated R.
         conditional: set this if some ranks may skip this module, or units below it, in a forward.
-            Its parameters are then gathered, and its gradients reduced, on every rank together with
-            those of the nearest enclosing unit that is not conditional.
+            Every rank then gathers its parameters and reduces its gradients together with those of
+            the nearest enclosing unit that is not conditional.
         ignored_states: further states to ignore: either modules (with all their parameters and
             buffers), or individual parameters and buffers.
-        shard: the states to shard. Optimizer states always are, and ``parameters()`` between steps
-            always yields shards; in the last two modes, unsharded copies also take memory.
+        shard: the states to shard. Optimizer states are always sharded, and ``parameters()``
+            between steps always yields shards; the last two modes also keep unsharded copies.
 
             - ``"parameters"``: optimizer states, gradients and parameters (ZeRO-3);
             - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
@@ -187,8 +187,8 @@ def fully_shard(
               reduce gradients as they are computed;
             - ``"optimizer"`` (ZeRO-1): as above, but a backward without gradient sync does not
               communicate: gradients also stay unsharded until the backward with sync.
-        shard_outer: the states to shard over the outer dim of a 2-D mesh, too. ``None``: none, the
-            outer dim replicates. ``"optimizer"``: optimizer states, and ``parameters()`` between
+        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``:
+            none, it replicates. ``"optimizer"``: optimizer states, and ``parameters()`` between
             steps, are sharded over all ranks as one axis. Within a step, parameters and gradients
             are sharded over the inner dim. The first forward after an optimizer step gathers over
             all ranks; other gathers use the inner dim. Each backward reduces over the inner dim; a

@@ -259,9 +259,9 @@ class ControlSurface:
                 - ``"fast"``: prefetch two units, with three reductions in flight. The large parts
                   of a root stay unsharded from forward to backward;
                 - a number of bytes: the most overlap with which unsharded parameters, their
-                  gradients and buffers of collectives stay below it (if steps are similar).
+                  gradients and buffers of collectives do not exceed it (if steps are similar).
 
-                On a device, ``"low"`` or a number makes the host wait for it after each backward.
+                ``"low"`` and numbers make the host wait for the device after each backward.
 
         With ``"low"``, ``"balanced"`` and ``"fast"``, at most 1, 2 and 3 units below the root are
         unsharded or being gathered at a time. ``set_modules_to_forward_prefetch``,
@@ -276,8 +276,8 @@ class ControlSurface:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this unit's parameters (not those of units below it).
 
-        False saves the all-gather if backward does not read the unit's parameters, as for an
-        embedding. If it does read one, the result is undefined, because its memory is freed.
+        False saves the all-gather of a unit whose parameters are not read in backward, such as an
+        embedding. If backward reads a parameter, the result is undefined: its memory is freed.
 
         Raises:
             ConfigError: ``unshard_in_backward`` is not a bool.
@@ -320,8 +320,8 @@ class ControlSurface:
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Set the divisor of this unit's summed gradients (not those of units below it).
 
-        Gradients are summed over all data-parallel ranks (shard and replicate axes). By default, or
-        with None, sums are divided by the number of ranks. For a tree: ``set_gradient_reduction``.
+        Gradients are summed over all data-parallel ranks (shard and replicate axes). None (default)
+        divides by the number of ranks. To set a whole tree, use ``set_gradient_reduction``.
 
         Raises:
             ConfigError: ``factor`` is neither None nor a finite number above 0.
@@ -392,9 +392,9 @@ class ControlSurface:
             recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool; or a parameter has ``grad_dtype=None`` in a unit without a
-                ``reduce_dtype``, so the dtype of the zeros is undefined. (If ``grad_dtype`` is set
-                later, the first forward raises this error.)
+            ConfigError: an argument is not a bool; or a parameter has ``grad_dtype=None`` in a unit
+                without a ``reduce_dtype``, so the dtype of the zeros is undefined. (If
+                ``grad_dtype`` is set later, the first forward raises this error.)
         """
         flag = _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in groups_in(self, recurse):
@@ -495,7 +495,7 @@ class ControlSurface:
             group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather this unit's parameters with symmetric memory, which its peers read directly.
+        """Gather this unit's parameters with symmetric memory, which peers read directly.
 
         Raises:
             UnsupportedError: the process group's backend is not NCCL.
@@ -562,16 +562,16 @@ class ControlSurface:
     ) -> None:
         """Set the minimum size of a parameter that is sent in a separate collective. Not in torch.
 
-        These parameters are gathered from their shards directly into their final memory and, if
-        their rows divide evenly, reduced directly from their gradients. Smaller parameters share
-        one collective, which requires copies. Set the same value on every rank.
+        Parameters of at least this size are gathered directly into their final memory and, if their
+        rows divide evenly, reduced directly from their gradients. Smaller parameters share one
+        collective, which requires copies. Set the same value on every rank.
 
         Args:
             min_bytes: size in bytes of the unsharded parameter in its compute dtype. ``None``: all
                 parameters of a unit share one collective, as with custom collectives. The default
                 on a CPU is 131072. On a device it is 524288 per rank for up to 64 ranks, 33554432
-                for up to 512, and 65536 per rank for more; it applies only to parameters of which
-                each rank's shard is a multiple of 128 bytes, which NCCL transfers faster.
+                for up to 512, and 65536 per rank for more; in addition, each rank's shard must be a
+                multiple of 128 bytes, which NCCL transfers faster.
             recurse: also apply it to the units below this one.
 
         Raises:
@@ -678,7 +678,7 @@ def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
                 raise ConfigError(
                     "FS505",
                     f"{who}: {param.fqn} {deal.asked_by}, so ranks send different amounts, which "
-                    "this interface does not support. Omit it for this unit, or return Shard(0) "
+                    "this call does not support. Omit the call for this unit, or return Shard(0) "
                     "from shard_placement_fn.",
                 )
 
