@@ -54,7 +54,7 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
 ATTRIBUTE = "_fsdp2_activations"
 _ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
 
-LEAST_SHARE = 8  # smaller parts of a storage are not offloaded: the rest may be unneeded
+LEAST_SHARE = 8  # smaller parts of a storage stay: most of a copy could be unneeded
 GROUP_NBYTES = 1 << 29  # larger groups are split, because a group is copied back as a whole
 # nodes between a parameter and its cast, which a matmul saves under autocast
 CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")

@@ -132,7 +132,7 @@ WrapPolicy = (
 
 
 class Asking(NamedTuple):
-    """For messages: the function that calls a policy, the effect of no match, valid results."""
+    """Texts for messages: the calling function, the effect of no match, the valid results."""
 
     who: str
     if_none: str
@@ -251,7 +251,7 @@ class BufferSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """A parameter that this call shards."""
+    """A parameter that a ``fully_shard`` call shards."""
 
     fqn: str
     sites: list[Site]
@@ -365,9 +365,9 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
                 if module is not outer and module in inside and module not in giving:
                     raise ConfigError(
                         "FS202",
-                        "fully_shard: fully_shard has already sharded the parameters of this "
-                        f"{class_name(module)} with the enclosing {class_name(outer)}. Apply it to "
-                        "inner modules first, and to the outermost one last.",
+                        f"fully_shard: the parameters of this {class_name(module)} were already "
+                        f"sharded with the enclosing {class_name(outer)}. Apply it to inner "
+                        "modules first, and to the outermost one last.",
                     )
 
 
@@ -441,7 +441,7 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
-    """Find parameters of inner units that are also used outside that unit, inside the new one."""
+    """Find parameters of inner units that are also used outside their unit, in the new one."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
         for group in unit.own_groups:

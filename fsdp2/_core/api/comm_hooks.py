@@ -161,7 +161,7 @@ def register_comm_hook(
 ) -> None:
     """Reduce the gradients of a module's units with ``hook`` instead of the backend.
 
-    Each reduction of a unit calls the hook once per mesh of its parameters and axis of that mesh.
+    Each reduction of a unit calls the hook once per mesh of its parameters and axis of the mesh.
     On a CPU, reductions with a hook are synchronous. Copies of the model copy hooks and states.
 
     Args:
@@ -241,7 +241,7 @@ class Hooked(TorchMemory, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        self.sum_rows(input_tensor, output_tensor, group, ())  # with exact columns, the wire does
+        self.sum_rows(input_tensor, output_tensor, group, ())  # wires call sum_rows themselves
 
     def sum_rows(
         self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact

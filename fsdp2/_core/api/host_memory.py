@@ -87,7 +87,7 @@ class CopyLanes:
         stride: tuple[int, ...],
         offset: int,
     ) -> Tensor:
-        """Return a tensor in another tensor's storage that is not a view to autograd."""
+        """Return a tensor that uses another one's storage, but is not a view for autograd."""
         found = torch.empty(0, dtype=dtype, device=held.device)
         return found.set_(held.untyped_storage(), offset, size, stride)
 

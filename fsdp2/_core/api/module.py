@@ -73,7 +73,7 @@ def _check_finalize(runtime: Runtime) -> None:
     if not runtime.root.settings.manual_finalization:
         raise StateError(
             "FS310",
-            f"{who}: backward is finalized automatically here. Call "
+            f"{who}: backward is finalized automatically for this model. Call "
             "set_manual_backward_finalization(True) on the root before the forward.",
         )
     if torch_autograd.graph_task_id() != -1:
@@ -156,7 +156,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         cls, original = type(self), self._fsdp2_original
         if cls is _classes.get(original):
             return (rebuild_module, (original,), state, *reduced[3:])
-        return (*reduced[:2], state, *reduced[3:])  # the user swapped in a subclass
+        return (*reduced[:2], state, *reduced[3:])  # the user assigned a subclass to __class__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
@@ -195,8 +195,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load shards from ``state_dict()``, as ``nn.Module.load_state_dict`` does.
 
-        The arguments (``strict``, ``assign``) and the result are the same. With ``assign=True``,
-        the loaded tensors become the parameters. For full tensors, use ``load_full_state``.
+        The arguments (``strict``, ``assign``) and the result are the same. With ``assign=True`` the
+        loaded tensors become the parameters. Full tensors: ``fsdp2.checkpoint.load_full_state``.
 
         Raises:
             ConfigError: ``state_dict`` is not a dict, or has full tensors for sharded parameters.
@@ -367,7 +367,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             raise StateError(
                 "FS310",
                 f"{who}: found a backward that began in the other mode and has not ended. Call "
-                "finalize_backward() first, or reset_iter_state() to drop it.",
+                "finalize_backward() first, or reset_iter_state() to discard it.",
             )
         unit.configure(manual_finalization=enabled)
 
@@ -466,7 +466,7 @@ def _check_mode_change(unit: Unit, mode: bool) -> None:
 
 
 def _follow_mode(unit: Unit) -> None:
-    """Switch the precision to the mode's; invalidate recorded graphs, which use the old policy."""
+    """Apply the precision for the mode; invalidate recorded graphs, which use the old policy."""
     if not unit.precision.follow(unit.modules):
         return
     unit.calls.open = 0

@@ -119,7 +119,7 @@ def replace_torch() -> Replacement:
     ``CPUOffloadPolicy``, ``DataParallelMeshDims``, ``register_fsdp_forward_method``,
     ``share_comm_ctx``, ``UnshardHandle`` and ``GradientReductionHandle``, in all of torch's public
     modules that have them. Earlier imports are also rebound: if an attribute of a loaded module or
-    class is one of torch's objects, it now refers to ours. The logger ``fsdp2`` lists the rebound
+    class is one of torch's objects, it is replaced by ours. The logger ``fsdp2`` lists the rebound
     attributes at level ``INFO``. Torch's internal modules and FSDP1 do not change. Another call
     rebinds later imports. ``python -m fsdp2 program`` calls this before the program runs.
 

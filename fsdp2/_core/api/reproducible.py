@@ -49,8 +49,8 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
 
     The global batch consists of ``slots`` slots. On each rank, run one forward and one backward for
     each slot in the returned range, in order. After the last one, gradients are the mean over all
-    slots, bitwise equal on 1, 2, 4, ... ranks. So are results of ``clip_grad_norm_`` and of
-    element-wise optimizers::
+    slots, bitwise equal on 1, 2, 4, ... ranks. The results of ``clip_grad_norm_`` and of
+    element-wise optimizers are then bitwise equal, too::
 
         for slot in fsdp2.reproducible(model, slots=8):
             loss_of(model(batch[slot])).backward()

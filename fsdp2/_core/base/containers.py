@@ -76,7 +76,7 @@ def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     kept = {key: mapping[key] for key in changed}
     replaced = copy.copy(mapping)
     _set_items(replaced, changed)
-    if any(mapping[key] is not kept[key] for key in kept):  # the copy shares storage with it
+    if any(mapping[key] is not kept[key] for key in kept):  # the copy shares its items
         _set_items(mapping, kept)
         return {**mapping, **changed}
     return replaced

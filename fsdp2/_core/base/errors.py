@@ -329,6 +329,6 @@ def check_process_group(who: str, name: str, value: object) -> dist.ProcessGroup
 
 
 def translated(who: str, error: Exception) -> ConfigError:
-    """Convert another library's error about arguments that we passed on to our error."""
+    """Return our error for another library's error about arguments that we passed to it."""
     kind = ConfigTypeError if isinstance(error, TypeError) else ConfigError
     return kind("FS103", f"{who}: {type(error).__name__}: {error}")

@@ -1,11 +1,11 @@
-"""Events of the engine, for tests, the profiler and the log, and observers of its methods.
+"""Events of the engine, for tests, the profiler and the log, and observers of methods.
 
 Call sites guard every ``emit`` with ``if listeners``: an unobserved event costs one truth test.
 
 [Note: observers]
 Events report operations when they are issued, in an order that tests and plans compare. A recording
-also contains when a collective completed, which units waited for it, and when a unit's own code
-ran. A truth test for each of these would slow down every run. Instead, an observed object gets an
+also needs to know when a collective completed, which units waited, and when a unit's own code ran.
+A truth test for each of these would slow down every run. Instead, an observed object gets an
 instance attribute for each observed method, which shadows the class's method and is deleted
 afterwards. So these methods must be called through the object (``self.reduce(unit)``). Several
 observers may observe one object, and leave in any order. The latest observer is outermost.

@@ -4,8 +4,8 @@ Both checks run before anything is changed. Contains no file or sharding code.
 
 [Note: what an optimizer keeps]
 For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter; the
-resulting state is the expected one. So we need no list of states for each torch version. A step of
-a third-party class may have side effects, so the loaded state is compared with its current state.
+resulting state is the expected one, for any torch version. A step of a third-party class may have
+side effects: the loaded state is compared with the optimizer's current state instead.
 """
 
 from __future__ import annotations
