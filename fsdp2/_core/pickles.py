@@ -47,7 +47,7 @@ from fsdp2._core.params.placement import ParamPlacement
 from fsdp2._core.params.registration import Site
 
 PLACE = "fsdp2._pickles"
-"""The module name in pickles. There is no such file: ``fsdp2`` registers this module as it."""
+"""The module name in pickles. There is no such file: ``fsdp2`` registers this module under it."""
 
 LATER: Mapping[str, str] = {
     "Activations": "fsdp2._core.api.activations",

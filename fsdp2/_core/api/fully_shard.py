@@ -241,7 +241,7 @@ def _shard(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> list[tuple[nn.Module, Readers]]:
-    """Create a unit's groups; return its large parts, each with its readers."""
+    """Create a unit's groups; return its large parts, each with its ``Readers``."""
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, mp_policy, unit.modules)

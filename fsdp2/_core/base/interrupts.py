@@ -4,7 +4,7 @@
 A KeyboardInterrupt between two collectives of a save would leave the other ranks waiting in the
 second one. So during such an operation, Ctrl-C is deferred until the ranks exchange failures (then
 all of them raise), or until the operation completes. A second Ctrl-C is raised immediately. Only
-Python's default handler is replaced, in the main thread, where handlers run; others are kept.
+Python's default handler is replaced, in the main thread, where handlers run; user handlers stay.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 WHOLE_NBYTES = 1 << 30  # size limit of files that are read completely: metadata, not values
 SOLID_NBYTES = 64 << 20
 HOLES = 100
-"""A larger file of which less than 1/100 is allocated has holes; compression reaches only 1/10."""
+"""A larger file of which less than 1/100 is allocated is hollow; compression reaches 1/10."""
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),

@@ -1,7 +1,7 @@
 """Private torch API for a DTensor whose rows are dealt to ranks in whole blocks.
 
 Torch's DTensor supports only chunks of equal size, and its operation rules turn any other placement
-into a plain ``Shard``. So such a tensor has a subclass of DTensor that handles dispatch:
+into a plain ``Shard``. So such tensors have a DTensor subclass that handles dispatch:
 element-wise operations run on local rows; views are views of local memory; all other operations run
 on a replicated DTensor. Tested with torch 2.12.1, 2.13.0 and 2.14.1; torch 2.11 does not dispatch
 to subclasses.
@@ -11,8 +11,8 @@ to subclasses.
 ``Shard(dim)``, as torch's specs require of a shard, but two ``Dealt`` with different deals are not
 equal. Torch's own operations never see ``Dealt``, because ``DealtTensor`` handles their dispatch.
 But torch can create a plain DTensor with ``Dealt`` placements (``from_local``, states loaded by its
-helpers) and would silently use wrong chunk sizes. It looks up each operation by a hash of the
-placements first, so this hash raises an error. Our code converts such tensors (``adopt``).
+helpers) and would silently use wrong chunk sizes. Since torch first looks up each operation by a
+hash of the placements, this hash raises an error. Our code converts such tensors (``adopt``).
 """
 
 from __future__ import annotations
@@ -672,7 +672,7 @@ def _of_one_key(
     if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
         mesh = likes[0]._spec.mesh
         for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:  # all ranks skip a step, or none
+            if mesh.size(axis) > 1:  # all ranks skip a step, or none does
                 dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if found is None or func._schema.is_mutable:
         return None

@@ -124,7 +124,7 @@ def _let_fakes_keep_offsets() -> None:
     If the real wrapper has another offset (``new_dtensor`` with ``like``), torch then moves the
     fake to other memory, which fails for a wrapper. So no optimizer could be compiled, because all
     gradients in a buffer except the first have an offset. Real wrappers cannot have an offset (they
-    are copied and pickled), nor can only the fakes have one (guards compare with real offsets). So
+    are copied and pickled), nor can the fakes alone have one (guards compare with real offsets). So
     the description of such a wrapper specifies the class ``_AtNoOffset``. Other descriptions are
     unchanged. Torch has no public hook for this."""
     describe = MetaTensorDescriber.describe_tensor

@@ -1,9 +1,9 @@
 """Warnings: all ranks issue a warning, but only one rank shows it.
 
-Another rank than the first shows a warning only if the first rank does not issue it, for example
-one about a single stage of a pipeline. All ranks still issue it: if filters turn warnings into
-errors, every rank must raise, because otherwise ranks would wait for each other. A program that
-inspects warnings receives those of its rank: if it records them (``catch_warnings(record=True)``,
+Rank 0 shows all warnings that it issues. Another rank shows only those that rank 0 does not issue,
+such as a warning about one stage of a pipeline. All ranks still issue it: if filters turn warnings
+into errors, every rank must raise, or ranks would wait for each other. A program that inspects
+warnings receives those of its rank: if it records them (``catch_warnings(record=True)``,
 ``pytest.warns``), replaces ``warnings.showwarning`` (as ``logging.captureWarnings`` does), or has a
 filter for the warning. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
 """
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp2._core.base import torch_comm
 from fsdp2._core.base.errors import coded
 
-PATIENCE_S = 0.5  # time for which another rank waits, once per text, for the first one to show it
+PATIENCE_S = 0.5  # how long other ranks wait, once per text, for rank 0 to show it
 NOT_USERS = ("fsdp2", "torch", "contextlib")  # the last one runs our context managers
 
 _shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
