@@ -1,15 +1,15 @@
-"""The one private module that pickles of sharded models and optimizers refer to.
+"""The only private module to which pickles of sharded models and optimizers refer.
 
-Public classes are pickled under their public name, in ``fsdp2``. A pickle refers to a class by its
-module; private classes give this module, so that a pickle outlives a move of files. Classes not
-listed here are found at their location. Names may be added to a table, but never removed.
+Pickles refer to public classes by their public name, in ``fsdp2``. Private classes set
+``__module__`` to this module, so that pickles remain loadable when files are moved. Classes not
+listed here are pickled under their actual module. Names may be added to a table, but never removed.
 
-Every process loads the classes and functions that are imported below. ``LATER`` maps further names
-to their modules, which set this module's name themselves (``[Note: names that load later]`` of the
-package); unpickling loads them.
+The classes and functions that are imported below are loaded in every process. ``LATER`` maps
+further names to their modules, which are loaded when a pickle refers to them. They set
+``__module__`` themselves (``[Note: names that load later]`` of the package).
 """
 
-# ruff: noqa: F401  # what is imported is looked up here by pickles
+# ruff: noqa: F401  # unpickling looks up these imports here
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from fsdp2._core.params.placement import ParamPlacement
 from fsdp2._core.params.registration import Site
 
 PLACE = "fsdp2._pickles"
-"""The module that pickles name: there is no such file, ``fsdp2`` puts this module in its place."""
+"""The module name in pickles. There is no such file: ``fsdp2`` registers this module under it."""
 
 LATER: Mapping[str, str] = {
     "Activations": "fsdp2._core.api.activations",
@@ -62,7 +62,7 @@ for _named in (*globals().values(), DataMesh.of):
 
 
 def __getattr__(name: str) -> Any:
-    """Load an object of ``LATER``: pickles look it up here."""
+    """Load an object of ``LATER`` when unpickling looks it up here."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(LATER[name]), name)

@@ -173,7 +173,7 @@ def test_what_the_wire_carries() -> None:
 @ranks(2)
 def test_hooks_that_are_refused() -> None:
     model = shard(seeded(Stack), CASES["stack"])
-    with pytest.raises(fsdp2.ConfigError, match="applied to no module"):
+    with pytest.raises(fsdp2.ConfigError, match="not applied to any module"):
         fsdp2.register_comm_hook(nn.Linear(1, 1), summing)
     with pytest.raises(fsdp2.ConfigError, match="hook to be a function"):
         fsdp2.register_comm_hook(model, 3)  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def test_an_order_that_changes_later_is_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(2, 13)).sum().backward()
-    with pytest.raises(fsdp2.ConfigError, match="applied to no module"):
+    with pytest.raises(fsdp2.ConfigError, match="not applied to any module"):
         fsdp2.debug.check_order(nn.Linear(1, 1))
 
 

@@ -314,7 +314,7 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """By its code, or by a message that has it: without the marks of Markdown, except of code."""
     main(["explain", "FS402"])
     told = capsys.readouterr().out
-    assert told.startswith("FS402: Another rank did not join")
+    assert told.startswith("FS402: Another rank did not take part")
     assert "How you get here. Only one rank called `save`" in told
     assert "**" not in told
     for numbers in (["402"], ["402, 402"], ["402", "402"]):

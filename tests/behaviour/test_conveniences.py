@@ -93,7 +93,7 @@ def test_no_sync_inside_a_step() -> None:
     assert ["forward" in errors[0], "backward" in errors[-1]] == [True, True]
     assert all(p.grad is not None for p in model.parameters())
     with (
-        pytest.raises(fsdp2.ConfigError, match="applied to no module"),
+        pytest.raises(fsdp2.ConfigError, match="not applied to any module"),
         fsdp2.no_sync(nn.Linear(1, 1)),
     ):
         pass

@@ -295,7 +295,7 @@ def test_a_rank_that_stands_still(operation: str) -> None:
 
     first, second = run_forks(body, only_first=True)
     assert second == ""
-    assert_names(first, operation, f"no data came from it for {STOPPED_S:g} s")
+    assert_names(first, operation, f"no data arrived from it for {STOPPED_S:g} s")
 
 
 # --- interrupts -----------------------------------------------------------------------------------

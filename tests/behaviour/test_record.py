@@ -544,7 +544,7 @@ def test_unsharding_by_hand(tmp_path: Path) -> None:
 @ranks(1)
 def test_what_is_refused(tmp_path: Path) -> None:
     model = build()
-    with pytest.raises(ConfigError, match="fully_shard was applied to no module"):
+    with pytest.raises(ConfigError, match="fully_shard was not applied to any module"):
         fsdp2.record(nn.Linear(2, 2), tmp_path)
     with pytest.raises(UnsupportedError, match=r"fsdp2\.compile returned"):
         fsdp2.record(fsdp2.compile(model, backend="eager"), tmp_path)

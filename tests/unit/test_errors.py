@@ -110,7 +110,7 @@ def test_a_message_ends_with_its_code() -> None:
 def test_what_a_backend_tells_comes_first(cause: str, known: str) -> None:
     """A peer that is gone, or how long nothing came, before any guess at the program."""
     if known.endswith(" s"):
-        known = f"no data came from it for {known}."
+        known = f"no data arrived from it for {known}."
     assert known_of(cause).startswith(known)
     assert bool(known_of(cause)) == bool(known)
     text = str(LostRank(cause, ("save",)))

@@ -1,28 +1,28 @@
-"""Activation offloading: tensors saved by chosen modules stay on the host until backward.
+"""Activation offloading: tensors that chosen modules save for backward are kept in host memory.
 
-``host_memory`` orders the copies among themselves.
+``host_memory`` orders the copies with respect to each other.
 
 [Note: what travels]
-A *group* is the set of storages saved by one call of a chosen module. Copies are per storage:
-views of the same bytes, or bytes saved by several nodes, are copied once. Not copied: parameters,
-buffers and views of their memory (the engine frees and refills gathered parameters itself), small
-tensors, other devices' tensors, small views of large storages, and wrapper tensors.
+A *group* is the set of storages saved by one call of a chosen module. Each storage is copied once,
+even if several views of it, or several nodes, are saved. Not copied: parameters, buffers and views
+of their memory (the engine frees and refills gathered parameters itself), small tensors, tensors on
+unsupported devices, small views of large storages, and wrapper tensors.
 
 [Note: when it travels]
-``out``: as soon as a node saves the tensor. Two groups later, compute waits for the copy and the
-source is dropped. So at most two groups are on the device at a time.
-``back``: the first node that reads from a group brings back the rest of it, and all of the
-preceding group, which is needed next, into memory of the compute stream. Groups of the modules in
-which backward begins stay on the device; reading one brings back the one before.
+``out``: the copy starts when a node saves the tensor. Two groups later, compute waits for the copy
+and the source is dropped. So at most two groups are on the device at a time.
+``back``: when a node reads from a group for the first time, the rest of this group and the
+preceding group, which is needed next, are copied back into memory of the compute stream. Groups of
+the modules where backward begins stay on the device; reading one copies the preceding group back.
 
 [Note: a call that Ctrl-C ends]
-Torch runs no forward hook after a forward ended by anything but an ``Exception``. So each call
-stores a Python frame that is on the stack while it runs; the next call of a chosen module removes
-the hooks of calls whose frames are gone. Hooks, frames and therefore calls are per thread.
+If a forward raises a non-``Exception``, such as ``KeyboardInterrupt``, torch runs no forward hooks.
+So each call stores a frame from its stack; the next call of a chosen module removes the hooks of
+calls whose frames have exited. Hooks, frames and therefore calls are per thread.
 
 [Note: a backward that comes again]
 With ``retain_graph`` the host copy is retained, the device copy is dropped when backward leaves the
-group, and the next backward copies it again.
+group, and the next backward copies it back again.
 """
 
 from __future__ import annotations
@@ -54,44 +54,44 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
 ATTRIBUTE = "_fsdp2_activations"
 _ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
 
-LEAST_SHARE = 8  # a tensor smaller than 1/8 of its storage stays: it may need little of the rest
-GROUP_NBYTES = 1 << 29  # a larger group is split: it comes back as a whole
-# nodes between a parameter and the tensor that a matmul saves of it under autocast
+LEAST_SHARE = 8  # smaller parts of a storage stay: most of a copy could be unneeded
+GROUP_NBYTES = 1 << 29  # larger groups are split, because a group is copied back as a whole
+# nodes between a parameter and its cast, which a matmul saves under autocast
 CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
 
 
 def offload_activations(
     model: nn.Module, policy: WrapPolicy, *, keep_last: int = 1, min_bytes: int = 1 << 18
 ) -> list[str]:
-    """Keep tensors that the chosen modules save for backward on the host.
+    """Keep the tensors that selected modules save for backward in host memory.
 
-    Tensors that autograd saves during a call of such a module are copied to pinned memory while
-    forward continues, and come back while backward is in the module that ran after it. Results do
-    not change. Parameters, buffers, memory of gathered parameters and small tensors stay. The same
-    bytes are copied once, even if several nodes save them. The model reuses its pinned memory.
+    Tensors that autograd saves in a selected module's forward are copied to pinned memory while
+    forward continues, and copied back while backward runs in the module that follows it. Results do
+    not change. Parameters, gathered parameters, buffers and small tensors stay on the device. A
+    storage is copied once, even if several nodes save it. Pinned memory is reused.
 
-    A module wrapped by activation checkpointing or by ``torch.compile`` is picked with its wrapper:
-    a checkpoint saves only its inputs, which are offloaded. Call this after adding wrappers, before
-    or after ``fully_shard``.
+    If a selected module is wrapped by activation checkpointing or ``torch.compile``, its wrapper is
+    selected instead: a checkpoint saves only its inputs, which are offloaded. Call this function
+    after adding wrappers, before or after ``fully_shard``.
 
     Args:
-        model: contains the modules, sharded or not. Its forward and its backward do not change.
-        policy: picks modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a function
-            of a module, or a torch policy. A function that returns False for every module undoes an
-            earlier call.
-        keep_last: this many of the picked modules, the last ones in ``model.modules()``, keep all
-            tensors on the device: backward begins there while earlier ones come back.
-        min_bytes: smaller tensors stay on the device.
+        model: the model that contains the modules, sharded or not.
+        policy: selects modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a
+            function of a module, or a torch policy. A function that returns False for every module
+            undoes an earlier call.
+        keep_last: the number of selected modules, the last ones in ``model.modules()``, whose
+            tensors stay on the device: backward begins there while others are copied back.
+        min_bytes: the minimum size of an offloaded tensor.
 
     Returns:
-        The names of the picked modules, in the order of ``model.modules()``.
+        The names of the selected modules, in the order of ``model.modules()``.
 
     On a CPU, and on devices without streams, all tensors stay in place. In a step of
     ``fsdp2.compile`` the compiler decides which tensors to save, and nothing is offloaded.
 
     Raises:
-        ConfigError: not a policy, or not a number.
-        StateError: during a step.
+        ConfigError: an argument has an invalid type or value.
+        StateError: called during a step.
     """
     check_module("offload_activations", "model", model)
     check_count("offload_activations", "keep_last", keep_last, low=0)
@@ -115,7 +115,7 @@ def offload_activations(
 def _pick(
     module: nn.Module, outer: dict[nn.Module, nn.Module], picked: dict[nn.Module, None]
 ) -> None:
-    """Pick a module with its wrappers, or the modules in a container without a forward."""
+    """Pick a module's outermost wrapper or, for a container without a forward, its children."""
     if is_container(module):
         for child in module.children():
             _pick(child, outer, picked)
@@ -135,7 +135,7 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 class Group:
-    """Tensors saved by (a part of) one call of a module; owned by the offloaded storages."""
+    """Storages saved in (a part of) one call of a module; kept alive by its ``Away`` objects."""
 
     __slots__ = ("__weakref__", "nbytes", "number", "storages")
 
@@ -174,7 +174,7 @@ class Away:
     ) -> None:
         storage = tensor.untyped_storage()
         self.saved: Tensor | None = None  # the source, until its stream has waited for the copy
-        self.here: Tensor | None = None  # all bytes, once they are back
+        self.here: Tensor | None = None  # all bytes on the device, once copied back
         self.arrival: torch.Event | None = None
         self.was_written = False
         self.group = group
@@ -191,20 +191,20 @@ class Away:
         self.memory.give(self.buffer)
 
     def drop(self) -> None:
-        """Drop the device copy; the host has the bytes."""
-        if self.arrival is not None:  # never read: the copy may still write it
+        """Drop the device copy; the host copy remains."""
+        if self.arrival is not None:  # never read, so the copy may still be writing to it
             self.stream.wait_event(self.arrival)
         self.here = self.arrival = None
 
     def let_go(self) -> None:
-        """Drop the source, whose memory its stream may reuse after the copy."""
+        """Drop the source; its stream may reuse the memory after the copy to the host."""
         if self.saved is not None:
             self.stream.wait_event(self.departure)
             self._look_for_writes()
             self.saved = None
 
     def bring(self) -> None:
-        """Start the copy back, unless the bytes are on the device."""
+        """Start the copy to the device, unless the bytes are already there."""
         if self.saved is None and self.here is None:
             self.stream = self.lanes.compute
             here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
@@ -212,7 +212,7 @@ class Away:
             self.here = here
 
     def held(self) -> Tensor:
-        """Return a tensor over the storage on the device, which the current stream may read."""
+        """Return a device tensor of the entire storage, which the current stream may read."""
         self._look_for_writes()
         if self.was_written:
             raise StateError(
@@ -235,7 +235,7 @@ class Away:
 
 
 class _Saved:
-    """A node's saved value for a tensor whose storage is offloaded."""
+    """Packed form of a saved tensor whose storage is offloaded."""
 
     __slots__ = ("away", "dtype", "group", "offset", "size", "stride")
 
@@ -253,7 +253,7 @@ class _Saved:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """A node's saved value for a tensor that stays; reading it brings back another group."""
+    """Packed form of a saved tensor that stays; unpacking it copies the preceding group back."""
 
     kept: Tensor
     group: Group
@@ -279,14 +279,14 @@ class _Call:
         }
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if the tensor is in memory of the module's parameters or buffers."""
+        """Return True if the tensor uses memory of the module's parameters or buffers."""
         if torch_tensors.number_of(tensor.untyped_storage()) in self.own:
             return True
         return any(unit.holds(tensor) for unit in self.units)
 
     @property
     def was_interrupted(self) -> bool:
-        """Return True if the frame of the call is no longer running."""
+        """Return True if the frame of the call is no longer on the stack."""
         return self.frame is not None and all(frame is not self.frame for frame in _stack())
 
 
@@ -310,8 +310,8 @@ def _frame_of_call() -> FrameType | None:
 
 
 class Activations:
-    """A model's ``chosen`` modules (with whether their saved tensors stay on the device), their
-    hooks, and its offloaded storages. Tensors below ``min_nbytes`` stay."""
+    """A model's ``chosen`` modules (True: saved tensors stay on the device), their hooks, and the
+    offloaded storages. Tensors smaller than ``min_nbytes`` stay on the device, too."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class Activations:
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[Away]] = []
-        # offloaded storages by the number of a living storage
+        # offloaded storages by the number of their source, while it is alive
         self._known: dict[int, weakref.ref[Away]] = {}
         self._read = 0  # number of the group that backward is in
         self._has_warned = False
@@ -387,7 +387,7 @@ class Activations:
     @torch_compiler.always_eager
     def _enter(self, module: nn.Module) -> None:
         if not torch.is_grad_enabled() or torch_autograd.graph_task_id() != -1:
-            return  # nothing is saved; or a recomputation, whose tensors are read immediately
+            return  # nothing is saved, or a recomputation saves tensors that are read immediately
         if torch_modes.is_under_transforms() or not torch_autograd.packing_is_enabled():
             return
         running = self._running.calls
@@ -411,9 +411,9 @@ class Activations:
             warn(
                 "FS325",
                 f"offload_activations: a {class_name(module)} runs inside an activation "
-                "checkpoint, which saves only its inputs, outside the module, so none of its "
-                "tensors is offloaded. Choose the module that calls the checkpoint instead, such "
-                "as CheckpointWrapper.",
+                "checkpoint, which saves only its own inputs, outside this module, so no tensors "
+                "of the module are offloaded. Choose the module that calls the checkpoint instead, "
+                "such as CheckpointWrapper.",
             )
 
     @torch_compiler.always_eager
@@ -440,7 +440,7 @@ class Activations:
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
         is_made_of_one = _is_parameter(tensor)
-        if tensor.grad_fn is not None:  # a node that saves its output would own itself
+        if tensor.grad_fn is not None:  # a node that saves its own output would be in a cycle
             tensor = tensor.detach()
         if not self._running.calls:
             return tensor  # double backward within a call, in another thread
@@ -460,7 +460,7 @@ class Activations:
         return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
 
     def _away(self, tensor: Tensor, call: _Call) -> Away:
-        """Return a tensor's offloaded storage; start a copy unless an earlier one is valid."""
+        """Return a tensor's offloaded storage; start a copy unless an earlier copy is valid."""
         storage = tensor.untyped_storage()
         number = torch_tensors.number_of(storage)
         known = self._known.get(number)
@@ -492,7 +492,7 @@ class Activations:
             return saved.tensor()
 
     def _arrive(self, group: Group) -> None:
-        """Start bringing back this group and the preceding one."""
+        """Start the copies of this group and of the preceding one to the device."""
         if self._read == group.number:
             return
         left, self._read = self._groups.get(self._read), group.number
@@ -512,7 +512,7 @@ class Activations:
             away.bring()
 
 
-Activations.__module__ = "fsdp2._pickles"  # in pickles, even if this file moves
+Activations.__module__ = "fsdp2._pickles"  # the name in pickles, even if this file moves
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -1,14 +1,14 @@
 """Collect the parameters and buffers for a call of ``fully_shard``.
 
-Checks arguments and parameters, interprets policies, and walks over the module tree. Read-only
-until ``take_ties``.
+Checks arguments and parameters, evaluates policies, and traverses the module tree. Modifies nothing
+before ``take_ties``.
 
 [Note: ties]
-A parameter registered in several places is one ``FSDPParam`` with several sites, and stays one
-object under every name. Sites in different units are joined call by call, bottom up: the first unit
-takes the parameter, later ones add their sites, and the first unit that contains every path to a
-site takes it over, because only its forward spans all uses. (That it contains every site is not
-enough: a module around the unit may contain the same site.)
+A parameter registered in several places is one ``FSDPParam`` with several sites, and remains one
+object under all its names. Sites in different units are joined bottom-up, by successive calls: the
+first unit owns the parameter, later units add their sites, and the first unit that contains every
+path to every site takes over the parameter, because only this unit's forward spans all its uses.
+(Containing all sites is not sufficient: a module outside the unit may contain the same site.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from fsdp2._core.params.registration import Site
 
 @dataclass(frozen=True)
 class Ignored:
-    """States that ``fully_shard`` ignores: ``modules``, and ``tensors``, including theirs."""
+    """States that ``fully_shard`` ignores. ``tensors`` includes those of ``modules``."""
 
     tensors: frozenset[Tensor]
     modules: frozenset[nn.Module]
@@ -70,7 +70,7 @@ class Ignored:
 
     @staticmethod
     def of(params: object, states: object) -> Ignored:
-        """Parse the arguments of ``fully_shard``: ``states`` are unsharded modules, or tensors."""
+        """Parse ``ignored_params`` and ``ignored_states`` (either unsharded modules or tensors)."""
         tensors: set[Tensor] = set()
         for param in _listed(params):
             if not isinstance(param, nn.Parameter):
@@ -132,7 +132,7 @@ WrapPolicy = (
 
 
 class Asking(NamedTuple):
-    """The caller of a policy, for messages: its name, the effect of no match, valid answers."""
+    """Texts for messages: the calling function, the effect of no match, the valid results."""
 
     who: str
     if_none: str
@@ -171,7 +171,7 @@ def run_policy(
         name = torch_modules.name_of_class_policy(policy)
         picks = functools.partial(policy, recurse=False, nonwrapped_numel=0)
         if name is not None and not any(picks(module=module) for module in model.modules()):
-            _warn_of_nothing(model, f"what {name} names", asking)
+            _warn_of_nothing(model, f"matched by {name}", asking)
         return chosen
     return _ask(policy, model, ignored, asking)
 
@@ -233,7 +233,7 @@ def _recurse(
     return numel
 
 
-PART_NBYTES = 1 << 20  # minimum size of a part, unsharded: ``_core.engine.parts``
+PART_NBYTES = 1 << 20  # minimum unsharded bytes of a large part: ``_core.engine.parts``
 
 
 class BufferSite(NamedTuple):
@@ -241,7 +241,7 @@ class BufferSite(NamedTuple):
     name: str
 
     def move_to(self, device: torch.device) -> None:
-        """Move the buffer, unless it is there already, on meta, or a DTensor."""
+        """Move the buffer to a device, unless it is on meta or a DTensor."""
         buffer = self.module._buffers[self.name]
         if buffer is None or isinstance(buffer, DTensor):
             return
@@ -251,7 +251,7 @@ class BufferSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """A parameter that a call takes."""
+    """A parameter that a ``fully_shard`` call shards."""
 
     fqn: str
     sites: list[Site]
@@ -262,7 +262,7 @@ class Taken:
 
 @dataclass
 class Collected:
-    """Result of collecting: own parameters by original, sites and parameters of ties, buffers."""
+    """The result of ``collect``: new parameters, tied parameters of inner units, and buffers."""
 
     meshes: list[DataMesh]  # the call's mesh, then those of its parameters
     left_alone: set[Tensor]  # ignored states, and parameters managed by torch's ``replicate``
@@ -271,7 +271,7 @@ class Collected:
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
     escaped: dict[Unit, list[FSDPParam]] = field(default_factory=dict)
     buffers: list[BufferSite] = field(default_factory=list)
-    # by mesh, the number of ranks to reshard to after forward; None: to the full axis
+    # number of ranks to reshard to after forward, by mesh; None: the full shard axis
     smaller: dict[DataMesh, int | None] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)  # the unit's settings
 
@@ -282,10 +282,10 @@ def collect(
     placement_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Ignored,
 ) -> Collected:
-    """Find, check and place the parameters of ``modules`` that no unit below them has taken."""
+    """Find, check and place the parameters of ``modules`` that are in no unit yet."""
     collected = Collected([data], set(ignored.tensors))
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
-    giving: set[nn.Module] = set()  # members of `modules` with a parameter to take
+    giving: set[nn.Module] = set()  # members of `modules` with a parameter to shard
     for top, prefix, module in _managed(modules, ignored, collected.left_alone):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
@@ -295,7 +295,7 @@ def collect(
             if owner is None:
                 found.setdefault(param, (fqn, []))[1].append(site)
             elif any(s.module is module and s.name == name for s in owner.sites):
-                collected.shared.setdefault(owner, []).append(top)  # a module of two units
+                collected.shared.setdefault(owner, []).append(top)  # module is in two units
                 continue
             else:
                 collected.tied.setdefault(owner, []).append(site)
@@ -346,10 +346,10 @@ def _deal(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Paramete
 
 
 def count_dealt(collected: Collected) -> None:
-    """Add the call's dealt blocks to each rank's load, for later calls. See ``deals``."""
+    """Add this call's dealt blocks to each rank's load, for later calls. See ``deals``."""
     for param, taken in collected.own.items():
         layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # unsharded size: identical on ranks of all other axes
+        if layout.deal is not None:  # count the full shape: equal on ranks of all other axes
             assert layout.dim is not None
             shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
             claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
@@ -357,7 +357,7 @@ def count_dealt(collected: Collected) -> None:
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Module]) -> None:
-    """Refuse modules whose parameters an outer unit manages, unless they are in ``giving``."""
+    """Raise ConfigError if an outer unit manages a module's parameters; accept ``giving``."""
     for param, users in shared.items():
         for outer in param.tops:
             inside = set(outer.modules())
@@ -365,9 +365,9 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
                 if module is not outer and module in inside and module not in giving:
                     raise ConfigError(
                         "FS202",
-                        "fully_shard: fully_shard has already sharded the parameters of this "
-                        f"{class_name(module)} with the enclosing {class_name(outer)}. Apply it to "
-                        "inner modules first, and to the outermost one last.",
+                        f"fully_shard: the parameters of this {class_name(module)} were already "
+                        f"sharded with the enclosing {class_name(outer)}. Apply it to inner "
+                        "modules first, and to the outermost one last.",
                     )
 
 
@@ -383,7 +383,7 @@ def check_smaller(collected: Collected) -> None:
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:
-    """Add sites to tied parameters; return those that the new unit takes: [Note: ties]."""
+    """Add sites to tied parameters; return those that the new unit takes over: [Note: ties]."""
     escaped: dict[DataMesh, list[FSDPParam]] = {}
     for param, sites in collected.tied.items():
         param.sites.extend(sites)
@@ -400,7 +400,7 @@ def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMes
 
 
 def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
-    """Release parameters to another unit; yield them by mesh. Remove empty groups."""
+    """Release parameters to another unit; yield them by mesh. Remove groups that become empty."""
     for group in unit.own_groups:
         taken = [param for param in group.params if param in params]
         if taken:
@@ -412,9 +412,9 @@ def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh
 def find_parts(
     modules: Sequence[nn.Module], params: Sequence[FSDPParam]
 ) -> dict[nn.Module, list[FSDPParam]]:
-    """Return large parts, each with its parameters: ``_core.engine.parts``. If ``modules`` contain
-    other units, these are the largest submodules without units; parameters that they share with
-    others do not count. Otherwise, a single module without submodules is a part."""
+    """Return the large parts with their parameters: ``_core.engine.parts``. If ``modules`` contain
+    units, parts are the largest submodules without units; parameters shared with other modules are
+    excluded. Otherwise, the only possible part is a single module without submodules."""
     parts: dict[nn.Module, list[FSDPParam]] = {}
     if any(units_below(module) for module in modules):
         candidates = list(_unitless(modules))
@@ -429,7 +429,7 @@ def find_parts(
 
 
 def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules below ``modules`` that are not units and contain none."""
+    """Yield the largest modules below ``modules`` that neither are nor contain units."""
     for module in modules:
         for child in module.children():
             if unit_of(child) is not None:
@@ -441,7 +441,7 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
-    """Find parameters of inner units that are also used outside their unit, inside ours."""
+    """Find parameters of inner units that are also used outside their unit, in the new one."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
         for group in unit.own_groups:
@@ -466,7 +466,7 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
 
 
 def _parents(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Map each module to all its parents within ``modules``; the outermost have none."""
+    """Map each module to all its parents within ``modules``; outermost modules have none."""
     parents: dict[nn.Module, list[nn.Module]] = {top: [] for top in modules}
     for top in modules:
         for module in top.modules():
@@ -494,7 +494,7 @@ def _is_reached_outside(
 def _managed(
     modules: Sequence[nn.Module], ignored: Ignored, left_alone: set[Tensor]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield (top, name, module) outside inner units; replicated states join ``left_alone``."""
+    """Yield (top, name, module) outside inner units; add replicated states to ``left_alone``."""
     seen = set(ignored.modules)
     for top in modules:
         waiting = [("", top)]
@@ -594,7 +594,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def check_reshard(choice: object, data: DataMesh) -> int | None:
-    """Return the number of ranks to reshard to, or None for a bool or ``None``."""
+    """Return the number of ranks to reshard to; None for a bool, ``None``, 1 or all ranks."""
     size = data.shard.size
     if choice is None or isinstance(choice, bool):
         return None
@@ -613,7 +613,7 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
 def check_sharding(
     shard: object, outer: object, reshard_after_forward: object, offload: object
 ) -> Sharding:
-    """Return the meaning of ``shard`` and ``shard_outer``, if the other arguments permit it."""
+    """Return the ``Sharding`` of ``shard`` and ``outer``; ConfigError for conflicting arguments."""
     expected = f"one of {', '.join(map(repr, SHARDINGS))}"
     if not isinstance(shard, str):
         raise wrong_type("fully_shard", "shard", expected, shard)
@@ -637,7 +637,7 @@ def check_sharding(
             raise ConfigError(
                 "FS234",
                 f"fully_shard: found reshard_after_forward={reshard_after_forward} with "
-                f"{OUTER[outer].name}, which reshards to the inner dim of the mesh. Omit it.",
+                f"{OUTER[outer].name}, which reshards to the mesh's inner dim. Omit one of them.",
             )
         return OUTER[outer]
     if not sharding.keeps_whole:
@@ -647,7 +647,7 @@ def check_sharding(
         raise ConfigError(
             "FS234",
             f"{stays}, and reshard_after_forward={described(reshard_after_forward)}, which frees "
-            'them. Omit that, or pass shard="parameters".',
+            'them. Omit the latter, or pass shard="parameters".',
         )
     if isinstance(offload, CPUOffloadPolicy):
         raise ConfigError(
@@ -659,21 +659,21 @@ def check_sharding(
 
 
 def check_layers(mesh: DeviceMesh, dims: object) -> None:
-    """Raise ConfigError unless a mesh has an outer and an inner dim, each of several ranks."""
+    """Raise ConfigError unless a mesh has an outer and an inner dim, each with several ranks."""
     found = f"{mesh.ndim} dims" if mesh.ndim != 2 else f"a shape of {tuple(mesh.shape)}"
     if dims is None and mesh.ndim == 2 and min(mesh.shape) > 1:
         return
     found = found if dims is None else "dp_mesh_dims"
     raise ConfigError(
         "FS234",
-        "fully_shard: shard_outer needs a 2-D mesh of data-parallel dims, (outer, inner), with "
+        "fully_shard: shard_outer requires a 2-D mesh of data-parallel dims, (outer, inner), with "
         f"several ranks along each, found {found}. Pass such a mesh without dp_mesh_dims, or omit "
         "shard_outer and pass a 1-D mesh of all ranks.",
     )
 
 
 def check_method(module: object, name: object) -> str:
-    """Return the name of a method of ``module`` that ends when its call returns."""
+    """Return the method's name; ConfigError if its body may run after the call returns."""
     who = "register_fsdp_forward_method"
     if not isinstance(module, nn.Module):
         raise wrong_type(who, "module", "an nn.Module", module)
@@ -697,7 +697,7 @@ def check_method(module: object, name: object) -> str:
 
 
 def check_policies(mp_policy: object, offload_policy: object) -> None:
-    """Check the types; the constructor of a policy checks its contents."""
+    """Check the types of policies; their constructors have checked the fields."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         is_dtype, expected = isinstance(mp_policy, torch.dtype), "a fsdp2.MixedPrecisionPolicy"
         hint = f"Pass MixedPrecisionPolicy(param_dtype={mp_policy})." if is_dtype else ""
@@ -708,7 +708,7 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
 
 
 def check_comm(name: str, comm: object) -> None:
-    """Accept any object with the two methods: the base classes are documentation."""
+    """Accept any object with both methods: it does not have to derive from our base classes."""
     is_class = isinstance(comm, type)
     if is_class or not callable(comm) or not callable(getattr(comm, "allocate", None)):
         expected = "a callable object with allocate(size, dtype=, device=)"

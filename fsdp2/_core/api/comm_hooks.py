@@ -1,12 +1,12 @@
-"""Communication hooks: user-supplied replacements of the backend's gradient sums.
+"""Communication hooks: user functions that sum gradients instead of the backend.
 
-Contains ``register_comm_hook``, and compression. A hook receives flat buffers.
+Contains ``register_comm_hook`` and the hook ``Compress``. Hooks receive flat buffers.
 
 [Note: hooks sum]
-A hook returns the *sum* over ranks, which the engine divides as without a hook (by the number of
-ranks, ``set_gradient_divide_factor``, in two steps for fp16 reductions). After the gradients a
-buffer contains counts and, on a CPU, stamps with which ranks check that they are in step. A hook
-preserves these by summing all elements in the same way, in any floating-point dtype.
+A hook computes the *sum* over ranks; the engine divides it as without a hook (by the number of
+ranks or ``set_gradient_divide_factor``; in two steps for fp16 reductions). After the gradients, a
+buffer contains counts and, on a CPU, stamps by which ranks check that they run the same operations.
+A hook preserves these if it sums all elements in the same way, in any floating-point dtype.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 class Compress:
     """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
 
-    With 16-bit dtypes, gradients are cast and the backend sums in that dtype. With 8-bit ones, each
-    rank sends codes, with a scale per block of a shard, to the owner of the shard, which decodes
-    and sums them in the reduce dtype. Over a replicate axis the sums also return as codes,
-    identical on every rank. The engine's counts, and gradients of replicated parameters, are not
-    rounded: replicas must stay equal.
+    With a 16-bit dtype, gradients are cast and the backend sums in that dtype. With an 8-bit dtype,
+    each rank sends codes, with a scale per block of a shard, to the owner of the shard, which
+    decodes and sums them in the reduce dtype. Over a replicate axis, the sums are also sent back as
+    codes, identical for all ranks. The engine's counts, and gradients of replicated parameters, are
+    not rounded, because replicas must stay equal.
 
     Args:
         dtype: ``torch.bfloat16``, ``torch.float16``, ``torch.int8``, ``torch.float8_e4m3fn`` or
-            ``torch.float8_e5m2``. For fp16, gradients are divided before sending, as far as sums
-            could overflow, and multiplied afterwards.
-        error_feedback: add the rounding error of the last cast to the unit's next gradients. Takes
-            the memory of the unit's full gradients in the reduce dtype (for 8 bits, at least fp32)
-            on every rank. Recommended for 8 bits.
+            ``torch.float8_e5m2``. For fp16, gradients are scaled down before sending, so that sums
+            do not overflow, and scaled up afterwards.
+        error_feedback: add the rounding error of the previous cast to the unit's next gradients.
+            Takes memory for the unit's full gradients on every rank, in the reduce dtype (for 8-bit
+            dtypes, at least fp32). Recommended for 8-bit dtypes.
         block: for 8-bit dtypes, the number of elements that share a 2-byte scale.
         only_replicas: for 8-bit dtypes, sum over a shard axis in the reduce dtype and use codes
-            only over a replicate axis, which mostly crosses slower links.
+            only over a replicate axis, which usually spans slower links.
 
     Raises:
-        ConfigError: another dtype; a flag that is not a bool; a ``block`` below 8.
+        ConfigError: ``dtype`` is none of these; a flag is not a bool; or ``block`` is below 8.
 
     Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
     2014, and Karimireddy et al., 2019; codes sent once and summed by the receiver: qgZ of ZeRO++
@@ -93,7 +93,7 @@ class Compress:
         group: dist.ProcessGroup,
         exact: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Sum ``packed`` over ``group`` into ``reduced``; ``exact``: column ranges not to round."""
+        """Sum ``packed`` over ``group`` into ``reduced``; do not round column ranges ``exact``."""
         if not isinstance(group, dist.ProcessGroup):
             raise wrong_type("Compress", "group", "a process group", group)
         if not isinstance(reduced, Tensor):
@@ -109,7 +109,7 @@ class Compress:
         is_replicas = reduced.numel() == packed.numel()
         if self.dtype in CODES:
             if self.error_feedback and not isinstance(state, dict):
-                raise wrong_type("Compress", "state", "a dict for its error", state)
+                raise wrong_type("Compress", "state", "a dict for rounding errors", state)
             errors: dict[Any, Tensor] | None = state if self.error_feedback else None
             exchange = CodedSum(self.dtype, self.block, errors, exact, group)
             if is_replicas:
@@ -137,14 +137,14 @@ class Compress:
         packed: Tensor,
         ranks: int,
     ) -> tuple[Tensor, float]:
-        """Return ``packed`` in a 16-bit ``dtype``, divided by a factor, and that factor."""
+        """Return ``packed`` divided by a factor and cast to a 16-bit ``dtype``, and the factor."""
         if not isinstance(packed, Tensor) or not packed.is_floating_point():
             raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
         check_count("Compress", "ranks", ranks)
         if self.dtype in CODES:
             raise wrong_value("Compress", "dtype", "a 16-bit dtype to cast to", self.dtype)
         if self.error_feedback and not isinstance(state, dict):
-            raise wrong_type("Compress", "state", "a dict for its error", state)
+            raise wrong_type("Compress", "state", "a dict for rounding errors", state)
         factor = 1.0
         if self.dtype is torch.float16 and packed.dtype is not torch.float16:
             factor = 1.0 / GradientScale.choose(ranks, torch.float16).before
@@ -161,26 +161,26 @@ def register_comm_hook(
 ) -> None:
     """Reduce the gradients of a module's units with ``hook`` instead of the backend.
 
-    Each reduction of a unit calls it once per mesh and axis of its parameters. With a hook,
-    reductions are synchronous on a CPU. Copies of the model copy the hook and its state.
+    Each reduction of a unit calls the hook once per mesh of its parameters and axis of the mesh.
+    On a CPU, reductions with a hook are synchronous. Copies of the model copy hooks and states.
 
     Args:
         module: the model, or a part of it.
         hook: ``hook(state, packed, reduced, group)`` writes the sum over the ranks of ``group``
-            into ``reduced``. The engine divides, whatever the settings. Both tensors are flat and
-            in the reduce dtype. Over a shard axis of W ranks ``packed`` is ``[W * S]`` and
-            ``reduced`` is ``[S]``, this rank's shard, as in a reduce-scatter. Over a replicate axis
-            both are the same ``[S]``. After the gradients they contain a few engine values, which
-            must be summed in the same way. On a CPU the hook must have finished when it returns; on
-            a device its work must be in the current stream. ``Compress`` is such a hook. None
-            removes hooks.
-        state: the first argument of the hook. None: a dict per unit and axis, in which ``Compress``
-            keeps its error.
-        recurse: also for the units below this one.
+            into ``reduced``; any division is done by the engine. Both tensors are flat and in the
+            reduce dtype. Over a shard axis of W ranks, ``packed`` is ``[W * S]`` and ``reduced`` is
+            ``[S]``, this rank's shard, as in a reduce-scatter. Over a replicate axis, both are the
+            same tensor ``[S]``. After the gradients they contain a few values of the engine, which
+            must be summed in the same way. On a CPU, the sum must be complete when the hook
+            returns; on a device, the hook must use the current stream. For an example, see
+            ``Compress``. None removes hooks.
+        state: the first argument of the hook. None: a separate dict for each unit and axis, in
+            which ``Compress`` stores rounding errors.
+        recurse: also apply it to the units below this one.
 
     Raises:
-        ConfigError: ``module`` contains no unit; ``hook`` is not a function; a ``state`` with
-            ``Compress``; a custom reduce-scatter or a gradient wire dtype is set.
+        ConfigError: ``module`` contains no unit; ``hook`` is not a function; ``Compress`` was given
+            a ``state``; or a custom reduce-scatter or a gradient wire dtype is set.
         StateError: called during a step.
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
@@ -191,7 +191,7 @@ def register_comm_hook(
     if isinstance(hook, Compress) and state is not None:
         raise ConfigError(
             "FS505",
-            "register_comm_hook: found a state for Compress, which needs a separate one for "
+            "register_comm_hook: found a state for Compress, which needs a separate state for "
             "each unit and axis. Omit it.",
         )
     groups = [group for unit in units for group in unit.own_groups]
@@ -227,7 +227,7 @@ def register_comm_hook(
 
 
 class Hooked(TorchMemory, ReduceScatter):
-    """A hook in the place of a collective."""
+    """Runs a hook in place of a collective."""
 
     def __init__(self, hook: Hook, state: Any) -> None:
         self.hook, self._state = hook, state
@@ -241,12 +241,12 @@ class Hooked(TorchMemory, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        self.sum_rows(input_tensor, output_tensor, group, ())  # the wire passes the exact columns
+        self.sum_rows(input_tensor, output_tensor, group, ())  # wires call sum_rows themselves
 
     def sum_rows(
         self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact
     ) -> None:
-        """Sum over the shard axis; ``exact``: columns of a row that must not be rounded."""
+        """Sum over the shard axis; do not round the columns ``exact`` of each row."""
         with torch.no_grad():
             if isinstance(self.hook, Compress):
                 self.hook(self._state, packed, reduced, group, exact)

@@ -1,6 +1,6 @@
 """``fully_shard`` and ``register_fsdp_forward_method``: check everything, then change the module.
 
-Owns the order in which a call checks, collects, shards and installs. Contains no step logic.
+A call validates arguments, collects parameters, shards them, and then installs hooks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.param import FSDPParam, leave_alone
 
-M = TypeVar("M", bound=nn.Module)  # a list is invariant: list[nn.Linear] is no list[nn.Module]
+M = TypeVar("M", bound=nn.Module)  # list is invariant: list[nn.Linear] is not list[nn.Module]
 STEPS_OF_OURS = (
     attach,
     enter,
@@ -76,7 +76,7 @@ STEPS_OF_OURS = (
     ParamGroup.wait_for_unshard,
     ParamGroup.reshard,
 )
-"""Code of a step that modifies parameters and gradients, hidden from checkers of user programs."""
+"""Engine code that modifies parameters and gradients; the ``spmd_types`` checker skips it."""
 
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
@@ -134,77 +134,77 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module in place over the data-parallel ranks.
 
-    Parameters of ``module`` that no earlier call took become one group. The group is all-gathered
-    in one collective before forward and again before backward, and its gradients are reduced in
-    one. Parameters on different meshes become one group per mesh. If ``module`` contains modules
-    that are already sharded, each submodule of at least a MiB (an embedding, a head) is a separate
-    group. Call it bottom up: on blocks first, on the root last. Afterwards ``parameters()`` yields
-    DTensors under the same names, and the module's class derives from ``FSDPModule`` and its
-    original class.
+    All parameters of ``module`` that are not sharded yet form one group. One collective all-gathers
+    the group before forward and again before backward, and another one reduces its gradients.
+    Parameters on different meshes form one group per mesh. If ``module`` contains modules that are
+    already sharded, each submodule with at least 1 MiB of parameters (an embedding, a head) is a
+    separate group. Apply it bottom-up: to the blocks first, then to the root. Afterwards,
+    ``parameters()`` yields DTensors under the same names, and the module's class derives from both
+    ``FSDPModule`` and its original class.
 
-    A tensor subclass may define its gathered tensors with ``fsdp_pre_all_gather`` and the result
-    built from them with ``fsdp_post_all_gather``. If the result shares no memory with the gathered
-    tensors, ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool`` may return
-    True: these are then freed immediately, and refilled by the next gather.
+    A tensor subclass may select the tensors to gather with ``fsdp_pre_all_gather``, and build the
+    parameter from them with ``fsdp_post_all_gather``. If that parameter shares no memory with them,
+    ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool`` may return True: the
+    gathered tensors are then freed immediately, until the next gather.
 
     Args:
-        module: a module, or several that form one group.
-        mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
-            ``dp_mesh_dims``: the full mesh, of any number of named dims.
-        reshard_after_forward: ``True`` frees the parameters between forward and backward. ``False``
-            keeps them for the backward. An int, a divisor of the shard size, keeps them sharded
-            over that many neighbouring ranks (1 means ``False``, the shard size means ``True``).
-            ``None`` is ``True`` below the root and ``False`` at the root. The next forward always
-            gathers again, so it uses values written to the shards.
+        module: a module, or a list of modules whose parameters form one group.
+        mesh: a 1-D mesh ``(shard,)`` or a 2-D mesh ``(replicate, shard)``. ``None``: all ranks.
+            With ``dp_mesh_dims``: the full mesh, with any number of named dims.
+        reshard_after_forward: ``True`` frees the unsharded parameters after forward. ``False``
+            keeps them until backward. An int, which must divide the shard size, reshards them to
+            that number of neighbouring ranks (1 means ``False``, the shard size means ``True``).
+            ``None`` means ``False`` for the root and ``True`` for all other units. The next forward
+            always gathers again, so that it uses values written to the shards.
         shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim
-            (including negative and unevenly divided ones), ``Replicate()``, ``None`` for
-            ``Shard(0)``, ``Whole()`` (one rank owns the full parameter), ``Aligned(dim)`` (no block
-            of rows is divided), or a ``ShardPlacementResult``, which can name a mesh for the
-            parameter. Scalars are replicated.
+            (negative, or not evenly divisible), ``Replicate()``, ``None`` (same as ``Shard(0)``),
+            ``Whole()`` (one rank owns the full parameter), ``Aligned(dim)`` (no block of rows is
+            split), or a ``ShardPlacementResult``, which can also specify a mesh. Scalars are
+            replicated.
         mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
-            ``DataParallelMeshDims`` are accepted, too.
-        offload_policy: where shards are kept. ``None`` means no offloading.
-        ignored_params: parameters to leave alone: not sharded, moved or reduced.
+            ``DataParallelMeshDims`` are also accepted.
+        offload_policy: where shards are stored. ``None`` means no offloading.
+        ignored_params: parameters that are not sharded, moved to the device or reduced.
         dp_mesh_dims: the dims of ``mesh`` that data parallelism uses. Parameters must be DTensors
-            on that mesh, with ``Replicate()`` on these dims, and are again during forward; plain
-            parameters are accepted if all dims are named. Gradients are averaged over these dims:
-            the loss is a mean over each rank's input, as without the argument. Plain parameters may
-            be annotated with the package ``spmd_types`` (R, I or ``S(dim)`` on the other dims; R or
-            nothing on data-parallel ones). They are stored as the equivalent DTensors. In forward
-            they are plain and annotated again; gradients of R are summed over its ranks.
-        conditional: some ranks may skip this module, or units below it, in a forward. The nearest
-            enclosing unit that is not conditional then gathers its parameters and reduces its
-            gradients together with its own, on every rank.
-        ignored_states: further states to leave alone: modules (with all their parameters and
-            buffers), or parameters and buffers; not both.
-        shard: states to shard in addition to optimizer states, which always are. Between steps
-            ``parameters()`` are shards in any case; unsharded copies only cost memory.
+            on ``mesh`` with ``Replicate()`` on these dims, and have the same layout in forward.
+            Plain parameters are accepted if all dims are data-parallel. Gradients are averaged over
+            these dims, so the loss must be a mean over the rank's input, as without this argument.
+            Plain parameters may also be annotated with the package ``spmd_types``: R, I or
+            ``S(dim)`` on the other dims, R or none on these. They are stored as equivalent
+            DTensors, and plain in forward. Gradients are summed over the other dims annotated R.
+        conditional: set this if some ranks may skip this module, or units below it, in a forward.
+            Every rank then gathers its parameters and reduces its gradients together with those of
+            the nearest enclosing unit that is not conditional.
+        ignored_states: further states to ignore: either modules (with all their parameters and
+            buffers), or individual parameters and buffers.
+        shard: the states to shard. Optimizer states are always sharded, and ``parameters()``
+            between steps always yields shards; the last two modes also keep unsharded copies.
 
-            - ``"parameters"``: also parameters and gradients (ZeRO-3);
+            - ``"parameters"``: optimizer states, gradients and parameters (ZeRO-3);
             - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
               unit by unit, in the compute dtype. They stay unsharded until a backward with gradient
-              sync, so run all backwards but the last without it (``no_sync``). Every backward still
-              reduces gradients as they are computed;
-            - ``"optimizer"`` (ZeRO-1): the same, but without gradient sync gradients also stay
-              unsharded, with no communication until the backward with sync.
-        shard_outer: states to shard also over the outer dim of a 2-D mesh. ``None``: nothing, it
-            replicates. ``"optimizer"``: optimizer states, and ``parameters()`` between steps, over
-            all ranks as one axis. Within a step parameters and summed gradients are sharded over
-            the inner dim. The first forward after an optimizer step gathers over all ranks; other
-            gathers use the inner dim. Each backward reduces over the inner dim, and the one with
-            gradient sync then over the outer dim.
+              sync, so run every backward except the last without sync (``no_sync``). All backwards
+              reduce gradients as they are computed;
+            - ``"optimizer"`` (ZeRO-1): as above, but a backward without gradient sync does not
+              communicate: gradients also stay unsharded until the backward with sync.
+        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``:
+            none, it replicates. ``"optimizer"``: optimizer states, and ``parameters()`` between
+            steps, are sharded over all ranks as one axis. Within a step, parameters and gradients
+            are sharded over the inner dim. The first forward after an optimizer step gathers over
+            all ranks; other gathers use the inner dim. Each backward reduces over the inner dim; a
+            backward with gradient sync then reduces over the outer dim.
 
     Returns:
         ``module`` itself, whose class is now a subclass of ``FSDPModule`` and of its original
-        class. Type checkers infer an ``FSDPModule``, as with torch's: use the original variable to
-        access attributes of the original class.
+        class. Type checkers infer ``FSDPModule``, as with torch's function: use the original
+        variable to access attributes of the original class.
 
     Raises:
-        ConfigError: an argument or a parameter cannot be used. Nothing was changed.
+        ConfigError: an argument is invalid, or a parameter is unsupported. Nothing was changed.
 
-    Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
-    ``conditional``, ``ignored_states``, ``shard`` and ``shard_outer`` are not in torch's. Stages of
-    ZeRO are those of arXiv 1910.02054; parameter copies within a node are hpZ's (2306.10209).
+    Source: the function of the same name in ``torch.distributed.fsdp``, torch 2.15, which lacks
+    ``conditional``, ``ignored_states``, ``shard`` and ``shard_outer``. ZeRO: arXiv 1910.02054.
+    Parameters sharded within a node: hpZ of ZeRO++ (arXiv 2306.10209).
     """
     modules = check_modules(module)
     mp_policy = ours(mp_policy)
@@ -224,7 +224,7 @@ def fully_shard(
         shard_outer=shard_outer,
     )
     classes = [sharded_class(type(target)) for target in modules]
-    # picklable without the function
+    # drop the user's function, which may not be picklable
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)
     precision, device = Precision(asked, modules), collected.meshes[0].device
     unit = Unit(tuple(modules), precision, collected.settings, device, conditional)
@@ -241,7 +241,7 @@ def _shard(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> list[tuple[nn.Module, Readers]]:
-    """Create a unit's groups; return its large parts and the readers of each."""
+    """Create a unit's groups; return its large parts, each with its ``Readers``."""
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, mp_policy, unit.modules)
@@ -338,8 +338,8 @@ def check_call(
     shard_outer: str | None,
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
-    """Check a call of ``fully_shard`` and collect its parameters, except those of modules in
-    ``taken``, which preceding calls take."""
+    """Check the arguments of ``fully_shard`` and collect its parameters, except those of modules in
+    ``taken``, which earlier calls will shard."""
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
     check_policies(mp_policy, offload_policy)
@@ -369,7 +369,7 @@ def check_call(
     choice = False if sharding.keeps_whole else reshard_after_forward
     if any(collected.smaller.values()):
         check_smaller(collected)
-    elif choice is not None:  # 1 means False, and the number of all ranks True
+    elif choice is not None:  # 1 means False, and the full size means True
         choice = choice is True or choice > 1
     collected.settings = Settings(reshard_after_forward=choice, sharding=sharding)
     return collected
@@ -379,22 +379,22 @@ def _state(module: nn.Module) -> TorchState | None:
     return torch_state(check_module("fully_shard.state", "module", module))
 
 
-fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
+fully_shard.state = _state  # type: ignore[attr-defined]  # as `contract` defines it in torch
 
 
 def register_fsdp_forward_method(module: nn.Module | None, method_name: str) -> None:
     """Make ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
 
-    No-op for None (an optional module) and for a module that is not an ``FSDPModule``.
+    No-op if ``module`` is None or not an ``FSDPModule``.
 
     Args:
         module: the module that defines the method, or None.
-        method_name: the method's name. Its body must run during the call.
+        method_name: the method's name. The body must run before the call returns.
 
     Raises:
-        ConfigError: the module has no such method, or it is a generator or a coroutine.
+        ConfigError: the method does not exist, or is a generator or a coroutine.
 
-    Source: the meaning of the same function in ``torch.distributed.fsdp``.
+    Source: the function of the same name in ``torch.distributed.fsdp``.
     """
     if module is None:
         return

@@ -1,9 +1,9 @@
 """A pool of pinned host memory, and the two lanes for copies to and from it.
 
 [Note: who may use a host buffer]
-The host itself never reads or writes a buffer. Copies do, in two lanes: ``out`` (from the device)
-and ``back`` (to it). A buffer keeps the event of its last copy, for which the next copy's lane
-waits. So a buffer may be released and reused while a copy of it is still pending.
+The host itself never reads or writes a buffer; only device copies do, in two lanes: ``out`` (from
+the device) and ``back`` (to the device). Before each copy, its lane waits for the event of the
+buffer's previous copy. So a buffer may be released and reused while a copy is still in flight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS = 8  # size classes per power of two: batches of similar lengths use the same sizes
+STEPS = 8  # size classes per power of two, so that batches of similar lengths share classes
 SMALLEST = 4096
 
 
@@ -59,7 +59,7 @@ def rounded(nbytes: int) -> int:
 
 
 class CopyLanes:
-    """Two copy streams of a device: a link transfers in both directions simultaneously."""
+    """Two copy streams of a device, because a link transfers in both directions simultaneously."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class CopyLanes:
         return torch.accelerator.current_stream(self._device)
 
     def send_out(self, source: Tensor, buffer: HostBuffer) -> torch.Event:
-        """Copy bytes after pending compute; ``source`` must live until the returned event."""
+        """Copy bytes after pending compute; ``source`` must stay alive until the returned event."""
         self._out.wait_stream(self.compute)
         return self._copy(self._out, buffer, buffer.data[: source.numel()], source)
 
@@ -87,17 +87,17 @@ class CopyLanes:
         stride: tuple[int, ...],
         offset: int,
     ) -> Tensor:
-        """Return a tensor over another one's storage, which autograd does not treat as a view."""
+        """Return a tensor that uses another one's storage, but is not a view for autograd."""
         found = torch.empty(0, dtype=dtype, device=held.device)
         return found.set_(held.untyped_storage(), offset, size, stride)
 
     def bring_back(self, buffer: HostBuffer, target: Tensor) -> torch.Event:
-        """Copy bytes into memory of the compute stream after its earlier uses; return the event."""
+        """Copy bytes into memory of the compute stream, after its pending work; return an event."""
         self._back.wait_stream(self.compute)
         return self._copy(self._back, buffer, target, buffer.data[: target.numel()])
 
     def free_behind(self, source: Tensor) -> None:
-        """Let the allocator reuse memory that is dropped now once pending copies are complete."""
+        """Defer the reuse of the source's memory until pending copies from it are complete."""
         source.record_stream(self._out)
 
     def _copy(

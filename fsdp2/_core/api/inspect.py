@@ -1,6 +1,6 @@
 """``units``: describe the result of each ``fully_shard`` call as plain values and as a short text.
 
-Read-only: changes nothing and does not communicate.
+Read-only, and without communication.
 """
 
 import math
@@ -25,13 +25,13 @@ from fsdp2._core.params.param import FSDPParam
 class ShardInfo:
     """One parameter of a unit, and this rank's shard of it.
 
-    ``names`` are its registered names in the inspected model; a tied parameter has several.
-    ``shape`` and ``stride`` describe the full parameter (or this rank's tensor-parallel part).
-    ``dtype`` is the shard's. ``local_shape`` is the shape of this rank's shard, without padding.
-    ``start`` is its first row along ``dim``. ``dim`` is None if every rank has the full parameter.
-    ``owner`` is the shard rank that has all of it (``Whole``); None if it is divided. ``block`` is
-    the block size in rows along ``dim`` (``Aligned``); None if ranks have plain chunks or all rows.
-    ``nbytes`` is the size of the shard in bytes, including padding. ``offset`` is its start in
+    ``names`` are its names in the inspected model; a tied parameter has several. ``shape`` and
+    ``stride`` describe the full parameter (or this rank's tensor-parallel part). ``dtype`` is the
+    dtype of the shard. ``dim`` is the sharded dim; None if every rank has the full parameter.
+    ``local_shape`` is the shape of this rank's shard, without padding, and ``start`` the index of
+    its first row along ``dim``. ``owner`` is the shard rank that has all rows (``Whole``), else
+    None. ``block`` is the block size in rows along ``dim`` (``Aligned``), else None.
+    ``nbytes`` is the size of the shard in bytes, including padding. ``offset`` is its offset in
     bytes in the unit's flat buffer of shards; None if an extension stores the shard elsewhere.
     """
 
@@ -55,10 +55,10 @@ class GroupInfo:
     """Parameters of a unit that are gathered and reduced together.
 
     ``shard_rank`` is this rank's index on the shard axis of ``mesh``, from 0. ``shard_size`` and
-    ``replicate_size`` are the axis sizes, or 1 without such an axis. ``state`` is ``"sharded"``,
-    ``"unsharded"``, or ``"sharded_post_forward"``: sharded over fewer ranks between forward and
-    backward. ``nbytes`` is the size of this rank's shards in bytes, including padding. ``shards``
-    has one entry per parameter.
+    ``replicate_size`` are the sizes of the two axes; 1 if there is no such axis. ``state`` is
+    ``"sharded"``, ``"unsharded"``, or ``"sharded_post_forward"``: sharded over fewer ranks between
+    forward and backward. ``nbytes`` is the size of this rank's shards in bytes, including padding.
+    ``shards`` has one entry per parameter.
     """
 
     mesh: DeviceMesh
@@ -74,8 +74,8 @@ class GroupInfo:
 class UnitInfo:
     """The result of one call of ``fully_shard``.
 
-    ``names`` are those of its modules in the inspected model (``""`` is that model). ``is_root`` is
-    True if no unit encloses it; once the model has run, if its forward ran first.
+    ``names`` are the names of its modules in the inspected model (``""`` is the model itself).
+    ``is_root`` is True if no other unit encloses it; after a forward, if its forward ran first.
     ``is_conditional`` and ``reshard_after_forward`` are the values from ``fully_shard`` or a later
     setter. ``groups`` has one entry per mesh of parameters, and one per large part of a root.
     ``str()`` summarises the unit in one line, with its parameter bytes on this rank and its tied
@@ -95,7 +95,7 @@ class UnitInfo:
         return tuple(shard.names[0] for group in self.groups for shard in group.shards)
 
     def __str__(self) -> str:
-        """Summarise the unit: module names, bytes on this rank, and sharding ranks."""
+        """Summarise the unit: module names, bytes on this rank, and numbers of ranks."""
         name = ", ".join(name or "<root>" for name in self.names)
         shards = [shard for group in self.groups for shard in group.shards]
         if not shards:
@@ -117,8 +117,8 @@ class UnitInfo:
 
 
 def tied_lines(module: nn.Module) -> list[str]:
-    """Return ``"tied: <names>"`` for each tied parameter of which this is the innermost sharded
-    module that contains all its names."""
+    """Return ``"tied: <names>"`` for each tied parameter whose names are all in this module, and
+    not all in an inner sharded module."""
     params = [
         param
         for unit in units_below(module)
@@ -144,11 +144,11 @@ def tied_lines(module: nn.Module) -> list[str]:
 def units(model: nn.Module) -> list[UnitInfo]:
     """Describe the units in a model, outermost first, with this rank's shards.
 
-    Reads shapes and sizes only, and does not communicate. Returns an empty list for an unsharded
+    Reads only shapes and sizes, and does not communicate. Returns an empty list for an unsharded
     model.
 
     Raises:
-        ConfigError: not a module.
+        ConfigError: ``model`` is not a module.
 
     Source: ``fsdp_modules`` and the shard metadata of torch's FSDP1.
     """

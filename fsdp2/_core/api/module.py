@@ -1,12 +1,12 @@
-"""``FSDPModule``: the class of sharded modules, its copies, and its methods except for settings.
+"""``FSDPModule``, the class of sharded modules: methods (except for setters), copies and pickles.
 
-Independent of how ``fully_shard`` chooses parameters.
+Does not depend on how ``fully_shard`` collects parameters.
 
 [Note: recognised as torch's]
 Torch's pipelining and other software check ``isinstance(module,
 torch.distributed.fsdp.FSDPModule)``, so our class derives from it, *last*: the MRO of a sharded
 ``Net`` is ``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``.
-Attributes that only torch's class has are hidden, as if they were not inherited.
+Attributes that only torch's class has are hidden: reading one raises ``AttributeError``.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from fsdp2._core.params.registration import SHARDED
 
 
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
-    """Handle of a ``finalize_backward(async_op=True)`` in flight, created by it."""
+    """Handle returned by ``finalize_backward(async_op=True)``, to wait for its reductions."""
 
     def __init__(self, runtime: Runtime | None, pending: PendingReduction | None) -> None:
         self._runtime, self._pending = runtime, pending
 
     def wait(self) -> None:
-        """Wait until gradients are reduced, and free the buffers. Idempotent.
+        """Wait until gradients are reduced, then free the buffers. Idempotent.
 
         Raises:
-            StateError: an earlier ``reset_iter_state()`` dropped the gradients.
+            StateError: a call of ``reset_iter_state()`` has discarded the gradients.
         """
         runtime = self._runtime
         if runtime is None:
@@ -73,7 +73,7 @@ def _check_finalize(runtime: Runtime) -> None:
     if not runtime.root.settings.manual_finalization:
         raise StateError(
             "FS310",
-            f"{who}: backward is finalized automatically here. Call "
+            f"{who}: backward is finalized automatically for this model. Call "
             "set_manual_backward_finalization(True) on the root before the forward.",
         )
     if torch_autograd.graph_task_id() != -1:
@@ -99,7 +99,7 @@ _classes: dict[type, type] = {}
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
+    """Return the class of sharded ``cls`` instances: a subclass of ``FSDPModule`` and ``cls``."""
     if cls not in _classes:
         namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_fsdp2_original": cls}
         try:
@@ -108,13 +108,13 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
             raise ConfigError(
                 "FS204",
                 f"fully_shard: {cls.__name__} cannot be subclassed ({error}), which sharding "
-                "requires. Give the arguments of its __init_subclass__ and metaclass defaults.",
+                "requires. Give default values to arguments of its __init_subclass__ or metaclass.",
             ) from error
     return _classes[cls]
 
 
 def rebuild_module(cls: type[nn.Module]) -> nn.Module:
-    """Create an empty sharded instance; copy or pickle then restores its state."""
+    """Create an empty sharded instance; ``copy`` or ``pickle`` then restores its state."""
     return object.__new__(sharded_class(cls))
 
 
@@ -125,10 +125,10 @@ def register_names(module: nn.Module, unit: Unit) -> None:
 
 
 class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
-    """Interface that ``fully_shard`` adds to a module; use it with ``isinstance``.
+    """Base class that ``fully_shard`` adds to a module's class; use it for ``isinstance`` checks.
 
-    ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is also true. Not meant to be
-    instantiated. Its methods are documented on a separate page.
+    ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is also true. Do not instantiate it.
+    Its methods are documented on a separate page.
 
     Source: the class of the same name in ``torch.distributed.fsdp``, torch 2.15.
     """
@@ -136,8 +136,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an unsharded instance, such as a slice of a sharded ``Sequential``. Without
-        arguments, create an empty one of this class: user ``__deepcopy__`` methods fill it."""
+        """Create an unsharded instance, as slicing a sharded ``Sequential`` does. Without
+        arguments, create an empty sharded one, which user ``__deepcopy__`` methods fill."""
         if not args and not kwargs:
             return object.__new__(cls)
         return cls._fsdp2_original(*args, **kwargs)
@@ -145,7 +145,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     __call__ = call_module
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as its original class does; a compiler may trace this."""
+        """Call the module as its original class does; compilers may trace this method."""
         return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -156,7 +156,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         cls, original = type(self), self._fsdp2_original
         if cls is _classes.get(original):
             return (rebuild_module, (original,), state, *reduced[3:])
-        return (*reduced[:2], state, *reduced[3:])  # the user swapped in a subclass
+        return (*reduced[:2], state, *reduced[3:])  # the user assigned a subclass to __class__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
@@ -169,7 +169,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         reshard_if_idle(unit)
         params = [param for group in unit.own_groups for param in group.params]
         for param in params:
-            param.see_grad_dtype()  # replacing the parameter would drop it
+            param.see_grad_dtype()  # lost if the parameter is replaced
         kept = {param: grad for param in params if (grad := param.set_gradient_aside()) is not None}
         try:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
@@ -180,13 +180,13 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
                 param.sharded.grad = grad.to(param.sharded.device)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the shards by name, as ``nn.Module.state_dict`` with the same arguments.
+        """Return the shards by name. Takes the same arguments as ``nn.Module.state_dict``.
 
-        A step that another thread starts in the meantime waits for it.
+        A step started by another thread during the call waits until the call returns.
 
         Raises:
-            StateError: another thread is inside a forward or a backward, or keeps parameters
-                unsharded for the next one.
+            StateError: another thread is inside a forward or a backward, or has run a forward that
+                left parameters unsharded.
         """
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
         with unless_another_thread_steps(unit) if unit is not None else contextlib.nullcontext():
@@ -195,12 +195,12 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load shards from ``state_dict()``, as ``nn.Module.load_state_dict`` does.
 
-        Takes the same arguments (``strict``, ``assign``) and returns the same. With ``assign=True``
-        the tensors of the state become the parameters. Load unsharded tensors with
-        ``fsdp2.checkpoint.load_full_state``.
+        The arguments (``strict``, ``assign``) and the result are the same. With ``assign=True`` the
+        loaded tensors become the parameters. Full tensors: ``fsdp2.checkpoint.load_full_state``.
 
         Raises:
-            ConfigError: not a dict, or full tensors for sharded parameters. Nothing was changed.
+            ConfigError: ``state_dict`` is not a dict, or has full tensors for sharded parameters.
+                Nothing was changed.
         """
         check_mapping("load_state_dict", "state_dict", state_dict)
         is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
@@ -213,13 +213,13 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
-        """Set training or evaluation mode, as ``nn.Module.train``; return the module.
+        """Set training or evaluation mode, as ``nn.Module.train`` does; return the module.
 
-        Policies with ``full_precision_in_eval`` follow the mode.
+        Units whose policy has ``full_precision_in_eval`` switch their dtypes.
 
         Raises:
-            ConfigError: not a bool.
-            StateError: the change would alter the dtype of parameters that a step is using.
+            ConfigError: ``mode`` is not a bool.
+            StateError: the switch would change the dtype of parameters that a step is using.
         """
         check_flag("train", "mode", mode)
         for unit in units_in(self, recurse=True):
@@ -231,20 +231,20 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return result
 
     def extra_repr(self) -> str:
-        """Append one line for each tied parameter in this module to the original text."""
+        """Return the original text, followed by one line for each tied parameter."""
         return "\n".join(filter(None, (super().extra_repr(), *tied_lines(self))))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of both sharded and unsharded parameters.
 
-        Unsharded parameters have gradients after a backward without gradient sync. The optimizer's
-        ``zero_grad`` does not clear those.
+        After a backward without gradient sync, unsharded parameters have gradients, which the
+        optimizer's ``zero_grad`` does not clear.
 
         Args:
-            set_to_none: False fills gradients with zeros instead.
+            set_to_none: if False, fill gradients with zeros instead.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: ``set_to_none`` is not a bool.
         """
         check_flag("zero_grad", "set_to_none", set_to_none)
         super().zero_grad(set_to_none)
@@ -258,18 +258,18 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """Gather this unit's parameters (not those of units below it).
 
         Unsharded parameters stay registered until ``reshard()``, until the unit's next forward ends
-        and frees them, or until the end of a backward.
+        and frees them, or until a backward ends.
 
         Args:
             async_op: return immediately. The parameters are unsharded after ``wait()`` on the
-                result, or once the unit's forward begins.
+                returned handle, or when the unit's forward begins.
 
         Returns:
-            An ``UnshardHandle`` with ``async_op``, else None.
+            An ``UnshardHandle`` if ``async_op``, else None.
 
         Raises:
-            ConfigError: not a bool.
-            StateError: inside ``summon_full_params``, where parameters are already unsharded.
+            ConfigError: ``async_op`` is not a bool.
+            StateError: called inside ``summon_full_params``.
         """
         check_flag("unshard", "async_op", async_op)
         unit = own_unit(self)
@@ -299,13 +299,13 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's unsharded parameters, and register its shards. Does not communicate."""
+        """Free this unit's unsharded parameters and register its shards. Does not communicate."""
         for group in own_unit(self).own_groups:
             group.reshard()
             group.context.streams.finish_host_reads()
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards of this tree in manual mode: reduce pending gradients, and reshard.
+        """Finalize the backwards of this tree in manual mode: reduce pending gradients and reshard.
 
         Call it on the root, on every rank, after the last backward of a step and before gradients
         are read or cleared. To reduce once for several backwards, disable gradient sync for them
@@ -314,20 +314,20 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
         Args:
             async_op: return once the reductions are issued. Gradients are available after
-                ``wait()`` on the result. Until then no forward may begin, of this model or of one
-                that shares its streams.
+                ``wait()`` on the returned handle. Until then, do not begin a forward of this model
+                or of a model that shares its streams.
 
         Returns:
-            A ``GradientReductionHandle`` with ``async_op``, else None.
+            A ``GradientReductionHandle`` if ``async_op``, else None.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: ``async_op`` is not a bool.
             StateError: the module is not the root; the mode is not manual; a backward is running;
                 the handle of the previous call has not been waited on; all-reduces over a replicate
-                axis are off (``set_requires_all_reduce``); or a unit's part of a pipeline's
-                gradient is lost. Nothing was changed.
+                axis are disabled (``set_requires_all_reduce``); or a unit has no gradients after a
+                pipeline step with split backwards. Nothing was changed.
 
-        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        Source: the method of the same name in ``torch.distributed.fsdp``, torch 2.15.
         """
         check_flag("finalize_backward", "async_op", async_op)
         runtime = _root_runtime("finalize_backward", own_unit(self))
@@ -342,18 +342,18 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return GradientReductionHandle(runtime, pending)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Choose whether backwards of this tree end automatically or by ``finalize_backward``.
+        """Set whether backwards of this tree are finalized only by ``finalize_backward``.
 
         Call it on the root, before the forward.
 
         Args:
-            enabled: True for manual mode.
+            enabled: True for manual mode, False for automatic finalization.
 
         Raises:
-            ConfigError: not a bool.
-            StateError: not on the root; during a backward; or after a backward that has not ended.
+            ConfigError: ``enabled`` is not a bool.
+            StateError: the module is not the root, or a backward is running or not finalized.
 
-        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        Source: the method of the same name in ``torch.distributed.fsdp``, torch 2.15.
         """
         who, unit = "set_manual_backward_finalization", own_unit(self)
         check_flag(who, "enabled", enabled)
@@ -367,22 +367,22 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             raise StateError(
                 "FS310",
                 f"{who}: found a backward that began in the other mode and has not ended. Call "
-                "finalize_backward() first, or reset_iter_state() to drop it.",
+                "finalize_backward() first, or reset_iter_state() to discard it.",
             )
         unit.configure(manual_finalization=enabled)
 
     def reset_iter_state(self) -> None:
-        """Discard the state of an unfinished step in the whole tree, and every gradient.
+        """Discard the state of an unfinished step and all gradients, in the whole tree.
 
-        Call it on any unit of the tree. No-op before the first forward. After an exception the next
-        forward cleans up automatically but keeps reduced gradients. This call also clears those,
-        including from earlier backwards. It cancels a pending ``finalize_backward(async_op=True)``,
-        whose handle raises from then on.
+        Call it on any unit of the tree. No-op before the first forward. After an exception, the
+        next forward cleans up automatically but keeps reduced gradients. This call also clears
+        these, including gradients from earlier backwards. It cancels a pending
+        ``finalize_backward(async_op=True)``: ``wait()`` on its handle then raises.
 
         Raises:
             StateError: a model that shares the streams has an unfinished reduction.
 
-        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        Source: the method of the same name in ``torch.distributed.fsdp``, torch 2.15.
         """
         unit = own_unit(self)
         if unit.runtime is not None:
@@ -398,7 +398,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return torch_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No-op: in torch it selects the stream in which gathers allocate memory, fixed here."""
+        """No-op: it selects the stream in which torch's gathers allocate; ours is fixed."""
         check_flag("_set_unshard_async_op", "async_op", async_op)
 
 
@@ -419,7 +419,7 @@ torch_modules.hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
 
 
 class UnshardHandle(torch_modules.UnshardHandle):
-    """Handle of an ``unshard(async_op=True)`` in flight, created by it."""
+    """Handle returned by ``unshard(async_op=True)``, to wait for its all-gather."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups: Sequence[ParamGroup] = groups
@@ -427,7 +427,7 @@ class UnshardHandle(torch_modules.UnshardHandle):
     def wait(self) -> None:
         """Wait until the parameters are unsharded and registered.
 
-        No-op if called again, or after the unit's forward or ``reshard()``.
+        No-op if called again, or after the unit's forward or its ``reshard()``.
         """
         groups, self._groups = self._groups, ()
         for group in groups:
@@ -436,7 +436,7 @@ class UnshardHandle(torch_modules.UnshardHandle):
 
 
 def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
-    """Clear unregistered sharded gradients, and gradients that wait for a reduction."""
+    """Clear gradients of shards that are not registered, and gradients that are not reduced yet."""
     unreduced = group.reducer.unreduced
     if unreduced.is_waiting or unreduced.is_owed or id(group.reducer) in may_hold:
         group.reducer.discard()
@@ -451,7 +451,7 @@ def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
 
 
 def _check_mode_change(unit: Unit, mode: bool) -> None:
-    """Raise StateError if the mode change would alter the precision during a step."""
+    """Raise StateError if the mode change would change dtypes during a step."""
     if not unit.precision.chosen.full_precision_in_eval or unit.runtime is None:
         return
     unit.runtime.recover_if_failed()
@@ -466,7 +466,7 @@ def _check_mode_change(unit: Unit, mode: bool) -> None:
 
 
 def _follow_mode(unit: Unit) -> None:
-    """Switch the precision with the mode; recorded graphs, with the old policy, must not run."""
+    """Apply the precision for the mode; invalidate recorded graphs, which use the old policy."""
     if not unit.precision.follow(unit.modules):
         return
     unit.calls.open = 0
@@ -479,7 +479,7 @@ def _follow_mode(unit: Unit) -> None:
 
 
 def _have_lanes(unit: Unit) -> None:
-    """Run a manual gather before the first forward in the lanes of a step."""
+    """Let a manual gather before the first forward use the same streams as a step."""
     if unit.streams is None:
         unit.streams = streams_for(unit.device)
     for group in unit.own_groups:

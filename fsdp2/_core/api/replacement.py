@@ -1,14 +1,14 @@
 """``replace_torch``: redirect torch's FSDP2 names to ours for software that imports them.
 
 [Note: what is rebound]
-Names are rebound in torch's public modules (``torch_modules.HOMES``), so that later imports get
-ours. Earlier imports have bound torch's objects elsewhere: in every loaded module that is neither
-torch's nor ours, and in its classes, such names are rebound by identity. Torch's other modules keep
-their bindings, since they operate on the results of torch's ``fully_shard``. So does the module
-that implements torch's FSDP2 (``torch_modules.INNER_HOME``), for its own functions; others that
-import from it get ours, because its class becomes ``_Shown``. (Policies imported from their
-defining modules, or in default arguments, closures and containers, which cannot be rebound, stay
-torch's, and are accepted: ``_core.base.policy.ours``.)
+Names are rebound in torch's public modules (``torch_modules.HOMES``), so that later imports get our
+objects. Earlier imports bound torch's objects to names elsewhere. These are found by identity, in
+every loaded module outside of torch and fsdp2 and in its classes, and are rebound. Torch's other
+modules keep their bindings, because they operate on the results of torch's ``fully_shard``. The
+module that implements torch's FSDP2 (``torch_modules.INNER_HOME``) also keeps its bindings, for its
+own functions, but its class becomes ``_Shown``, so that imports from it get our objects. (Policies
+from their defining modules, and those in default arguments, closures and containers, cannot be
+rebound, and are accepted as they are: ``_core.base.policy.ours``.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _by_ours = {id(ours): theirs for theirs, ours in _pairs}
 
 
 class Replacement:
-    """A replacement in effect; ``undo()``, or leaving its ``with`` block, reverts it."""
+    """An active replacement; ``undo()``, or the end of a ``with`` block, reverts it."""
 
     def __init__(self) -> None:
         self._loaded = set(sys.modules)
@@ -69,7 +69,7 @@ class Replacement:
         for holder in (*homes, *_others()):
             self._bound += _rebind(holder, _by_torchs)
         inner = sys.modules[torch_modules.INNER_HOME]
-        self._shows = type(inner) is ModuleType  # otherwise another replacement does
+        self._shows = type(inner) is ModuleType  # otherwise another replacement changed its class
         if self._shows:
             inner.__class__ = _Shown
         if self.names:
@@ -77,17 +77,17 @@ class Replacement:
 
     @property
     def names(self) -> list[str]:
-        """Full names of everything rebound, sorted."""
+        """Qualified names of all rebound attributes, sorted."""
         bound = [f"{_name_of(holder)}.{name}" for holder, name, _, _ in self._bound]
         home = torch_modules.INNER_HOME
         inner = vars(sys.modules[home]).items() if self._shows else ()
         return sorted(bound + [f"{home}.{name}" for name, one in inner if id(one) in _by_torchs])
 
     def undo(self) -> None:
-        """Restore torch's objects wherever this replacement put ours.
+        """Restore torch's objects wherever this replacement bound ours.
 
-        This includes modules loaded since, unless they import fsdp2 themselves. Models that are
-        already sharded do not change. Idempotent.
+        This includes modules loaded since then, unless they import fsdp2 themselves. Models that
+        are already sharded do not change. Idempotent.
         """
         for holder, name, theirs, ours in self._bound:
             if vars(holder).get(name) is ours:
@@ -113,22 +113,22 @@ class Replacement:
 
 
 def replace_torch() -> Replacement:
-    """Make software that imports torch's FSDP2 names use fsdp2, without changing it.
+    """Make software that imports torch's FSDP2 use fsdp2 instead, without changes to its code.
 
     The names are ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``,
     ``CPUOffloadPolicy``, ``DataParallelMeshDims``, ``register_fsdp_forward_method``,
     ``share_comm_ctx``, ``UnshardHandle`` and ``GradientReductionHandle``, in all of torch's public
-    modules that have them. Earlier imports are rebound: where a module or a class has one of
-    torch's objects under a name, that name now refers to ours. The logger ``fsdp2`` lists these
-    names at level ``INFO``. Torch's own modules and FSDP1 are not changed. Calling it again rebinds
-    later imports, and is harmless. ``python -m fsdp2 program`` calls this before the program runs.
+    modules that have them. Earlier imports are also rebound: if an attribute of a loaded module or
+    class is one of torch's objects, it is replaced by ours. The logger ``fsdp2`` lists the rebound
+    attributes at level ``INFO``. Torch's internal modules and FSDP1 do not change. Another call
+    rebinds later imports. ``python -m fsdp2 program`` calls this before the program runs.
 
     Returns:
-        An object with the ``names`` that were rebound, and with ``undo()``. As a context manager it
+        An object with the rebound ``names`` and a method ``undo()``. As a context manager, it
         undoes the replacement on exit.
 
     Raises:
-        StateError: a model that torch's ``fully_shard`` has sharded is alive. Nothing was changed.
+        StateError: a model sharded by torch's ``fully_shard`` is still alive. Nothing was changed.
     """
     sharded = _sharded_by_torch()
     if sharded is not None:
@@ -141,7 +141,7 @@ def replace_torch() -> Replacement:
 
 
 class _Shown(ModuleType):
-    """Class of torch's inner module during a replacement: its attributes are ours."""
+    """Class of torch's inner module during a replacement: its attributes return our objects."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -149,7 +149,7 @@ class _Shown(ModuleType):
 
 
 def _sharded_by_torch() -> str | None:
-    """Return the class of a living module that torch's ``fully_shard`` has sharded."""
+    """Return the class name of a live module that torch's ``fully_shard`` has sharded."""
     direct = torch_modules.FSDPModule.__subclasses__()
     kinds = {kind for kind in direct if issubclass(kind, nn.Module) and kind is not FSDPModule}
     for _ in range(2 if kinds else 0):
@@ -158,7 +158,7 @@ def _sharded_by_torch() -> str | None:
             return None
         name = type(found).__mro__[2].__name__
         del found
-        gc.collect()  # an unreferenced model may be in a reference cycle
+        gc.collect()  # the model may be unreachable, but in a reference cycle
     return name if kinds else None
 
 

@@ -1,7 +1,7 @@
 """``reproducible``: the same bits on any number of ranks; ``mean_over_slots`` for logged values.
 
-Owns the checks of the model, and the hooks that begin slots. ``params.slot_sums`` sums gradients
-within a rank, ``comm.tree_sum`` between ranks, and ``base.slot_clock`` counts slots.
+Contains the checks of the model, and the hooks that begin slots. ``params.slot_sums`` sums
+gradients within a rank, ``comm.tree_sum`` across ranks, and ``base.slot_clock`` counts slots.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range:
-    """Train with the same bits on any number of ranks; return the slots that this rank runs.
+    """Make training bitwise equal on any number of ranks; return the slots that this rank runs.
 
-    The global batch has ``slots`` slots. On each rank, run one forward and one backward for each
-    slot in the range, in order. After the last one, gradients are the mean over all slots, with the
-    same bits on 1, 2, 4, ... ranks. The same holds for ``clip_grad_norm_`` and for element-wise
-    optimizers::
+    The global batch consists of ``slots`` slots. On each rank, run one forward and one backward for
+    each slot in the returned range, in order. After the last one, gradients are the mean over all
+    slots, bitwise equal on 1, 2, 4, ... ranks. The results of ``clip_grad_norm_`` and of
+    element-wise optimizers are then bitwise equal, too::
 
         for slot in fsdp2.reproducible(model, slots=8):
             loss_of(model(batch[slot])).backward()
@@ -59,27 +59,28 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
         optimizer.zero_grad()
 
     Gradients are summed in one binary tree over slot numbers: within a rank as slots complete, and
-    between ranks by an all-to-all with a sum at the receiver, which sends the same bytes as a
-    reduce-scatter. Until then, a rank holds up to log2(its slots) + 1 unsharded gradients. This
-    function controls gradient sync: do not use ``set_requires_gradient_sync`` or ``no_sync``.
+    across ranks by an all-to-all with a sum at the receiver, which sends as many bytes as a
+    reduce-scatter. Until then, a rank holds up to log2(slots per rank) + 1 unsharded gradients. Do
+    not use ``set_requires_gradient_sync`` or ``no_sync``: this function controls gradient sync.
 
     The random numbers of a training forward (dropout) depend on ``seed``, the step number and the
     slot. ``checkpoint.save`` stores the seed and the step number; after ``load``, training
-    continues from there on any number of ranks.
+    continues from this step on any number of ranks.
 
     Call it once, after ``fully_shard``, on every rank. A later call starts again at step 0. It does
     not apply to copies of the model.
 
     Args:
         model: the sharded model whose forward you call.
-        slots: a power of two that is a multiple of the number of data-parallel ranks. None ends it.
+        slots: a power of two that is a multiple of the number of data-parallel ranks. None turns
+            this mode off.
         seed: seed of the random numbers, at least 0.
 
     Returns:
         The consecutive numbers of this rank's slots; empty with ``slots=None``.
 
     Raises:
-        ConfigError: ``model`` has no unit; the number of ranks or slots is not supported; or
+        ConfigError: ``model`` has no unit, the number of ranks or slots is not supported, or
             results would depend on the number of ranks: parameters on several meshes, batch
             statistics, a custom reduce-scatter or hook, error feedback, sums in fp16.
         StateError: called during a step.
@@ -110,11 +111,7 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
 
 
 def _data_of(groups: Sequence[ParamGroup]) -> DataMesh:
-    """Return the mesh of all groups.
-
-    Raises:
-        ConfigError: there are several, or no parameters.
-    """
+    """Return the mesh of all groups. ConfigError: they have several meshes, or no parameters."""
     if not groups:
         raise ConfigError("FS516", f"{WHO}: found no parameters. Pass the sharded model.")
     first = groups[0]
@@ -165,17 +162,17 @@ def _check_model(model: nn.Module, units: Sequence[Unit], groups: Sequence[Param
         _hook_of(group)
         for param in group.params:
             if param.chosen.coding is not None:
-                _refuse(param.fqn, "it has a gather_dtype, which one rank does not use", "Omit it.")
+                _refuse(param.fqn, "it has a gather_dtype, which a single rank ignores", "Omit it.")
             if param.trainable and param.accumulated_dtype is torch.float16:
                 hint = "Pass reduce_dtype=torch.float32 in its policy."
-                _refuse(param.fqn, "its gradients are summed in float16, with two scales", hint)
+                _refuse(param.fqn, "its float16 sums are scaled by the number of ranks", hint)
 
 
 def _hook_of(group: ParamGroup) -> Compress | None:
-    """Return the hook that narrows gradients.
+    """Return the group's ``Compress`` hook, if any.
 
     Raises:
-        ConfigError: its result depends on the number of ranks, or is unknown.
+        ConfigError: the sums of its hook or reduce-scatter may depend on the number of ranks.
     """
     wire = group.wire
     plain = wire.plain if isinstance(wire, TreeWire) and wire.sum_rows is None else wire
@@ -190,7 +187,7 @@ def _hook_of(group: ParamGroup) -> Compress | None:
             return hook
         what = f"Compress({hook.dtype}) with error_feedback={hook.error_feedback}"
         what += f" and only_replicas={hook.only_replicas}"
-    hint = "Only Compress to torch.bfloat16 or 8 bits, without these two, is supported."
+    hint = "Use no hook, or Compress to torch.bfloat16 or 8 bits without these options."
     _refuse(group.fqn, f"{what} sums its gradients, with rounding that depends on ranks", hint)
     return None
 
@@ -213,9 +210,9 @@ def _watch_optimizers() -> None:
 
 
 def _leave_fused(optimizer: Optimizer, *_: Any) -> None:
-    """Replace the CPU's fused kernels by foreach ones while a model is reproducible.
+    """Replace fused optimizer kernels on a CPU by foreach ones while a model is reproducible.
 
-    Fused kernels compute the elements after a tensor's last full vector differently, and shard
+    Fused kernels compute the elements after a tensor's last full SIMD vector differently, and shard
     boundaries depend on the number of ranks (torch 2.11).
     """
     for group in optimizer.param_groups if clocks else ():
@@ -256,7 +253,7 @@ class Slots:
         return _inert, ()  # a copy of the model is not reproducible
 
     def end(self) -> None:
-        """Restore the model."""
+        """Remove the hooks, and restore wires and gradient sync."""
         for handle in self._handles:
             handle.remove()
         for sums in self._sums:
@@ -275,7 +272,7 @@ class Slots:
 
     @torch_compiler.never_traced
     def before(self, *_: Any) -> None:
-        """Run before each forward of the model, which may be the first of a slot."""
+        """Forward pre-hook of the model: begin a slot's forward, if it is a training forward."""
         clock = self.clock
         recomputes = torch_autograd.graph_task_id() != -1
         if clock is None or self._runs or recomputes or not torch.is_grad_enabled():
@@ -301,7 +298,7 @@ class Slots:
             unit.configure(reduce_grads=is_on, all_reduce_grads=is_on)
 
     def _check(self) -> None:
-        """Raise StateError if settings that slots depend on were changed."""
+        """Raise StateError if a setting on which this mode depends was changed."""
         for unit in self.units:
             found = unit.settings.reduce_grads, unit.settings.all_reduce_grads
             if found != (self._syncs, self._syncs):
@@ -346,20 +343,20 @@ def slots_of(who: str, model: nn.Module) -> Slots:
 
 
 def mean_over_slots(model: nn.Module, values: Iterable[Tensor | float]) -> Tensor:
-    """Return the mean of one number per slot, such as a loss, with the same bits on every rank.
+    """Return the mean of one number per slot, such as a loss, bitwise equal on any number of ranks.
 
-    Collective over the model's data-parallel ranks. The numbers are summed in fp64, in the tree of
-    the slots.
+    Collective over the model's data-parallel ranks. The numbers are summed in fp64, in the same
+    binary tree over slots as gradients.
 
     Args:
-        model: a model that ``reproducible`` was called for.
-        values: numbers or one-element tensors of this rank's slots, in order.
+        model: a model for which ``reproducible`` was called.
+        values: a number or a one-element tensor for each of this rank's slots, in order.
 
     Returns:
         A plain 0-dim tensor in fp64, on the device of the first tensor.
 
     Raises:
-        ConfigError: there is not exactly one number for each of this rank's slots.
+        ConfigError: ``values`` does not have exactly one number for each of this rank's slots.
         StateError: the model is not reproducible.
     """
     who = "mean_over_slots"

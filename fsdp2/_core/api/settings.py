@@ -1,7 +1,7 @@
-"""The settings of a sharded module that can change while it trains: all ``set_*`` methods.
+"""The settings of a sharded module that can be changed during training: all ``set_*`` methods.
 
-Settings are stored on the unit's groups, in ``Settings`` (plain values) or ``Wire`` (communication
-objects); nothing here acts on them.
+Setters store plain values in ``Settings`` and communication objects in ``Wire``, for each group of
+a unit. The engine reads them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fsdp2._core.params.param import check_unused
 
 
 def own_unit(module: object) -> Unit:
-    """Return a sharded module's unit. (No method, because the user's class may have any name.)"""
+    """Return a sharded module's unit. (A method could collide with a name in the user's class.)"""
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     assert unit is not None
@@ -88,7 +88,7 @@ def sharded_units(
             hint = "torch's own was: use fsdp2.fully_shard, or call fsdp2.replace_torch() first."
         raise ConfigError(
             "FS503",
-            f"{who}: fully_shard was applied to no module in this {class_name(module)}. {hint}",
+            f"{who}: fully_shard was not applied to any module in the {class_name(module)}. {hint}",
         )
     return units
 
@@ -96,11 +96,11 @@ def sharded_units(
 def refuse_during_step(
     who: str, units: Iterable[Unit], hint: str = "Call it between steps."
 ) -> None:
-    """Raise StateError if one of these units is in a forward or a backward that has not failed."""
+    """Raise StateError if one of the units is in a forward or backward, unless that has failed."""
     for unit in units:
         if unit.runtime is None:
             continue
-        with contextlib.suppress(StateError):  # diverged ranks: the next step raises it
+        with contextlib.suppress(StateError):  # ranks diverged: the next step raises this error
             unit.runtime.recover_if_failed()
         if unit.runtime.context.phase is not IDLE:
             raise StateError(
@@ -111,18 +111,18 @@ def refuse_during_step(
 
 
 class ControlSurface:
-    """The setters of ``FSDPModule``. A setting applies until it is set again."""
+    """The setters of ``FSDPModule``. Each setting applies until it is changed."""
 
     # Timing of gradient reductions.
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one before the optimizer step.
 
-        Call it on the root; it also sets every unit below. After a backward that is not the last,
-        reductions may still be in flight, and ``grad`` may be incomplete.
+        Call it on the root; it applies to all units of the tree. After a backward that is not the
+        last one, reductions may still be in flight, and ``grad`` may be incomplete.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: ``is_last_backward`` is not a bool.
         """
         configure(self, True, is_last_backward=_flag("set_is_last_backward", is_last_backward))
 
@@ -131,17 +131,17 @@ class ControlSurface:
     ) -> None:
         """Set whether backward reduces gradients.
 
-        While disabled, gradients accumulate in the reduce dtype in ``grad`` of the unsharded
-        parameters, which takes the memory of the unit's full gradients. The call sets
-        ``set_requires_all_reduce`` to the same value. A unit with ``shard="gradients"`` always
-        reduces over the shard axis, and defers only the all-reduce.
+        While disabled, gradients accumulate in ``grad`` of the unsharded parameters, in the reduce
+        dtype, which takes memory for the unit's full gradients. This call also sets
+        ``set_requires_all_reduce`` to the same value. Units with ``shard="gradients"`` always
+        reduce over the shard axis and defer only the all-reduce.
 
         Args:
-            requires_gradient_sync: False defers the reduction to a later backward.
-            recurse: also for the units below this one.
+            requires_gradient_sync: if False, defer the reduction to a later backward.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: an argument is not a bool.
         """
         flag = _flag("set_requires_gradient_sync", requires_gradient_sync)
         for unit in units_in(self, recurse):
@@ -155,15 +155,15 @@ class ControlSurface:
     ) -> None:
         """Set whether backward all-reduces gradients over the replicate axis.
 
-        While disabled, backward reduces over the shard axis only; the results accumulate, and
-        ``grad`` is not set. No effect without a replicate axis.
+        While disabled, backward reduces over the shard axis only; the results accumulate internally
+        and ``grad`` is not set. No effect without a replicate axis.
 
         Args:
-            requires_all_reduce: False defers the all-reduce.
-            recurse: also for the units below this one.
+            requires_all_reduce: if False, defer the all-reduce to a later backward.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: an argument is not a bool.
         """
         flag = _flag("set_requires_all_reduce", requires_all_reduce)
         configure(self, recurse, all_reduce_grads=flag)
@@ -171,20 +171,20 @@ class ControlSurface:
     # Lifetime of unsharded parameters.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether parameters are freed after forward, from the next forward on.
+        """Set whether unsharded parameters are freed after forward, from the next forward on.
 
-        After False, parameters gathered by a forward without gradients also serve the next such
-        forward, unless the shards were written since. Writes that do not increment the version
-        (``p.data.mul_``, NumPy) are not detected: call ``reshard()`` after them. In contrast, the
-        argument of ``fully_shard`` keeps parameters for their backward only.
+        With False, parameters gathered by a forward without gradients are also reused by the next
+        such forward, unless the shards are written in between. Writes that do not increment the
+        version counter (``p.data.mul_``, NumPy) are not detected: call ``reshard()`` after them. In
+        contrast, ``fully_shard(reshard_after_forward=False)`` keeps parameters only for backward.
 
         Args:
-            reshard_after_forward: True or False. Only ``fully_shard`` accepts a number of ranks;
-                this method replaces it.
-            recurse: also for the units below this one.
+            reshard_after_forward: True or False. It overrides a number of ranks that was passed to
+                ``fully_shard``.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool; or True for a unit whose parameters stay unsharded (``shard``).
+            ConfigError: not a bool; or True for a unit whose ``shard`` keeps parameters unsharded.
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
         units = units_in(self, recurse)
@@ -204,19 +204,19 @@ class ControlSurface:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are freed after backward.
+        """Set whether unsharded parameters are freed after backward.
 
-        False keeps the memory of unsharded parameters, while shards are registered. The next
-        forward then gathers nothing, unless the shards were written since, as by an optimizer step.
-        Writes that do not increment the version (``p.data.mul_``, NumPy) are not detected: call
-        ``reshard()`` after them.
+        With False, shards are registered after backward, but unsharded parameters stay in memory.
+        The next forward does not gather, unless the shards were written in between, for example by
+        an optimizer step. Writes that do not increment the version counter (``p.data.mul_``, NumPy)
+        are not detected: call ``reshard()`` after them.
 
         Args:
             reshard_after_backward: True or False.
-            recurse: also for the units below this one.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: an argument is not a bool.
         """
         flag = _flag("set_reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
@@ -227,19 +227,19 @@ class ControlSurface:
         *,
         recurse: bool = True,
     ) -> None:
-        """Set whether the memory of unsharded parameters is retained when they are resharded.
+        """Set whether resharding retains the memory of unsharded parameters.
 
-        The shards are registered as usual, and the next gather fills the same memory, which is
-        never freed: parameters keep their ``data_ptr``, as captured CUDA graphs require.
+        With True, shards are registered as usual, but every gather writes to the same memory, which
+        is never freed: parameters keep their ``data_ptr``, as captured CUDA graphs require.
 
         Args:
-            keep: False frees the memory immediately, or at the end of a step that uses it.
-            recurse: also for the units below this one.
+            keep: if False, free the memory immediately, or at the end of a step that is using it.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: an argument is not a bool.
 
-        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        Source: the method of the same name in ``torch.distributed.fsdp``, torch 2.15.
         """
         check_flag("set_keep_unsharded_storage", "keep", keep)
         configure(self, recurse, keep_unsharded_storage=keep)
@@ -247,45 +247,46 @@ class ControlSurface:
             group.keep_memory()
 
     def set_memory(self, memory: str | int) -> None:
-        """Bound the memory for overlapping collectives with compute, for the whole tree.
+        """Limit the memory used to overlap collectives with compute, for the whole tree.
 
-        Call it on the root, identically on every rank, between steps.
+        Call it on the root between steps, with the same argument on every rank.
 
         Args:
             memory: one of
 
-                - ``"low"``: no unit is gathered ahead, and no reduction stays in flight;
-                - ``"balanced"``, the default: one unit ahead, and one reduction in flight;
-                - ``"fast"``: two units ahead, and three reductions in flight. The large parts of a
-                  root stay unsharded from forward to backward;
-                - a number of bytes: as much overlap as fits. Unsharded parameters, their gradients
-                  and buffers of collectives never exceed it in total if steps are similar.
+                - ``"low"``: no prefetch, and no reduction stays in flight;
+                - ``"balanced"``, the default: prefetch one unit, with one reduction in flight;
+                - ``"fast"``: prefetch two units, with three reductions in flight. The large parts
+                  of a root stay unsharded from forward to backward;
+                - a number of bytes: the most overlap with which unsharded parameters, their
+                  gradients and buffers of collectives do not exceed it (if steps are similar).
 
-                On a device, ``"low"`` or a number makes the host wait for it after each backward.
+                ``"low"`` and numbers make the host wait for the device after each backward.
 
-        The words allow at most 1, 2 or 3 units below the root to be unsharded or gathered at a
-        time. ``set_modules_to_forward_prefetch``, ``set_modules_to_backward_prefetch`` and
-        ``set_reduce_scatter_max_input_buffers`` take precedence. Not in torch.
+        With ``"low"``, ``"balanced"`` and ``"fast"``, at most 1, 2 and 3 units below the root are
+        unsharded or being gathered at a time. ``set_modules_to_forward_prefetch``,
+        ``set_modules_to_backward_prefetch`` and ``set_reduce_scatter_max_input_buffers`` take
+        precedence. Not in torch.
 
         Raises:
-            ConfigError: another word or type; or fewer bytes than a step needs without any overlap.
+            ConfigError: ``memory`` is none of these, or is less than a step needs without overlap.
         """
         configure(self, True, overlap=overlap_for(memory, units_in(self, True)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this unit's parameters (not those of units below it).
 
-        False saves the all-gather of a unit whose parameters backward does not read, such as an
-        embedding. If backward reads one, the result is undefined: its memory has been freed.
+        False saves the all-gather of a unit whose parameters are not read in backward, such as an
+        embedding. If backward reads a parameter, the result is undefined: its memory is freed.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: ``unshard_in_backward`` is not a bool.
         """
         flag = _flag("set_unshard_in_backward", unshard_in_backward)
         configure(self, False, unshard_in_backward=flag)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
-        """Gather these units when the forward of this unit begins.
+        """Set the units that are gathered when the forward of this unit begins.
 
         Default: the units that ran next in the previous step; ``set_memory`` determines their
         number. An empty list disables prefetching.
@@ -294,22 +295,22 @@ class ControlSurface:
             modules: sharded modules, in the order in which they are gathered.
 
         Raises:
-            ConfigError: not a list, or it contains an item that ``fully_shard`` was not applied to.
+            ConfigError: ``modules`` is not a list of modules that ``fully_shard`` was applied to.
         """
         units = _units_of("set_modules_to_forward_prefetch", modules)
         configure(self, False, forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
-        """Gather these units when the backward of this unit begins.
+        """Set the units that are gathered when the backward of this unit begins.
 
-        Default: the units whose forwards preceded this one's; ``set_memory`` determines their
+        Default: the units that ran before this one in forward; ``set_memory`` determines their
         number. An empty list disables prefetching.
 
         Args:
             modules: sharded modules, in the order in which they are gathered.
 
         Raises:
-            ConfigError: not a list, or it contains an item that ``fully_shard`` was not applied to.
+            ConfigError: ``modules`` is not a list of modules that ``fully_shard`` was applied to.
         """
         units = _units_of("set_modules_to_backward_prefetch", modules)
         configure(self, False, backward_prefetch=units)
@@ -317,10 +318,10 @@ class ControlSurface:
     # Scaling and storage of gradients.
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide this unit's summed gradients (not those of units below it) by ``factor``.
+        """Set the divisor of this unit's summed gradients (not those of units below it).
 
-        The sum is over all data-parallel ranks, of the shard and the replicate axis. By default, or
-        after None, it is divided by their number. ``set_gradient_reduction`` sets a whole tree.
+        Gradients are summed over all data-parallel ranks (shard and replicate axes). None (default)
+        divides by the number of ranks. To set a whole tree, use ``set_gradient_reduction``.
 
         Raises:
             ConfigError: ``factor`` is neither None nor a finite number above 0.
@@ -349,16 +350,15 @@ class ControlSurface:
         *,
         recurse: bool = True,
     ) -> None:
-        """Set how the whole tree combines the gradients of data-parallel ranks. Not in torch.
+        """Set how gradients of data-parallel ranks are combined in the whole tree. Not in torch.
 
         Args:
-            reduction: ``"mean"`` over ranks (the default of a unit), ``"sum"``, or a number that
-                divides the sum. The meaning does not depend on a replicate axis or on accumulation
-                over several backwards.
-            recurse: also for the units below this one.
+            reduction: ``"mean"`` over ranks (the default), ``"sum"``, or a divisor of the sum. A
+                replicate axis, or accumulation over several backwards, does not change the meaning.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: another word, or a number that is not finite and above 0.
+            ConfigError: ``reduction`` is neither ``"mean"``, ``"sum"`` nor a finite number above 0.
         """
         known: dict[object, float | None] = {"mean": None, "sum": 1.0}
         expected = "'mean', 'sum' or a finite number above 0"
@@ -372,10 +372,10 @@ class ControlSurface:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether this unit's collectives only sum, with scaling in a separate kernel.
 
-        By default, the backend computes means where it supports them (``ReduceOp.AVG``).
+        By default, the backend computes means (``ReduceOp.AVG``) if it supports them.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: ``enable`` is not a bool.
         """
         flag = check_flag("set_force_sum_reduction_for_comms", "enable", enable)
         configure(self, False, only_sums=flag)
@@ -385,16 +385,16 @@ class ControlSurface:
     ) -> None:
         """Set whether a parameter that no rank used gets a gradient of zeros instead of None.
 
-        In either case ranks may use different parameters of a unit: every rank reduces all of them.
+        Ranks may use different parameters of a unit in either case: every rank reduces all of them.
 
         Args:
-            reduce_scatter_unused_params: True for zeros.
-            recurse: also for the units below this one.
+            reduce_scatter_unused_params: True for zeros, False for None.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool; or a parameter has ``grad_dtype=None`` in a unit without a
-                ``reduce_dtype``: zeros would have no dtype. (If ``grad_dtype`` is set later, the
-                first forward raises it.)
+            ConfigError: an argument is not a bool; or a parameter has ``grad_dtype=None`` in a unit
+                without a ``reduce_dtype``, so the dtype of the zeros is undefined. (If
+                ``grad_dtype`` is set later, the first forward raises this error.)
         """
         flag = _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in groups_in(self, recurse):
@@ -408,17 +408,17 @@ class ControlSurface:
         """Call ``hook(reduced)`` on each flat reduced gradient of this unit, before it is stored.
 
         Args:
-            hook: changes ``reduced`` in place. ``reduced`` is 1-D, in the reduce dtype: this rank's
-                shard from the reduce-scatter, after the all-reduce over any replicate axis. The
-                hook is called once per mesh of the unit's parameters. With a hook, a parameter that
-                no rank used gets a gradient and not None. ``None`` removes the hook.
+            hook: modifies ``reduced`` in place. ``reduced`` is 1-D and in the reduce dtype: this
+                rank's shard after the reduce-scatter and, with a replicate axis, the all-reduce.
+                The hook is called once per mesh of the unit's parameters. With a hook, a parameter
+                that no rank used gets a gradient instead of None. ``None`` removes the hook.
             stream: the device stream to run the hook in (``torch.Stream``, ``torch.cuda.Stream``).
-                ``reduced`` stays allocated until the hook's work there is done. On a CPU the hook
-                runs synchronously.
+                ``reduced`` stays allocated until the hook's work in that stream is complete. On a
+                CPU the hook runs synchronously.
 
         Raises:
-            ConfigError: neither a function nor None; not a stream; or a stream together with a
-                replicate axis: the hook then runs in the stream of the all-reduce.
+            ConfigError: ``hook`` is neither a function nor None; ``stream`` is not a stream; or a
+                stream with a replicate axis: the hook then runs in the stream of the all-reduce.
         """
         who = "set_all_reduce_hook"
         if hook is not None and not callable(hook):
@@ -438,9 +438,9 @@ class ControlSurface:
     # Communication.
 
     def set_custom_all_gather(self, comm: CustomComm) -> None:
-        """Gather this unit's parameters by ``comm``, called as ``AllGather.__call__`` specifies.
+        """Gather this unit's parameters with ``comm``, called as ``AllGather.__call__`` specifies.
 
-        It is called once per mesh of the unit's parameters, with the group of that mesh.
+        It is called once per mesh of the unit's parameters, with the process group of that mesh.
 
         Args:
             comm: an ``AllGather``, or any object with ``allocate`` and the same call signature.
@@ -455,9 +455,9 @@ class ControlSurface:
             group.rewire()
 
     def set_custom_reduce_scatter(self, comm: CustomComm) -> None:
-        """Reduce this unit's gradients by ``comm``, called as ``ReduceScatter.__call__`` specifies.
+        """Reduce this unit's gradients with ``comm``; for its arguments, see ``ReduceScatter``.
 
-        It is called once per mesh of the unit's parameters, with the group of that mesh.
+        It is called once per mesh of the unit's parameters, with the process group of that mesh.
 
         Args:
             comm: a ``ReduceScatter``, or any object with ``allocate`` and the same call signature.
@@ -483,7 +483,7 @@ class ControlSurface:
         """Set whether this unit's buffers come from the process group's own allocator, if any.
 
         Raises:
-            ConfigError: not a bool; or a custom collective, which has its own allocator, is set.
+            ConfigError: not a bool; or a custom collective is set, which has its own allocator.
         """
         check_flag("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         groups = groups_in(self)
@@ -495,7 +495,7 @@ class ControlSurface:
             group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather this unit's parameters through symmetric memory, which ranks read directly.
+        """Gather this unit's parameters with symmetric memory, which peers read directly.
 
         Raises:
             UnsupportedError: the process group's backend is not NCCL.
@@ -518,15 +518,15 @@ class ControlSurface:
     ) -> None:
         """Set whether gradients are reduced over a separate process group.
 
-        This allows an all-gather and a reduce-scatter to be in flight at the same time. Collective:
-        every rank calls it. Units over the same ranks share one additional process group.
+        This allows an all-gather and a reduce-scatter to be in flight at the same time. Call it on
+        every rank. Units over the same ranks share one additional process group.
 
         Args:
-            enable: False reduces over the process group of the all-gathers again.
-            recurse: also for the units below this one.
+            enable: if False, reduce over the process group of the all-gathers again.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: an argument is not a bool.
         """
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
         groups = groups_in(self, recurse)
@@ -541,11 +541,11 @@ class ControlSurface:
     ) -> None:
         """Set how many reductions may have input buffers at a time; overrides ``set_memory``.
 
-        A further reduction waits for the oldest before it packs its gradients.
+        Any further reduction waits for the oldest one before it packs its gradients.
 
         Args:
             max_input_buffers: an int of at least 1.
-            recurse: also for the units below this one.
+            recurse: also apply it to the units below this one.
 
         Raises:
             ConfigError: ``max_input_buffers`` is not an int of at least 1.
@@ -562,17 +562,17 @@ class ControlSurface:
     ) -> None:
         """Set the minimum size of a parameter that is sent in a separate collective. Not in torch.
 
-        Such a parameter is gathered from its shard directly into its final memory and, if its rows
-        divide evenly, reduced directly from its gradient. Smaller parameters share one collective,
-        which requires copies. Set the same value on every rank.
+        Parameters of at least this size are gathered directly into their final memory and, if their
+        rows divide evenly, reduced directly from their gradients. Smaller parameters share one
+        collective, which requires copies. Set the same value on every rank.
 
         Args:
-            min_bytes: bytes of the unsharded parameter in its compute dtype. ``None``: all
-                parameters of a unit share one collective, as they do with custom collectives. The
-                default is 131072 on a CPU. On a device it is 524288 per rank on up to 64 ranks,
-                33554432 on up to 512, and 65536 per rank on more; and then only where a rank's
-                shard is a multiple of 128 bytes, which NCCL moves faster.
-            recurse: also for the units below this one.
+            min_bytes: size in bytes of the unsharded parameter in its compute dtype. ``None``: all
+                parameters of a unit share one collective, as with custom collectives. The default
+                on a CPU is 131072. On a device it is 524288 per rank for up to 64 ranks, 33554432
+                for up to 512, and 65536 per rank for more; in addition, each rank's shard must be a
+                multiple of 128 bytes, which NCCL transfers faster.
+            recurse: also apply it to the units below this one.
 
         Raises:
             ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
@@ -590,17 +590,17 @@ class ControlSurface:
     ) -> None:
         """Set the dtype in which the reduce-scatter sends gradients. Not in torch.
 
-        An all-to-all sends parts in ``dtype``, and a local sum adds them in the reduce dtype, on
-        every backend. So bf16 sends half the bytes of fp32. Each rank's part is rounded once, the
-        sum is not. An all-reduce over a replicate axis, and complex gradients, keep the reduce
-        dtype.
+        On every backend, an all-to-all sends gradients in ``dtype``, and the receiver sums them in
+        the reduce dtype. So bf16 sends half the bytes of fp32, and each rank's gradient is rounded
+        only once, before the sum. An all-reduce over a replicate axis, and complex gradients, keep
+        the reduce dtype.
 
         Args:
-            dtype: a floating dtype; ``None``, the default, is the reduce dtype.
-            recurse: also for the units below this one.
+            dtype: a floating-point dtype. ``None`` (default) means the reduce dtype.
+            recurse: also apply it to the units below this one.
 
         Raises:
-            ConfigError: ``dtype`` is not a floating dtype, or a custom reduce-scatter is set.
+            ConfigError: ``dtype`` is not floating-point, or a custom reduce-scatter is set.
         """
         check_dtype("set_gradient_wire_dtype", "dtype", dtype)
         groups = groups_in(self, recurse)
@@ -617,15 +617,15 @@ class ControlSurface:
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Make the all-gathers of the next forward wait only for ``event``.
 
-        By default they wait for all preceding work on the compute stream.
+        By default, they wait for all preceding work on the compute stream.
 
         Args:
-            event: recorded after the optimizer step, once per step. ``None`` removes an earlier
-                one. On a CPU the host waits: ``event`` may be any object with a method
-                ``synchronize``; ``torch.cpu.current_stream().record_event()`` returns None.
+            event: record and set one after each optimizer step. ``None`` removes it. On a CPU the
+                host waits, and ``event`` may be any object with a ``synchronize`` method, because
+                ``torch.cpu.current_stream().record_event()`` returns None.
 
         Raises:
-            ConfigError: ``event`` lacks ``synchronize``, or on a device ``wait``.
+            ConfigError: ``event`` has no ``synchronize`` or, on a device, no ``wait`` method.
         """
         unit = own_unit(self)
         methods = ("synchronize",) if unit.device.type == "cpu" else ("synchronize", "wait")
@@ -647,9 +647,9 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
         modules: roots that ``fully_shard`` was applied to.
 
     Raises:
-        ConfigError: the list contains an item that ``fully_shard`` was not applied to.
+        ConfigError: ``modules`` is not a list of modules that ``fully_shard`` was applied to.
 
-    Source: the meaning of the same function in ``torch.distributed.fsdp``.
+    Source: the function of the same name in ``torch.distributed.fsdp``.
     """
     units = _units_of("share_comm_ctx", modules)
     if not units:
@@ -665,12 +665,12 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
 
 
 def _flag(setter: str, value: object) -> bool:
-    """Check the argument of a setter, which has the setter's name."""
+    """Check a setter's argument, whose name is the setter's without ``set_``."""
     return check_flag(setter, setter.removeprefix("set_"), value)
 
 
 def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
-    """Raise ConfigError if ranks send different amounts, which custom collectives cannot."""
+    """Raise ConfigError if ranks send different amounts, which ``who`` does not support."""
     for group in groups:
         for param in group.params:
             deal = param.placement.layout.deal
@@ -678,7 +678,7 @@ def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
                 raise ConfigError(
                     "FS505",
                     f"{who}: {param.fqn} {deal.asked_by}, so ranks send different amounts, which "
-                    "this interface does not support. Omit it for this unit, or return Shard(0) "
+                    "this call does not support. Omit the call for this unit, or return Shard(0) "
                     "from shard_placement_fn.",
                 )
 
@@ -690,7 +690,7 @@ def refuse_layers(who: str, groups: Iterable[ParamGroup]) -> None:
             raise ConfigError(
                 "FS505",
                 f"{who}: {group.fqn or '<root>'} has {group.settings.sharding.name}, so its "
-                "gradients are scattered twice, over two process groups, which this does not "
+                "gradients are scattered twice, over two process groups, which this call does not "
                 "support. Use one or the other.",
             )
 
@@ -728,19 +728,19 @@ def _units_of(who: str, modules: object) -> tuple[Unit, ...]:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients of backwards inside the context, without communication.
+    """Context manager in which backwards accumulate gradients without communication.
 
-    The next backward outside of it through the same root reduces the sum. (A unit without an
-    enclosing unit is a root; a ``module`` with several roots needs such a backward for each.) An
-    optimizer step before that ignores these gradients, and warns. The context applies to the
+    The next backward after it through the same root reduces the accumulated gradients. (A root is a
+    unit without an enclosing unit; if ``module`` has several roots, each needs such a backward.) An
+    optimizer step before that backward ignores the gradients, and warns. The context applies to the
     ``backward()`` call, not to the forward. Gradients accumulate unsharded, in the reduce dtype, so
     each rank needs memory for the full gradients of the model. Units with ``shard="gradients"``
-    still reduce over the shard axis, and defer only the all-reduce. The context sets
-    ``set_requires_gradient_sync`` of every unit in ``module`` to False, and restores it on exit.
-    Contexts may be nested.
+    still reduce over the shard axis and defer only the all-reduce. The context disables gradient
+    sync for every unit in ``module`` (``set_requires_gradient_sync``) and restores the previous
+    setting on exit. Contexts may be nested.
 
     Args:
-        module: the model, or a part of it. It need not be sharded itself.
+        module: the model, or a part of it. It does not have to be a unit itself.
 
     Raises:
         ConfigError: ``module`` contains no unit.
@@ -752,8 +752,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     refuse_during_step(
         "no_sync",
         units,
-        "Some units may have already reduced gradients: enter it before the forward, or between "
-        "forward and backward.",
+        "Some units may have already reduced gradients: enter the context before the forward, or "
+        "between forward and backward.",
     )
     before = [(unit, unit.settings) for unit in units]
     for unit in units:

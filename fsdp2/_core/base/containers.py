@@ -1,9 +1,9 @@
 """Traversal of tensors in the inputs and outputs of a forward.
 
 ``map_tensors`` replaces tensors in lists, tuples, named tuples, dicts and dataclasses, and copies
-only containers in which one changed. ``visit_tensors`` only reads, but also visits mappings of any
-class, attributes (and slots), and references of functions and generators. ``Loan`` replaces tensors
-in the arguments of a forward without copying any container that the forward could write to.
+only containers in which a tensor changed. ``visit_tensors`` is read-only, but also visits mappings
+of any class, attributes (and slots), and the objects that functions and generators refer to.
+``Loan`` replaces tensors in a forward's arguments, without copying containers that it may modify.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
 
 
 def _set_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
-    """Set items one by one: some mappings (outputs of transformers) refuse ``update``."""
+    """Set items one by one: some mappings (outputs of transformers) do not support ``update``."""
     for key, item in items.items():
         mapping[key] = item
 
@@ -97,7 +97,7 @@ class _Lent:
     version: int
 
     def returned(self) -> Any:
-        """Return the original, or the replacement if it is a cast that was written in place."""
+        """Return the original or, if the replacement is a cast and was modified, its new value."""
         stands, original = self.stands, self.original
         if not isinstance(original, torch.Tensor) or stands.dtype is original.dtype:
             return original
@@ -114,10 +114,10 @@ def _version_of(value: Any) -> int:
 
 
 class Loan:
-    """Temporarily replace tensors in the caller's containers during a forward, which may write to
-    them: append to a list, fill a cache. ``exchange`` replaces the tensors in mutable containers,
-    and ``give_back`` restores the caller's, wherever the replacements are then. A cast that the
-    forward updated in place is converted back to the caller's dtype."""
+    """Temporarily replace tensors in the caller's containers during a forward, which may modify
+    these containers (append to a list, fill a cache). ``exchange`` replaces the tensors in mutable
+    containers, and ``give_back`` restores the caller's tensors wherever their replacements are by
+    then. A cast that the forward updated in place is converted back to the caller's dtype."""
 
     __slots__ = ("_function", "_lent", "_originals")
 
@@ -205,7 +205,7 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, torch.nn.Module)
 def visit_tensors(
     function: Callable[[torch.Tensor], None], value: Any, seen: set[int] | None = None
 ) -> None:
-    """Call ``function`` for every tensor in containers and object attributes; skip ``seen``."""
+    """Call ``function`` for every tensor in containers and attributes; skip ids in ``seen``."""
     seen = set() if seen is None else seen
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
@@ -268,7 +268,7 @@ def _fields_and_slots(kind: type) -> tuple[str, ...]:
 
 
 def alive(members: WeakValueDictionary[int, T]) -> list[T]:
-    """Return the members of a process-wide collection, to which other threads (ranks) may add:
+    """Return the live members of a process-wide collection. Other threads (ranks) may add members;
     iteration over a ``WeakSet`` or a ``WeakValueDictionary`` would then raise an error."""
-    found = (ref() for ref in members.valuerefs())  # one call of C: no other thread runs during it
+    found = (ref() for ref in members.valuerefs())  # one C call: no other thread runs meanwhile
     return [member for member in found if member is not None]

@@ -1,4 +1,4 @@
-"""The exception hierarchy. User errors derive from ``FSDPError``; our bugs are ``AssertionError``.
+"""The exception hierarchy. User errors are ``FSDPError``; bugs in fsdp2 are ``AssertionError``.
 
 ::
 
@@ -9,12 +9,12 @@
     └── UnsupportedError(NotImplementedError)   a plausible request that is not implemented
 
 A message has three parts: the parameter or module, the value found, and the remedy. It ends with a
-code such as ``[FS104]``, a heading in ``fsdp2/_core/errors`` with a longer explanation.
+code such as ``[FS104]``, which ``fsdp2/_core/errors`` explains in more detail.
 
 [Note: a rank that is gone]
-A killed or stopped rank reports nothing: the next collective of the others fails with a backend
-message. ``carrying`` around collectives converts it to a ``LostRank``, to which callers add the
-parameter and the operation (``named``).
+A killed or stopped rank reports nothing; instead, the next collective on other ranks fails with an
+error of the backend. ``carrying``, around collectives, converts this error to a ``LostRank``, to
+which callers add the parameter and the operation (``named``).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def coded(code: str, text: str) -> str:
 class FSDPError(Exception):
     """Base class of every deliberate error of this package.
 
-    ``code`` is a word such as ``"FS104"``, which keeps its meaning in later versions. The manual
-    and ``python -m fsdp2 explain FS104`` explain it. ``text`` is the message without the code;
-    ``str(error)`` has both."""
+    ``code`` is a string such as ``"FS104"``, whose meaning is the same in later versions. The
+    manual and ``python -m fsdp2 explain FS104`` explain it. ``text`` is the message without the
+    code; ``str(error)`` contains both."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(coded(code, text))
@@ -61,7 +61,7 @@ class FSDPError(Exception):
 class ConfigError(FSDPError, ValueError):
     """An argument or a model cannot be used as requested. Nothing was changed.
 
-    Also a ``ValueError``; for an argument of the wrong type, a ``TypeError`` as well."""
+    Also a ``ValueError`` and, if an argument has the wrong type, a ``TypeError``."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
@@ -77,7 +77,7 @@ class StateError(FSDPError, RuntimeError):
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """A well-defined request that cannot be fulfilled here. Also a ``NotImplementedError``."""
+    """A valid request that is not supported or possible here. Also a ``NotImplementedError``."""
 
 
 CLOSED = re.compile(
@@ -92,11 +92,11 @@ WAITED = re.compile(
 
 
 def known_of(cause: str) -> str:
-    """Return what a backend's error reveals about the missing rank, as a clause; or ""."""
+    """Describe what a backend's error indicates about the missing rank; "" if nothing."""
     waited = WAITED.search(cause)
     if waited is not None:
-        silence = f"no data came from it for {int(waited[1]) / 1000:g} s"
-        return f"{silence}. It hangs, it is slower than that, or the link to it is cut"
+        silence = f"no data arrived from it for {int(waited[1]) / 1000:g} s"
+        return f"{silence}. It hangs, is slower than that, or the link to it is down"
     if CLOSED.search(cause):
         return (
             "it closed the connection. Its program ended (did it have fewer batches?), it failed, "
@@ -105,7 +105,7 @@ def known_of(cause: str) -> str:
     return ""
 
 
-class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
+class LostRank(StateError):  # noqa: N818  # a StateError whose cause is another rank
     """A collective failed because of a missing rank. See [Note: a rank that is gone]."""
 
     def __init__(self, cause: str, where: tuple[str, ...] = ()) -> None:
@@ -129,7 +129,7 @@ class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
 
 @contextlib.contextmanager
 def carrying() -> Iterator[None]:
-    """Convert backend errors to LostRank; wrap only collectives in it."""
+    """Convert backend errors to LostRank; use this context only around collectives."""
     try:
         yield
     except FSDPError:
@@ -141,7 +141,7 @@ def carrying() -> Iterator[None]:
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Prefix a LostRank with the current operation; a context manager or a decorator."""
+    """Prefix a LostRank with the current operation. Use as a context manager or decorator."""
     try:
         yield
     except LostRank as error:
@@ -156,7 +156,7 @@ SHOWN_CHARACTERS = 60
 
 
 def described(value: object) -> str:
-    """Describe any value in a few words, since its full text may be as large as a model."""
+    """Describe any value in a few words; its ``repr`` may be as large as a model."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 100:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | complex):
@@ -217,7 +217,7 @@ def check_count(who: str, name: str, value: object, low: int = 1) -> int:
 def check_number(
     who: str, name: str, value: object, expected: str = "a number", low: float = -math.inf
 ) -> float:
-    """Accept any number of at least ``low``, including numpy's and one-element tensors; not nan."""
+    """Accept a number of at least ``low``, including NumPy and one-element tensors; reject NaN."""
     if type(value) is float:
         number = value
     elif isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
@@ -254,7 +254,7 @@ def check_function(
     value: object,
     expected: str = "a function or None",
 ) -> Any:
-    """Accept a function or None, but no class or module: callable, but hardly intended."""
+    """Accept a function or None. Reject classes and modules: callable, but probably a mistake."""
     if value is not None and (not callable(value) or isinstance(value, type | nn.Module)):
         raise wrong_type(who, name, expected, value)
     return value
@@ -281,7 +281,7 @@ def check_key(who: str, name: str, value: object) -> str:
 
 
 def check_path(who: str, name: str, value: object) -> str:
-    """Accept a nonempty path: the empty one would mean the working directory."""
+    """Accept a path. Reject an empty one, which would mean the working directory."""
     path: object = None
     if isinstance(value, str | os.PathLike):
         try:
@@ -329,6 +329,6 @@ def check_process_group(who: str, name: str, value: object) -> dist.ProcessGroup
 
 
 def translated(who: str, error: Exception) -> ConfigError:
-    """Convert another library's error about passed-on arguments to ours."""
+    """Return our error for another library's error about arguments that we passed to it."""
     kind = ConfigTypeError if isinstance(error, TypeError) else ConfigError
     return kind("FS103", f"{who}: {type(error).__name__}: {error}")

@@ -1,14 +1,14 @@
-"""The only observation interface: events of the engine, for tests, the profiler and the log.
+"""Events of the engine, for tests, the profiler and the log, and observers of methods.
 
-Call sites guard every ``emit`` with ``if listeners``: one truth test per event if unobserved.
+Call sites guard every ``emit`` with ``if listeners``: an unobserved event costs one truth test.
 
 [Note: observers]
-``events`` reports operations as they are issued, in an order that tests and plans compare. A
-recording also needs completion: when a collective finished, which units waited, and when a unit's
-own code ran. A truth test at each place would slow down every run. Instead, an observed object gets
-an instance attribute for each observed method, which shadows the class's method and is deleted
-afterwards; so these are called through their object (``self.reduce(unit)``). Several observers may
-observe one object, and leave in any order. The latest is outermost.
+Events report operations when they are issued, in an order that tests and plans compare. A recording
+also needs to know when a collective completed, which units waited, and when a unit's own code ran.
+A truth test for each of these would slow down every run. Instead, an observed object gets an
+instance attribute for each observed method, which shadows the class's method and is deleted
+afterwards. So these methods must be called through the object (``self.reduce(unit)``). Several
+observers may observe one object, and leave in any order. The latest observer is outermost.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger("fsdp2")
 class Event:
     """One operation of the engine. ``kind`` is ``unshard`` (an all-gather was issued),
     ``wait_for_unshard`` (parameters are unsharded), ``reshard``, ``reduce`` (a reduction was
-    issued), ``wait_for_reduce`` (gradients are in place), ``prefetch`` (the next unshard is ahead
-    of its use), ``adopt`` (parameters replaced by the user were adopted) or ``recover``. ``fqn``
-    names the unit, ``phase`` is ``idle``, ``forward`` or ``backward``, ``nbytes`` is the size of
+    issued), ``wait_for_reduce`` (gradients are stored), ``prefetch`` (the next unshard is a
+    prefetch), ``adopt`` (parameters replaced by the user were adopted) or ``recover``. ``fqn`` is
+    the unit's name, ``phase`` is ``idle``, ``forward`` or ``backward``, ``nbytes`` is the size of
     the all-gather's output (unshard), the freed memory (reshard) or the reduced data (reduce)."""
 
     kind: str
@@ -70,7 +70,7 @@ def log_event(event: Event) -> None:
 
 
 def profile_event(event: Event) -> None:
-    """Mark an event on the profiler's time line."""
+    """Mark an event on the profiler's timeline."""
     with torch.profiler.record_function(f"fsdp2::{event.kind} {event.fqn or '<root>'}"):
         pass
 
@@ -109,7 +109,7 @@ class Observable:
     """An object whose methods can be observed per instance. See [Note: observers]."""
 
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    """Observed methods by the kind that observers receive."""
+    """Observed methods, by the ``kind`` that is passed to observers."""
 
     def observe(self, observer: Observer) -> None:
         """Wrap an observer around each observed method of this object."""
@@ -126,7 +126,7 @@ class Observable:
         return any(isinstance(value, _Observed) for value in vars(self).values())
 
     def leave(self, observer: Observer) -> None:
-        """Remove an observer; the last one restores the class's methods."""
+        """Remove an observer. Removing the last one restores the class's methods."""
         for method in self.observed_as.values():
             observed = vars(self)[method.__name__]
             observed.observers.remove(observer)

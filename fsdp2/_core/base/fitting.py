@@ -3,9 +3,9 @@
 Both checks run before anything is changed. Contains no file or sharding code.
 
 [Note: what an optimizer keeps]
-For a class of ``torch.optim``, an instance with the same options steps a tiny parameter on zeros;
-its state is then the expected one. So we need no list that follows torch. A third-party class may
-do anything in a step and is not run: the state is compared with the optimizer's current one.
+For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter; the
+resulting state is the expected one, for any torch version. A step of a third-party class may have
+side effects: the loaded state is compared with the optimizer's current state instead.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def check_state(
     names: Iterable[list[str]],
     state: Mapping[str, Any],
 ) -> None:
-    """Check an optimizer's state by parameter names, possibly on meta: ConfigError if it belongs to
-    another optimizer, or a shape is wrong. ``groups`` are the options that each param group will
-    have, and ``names`` its parameters."""
+    """Check an optimizer's state, by parameter name and possibly on meta. ConfigError: it belongs
+    to another optimizer, or a shape is wrong. ``groups`` are the options that each param group will
+    have, and ``names`` the names of its parameters."""
     kinds: dict[str, Kept | None] = {}
     for group, own, current in zip(groups, names, optimizer.param_groups, strict=True):
         options = repr(sorted((k, v) for k, v in group.items() if k != "params"))
@@ -119,7 +119,7 @@ def _check_shape(
 
 
 def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError for options of param groups of another class of ``torch.optim``."""
+    """Raise ConfigError if param groups were saved from another class of ``torch.optim``."""
     own = set(optimizer.defaults)
     for group in saved:
         lacking = sorted(own - set(group))
@@ -146,11 +146,11 @@ def _all_options() -> frozenset[str]:
 
 
 Kept = Mapping[str, bool | None]
-"""For each state value: True if it has the parameter's shape, False if one number, else None."""
+"""For each state field: True if it has the parameter's shape, False for one number, else None."""
 
 
 def _kept_after_a_step(cls: type[Optimizer], group: Mapping[str, Any], dim: int) -> Kept | None:
-    """Return the state of a torch class after one step. See [Note: what an optimizer keeps]."""
+    """Return the state fields of a torch class. See [Note: what an optimizer keeps]."""
     if not cls.__module__.startswith("torch.optim"):
         return None
     options = {k: v for k, v in group.items() if k in inspect.signature(cls).parameters}

@@ -1,10 +1,10 @@
-"""Defer Ctrl-C while other ranks wait for this one, in collective operations outside of steps.
+"""Defer Ctrl-C while other ranks wait for this rank, in collective operations outside of steps.
 
 [Note: Ctrl-C waits]
-A KeyboardInterrupt between two collectives of a save would leave the other ranks in the second
-one. So during such an operation Ctrl-C is deferred until ranks exchange their failures (then all of
-them raise), or until the operation completes. A second Ctrl-C is raised immediately. Only Python's
-default handler is replaced, in the main thread, where it runs; a user's handler is kept.
+A KeyboardInterrupt between two collectives of a save would leave the other ranks waiting in the
+second one. So during such an operation, Ctrl-C is deferred until the ranks exchange failures (then
+all of them raise), or until the operation completes. A second Ctrl-C is raised immediately. Only
+Python's default handler is replaced, in the main thread, where handlers run; user handlers stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 _plain: Any = importlib.import_module("_signal")
-"""``signal`` without its conversions to enums, which take ten times as long."""
+"""``signal`` without its conversions to enums, which are ten times slower."""
 
 
 class _Kept:
@@ -35,8 +35,8 @@ def _keep(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def kept_interrupts(*, leave_pending: bool = False) -> Iterator[None]:
-    """Defer Ctrl-C inside, and raise it at the end, unless it was already reported to other ranks
-    or is left pending for the caller to report. Nested calls are no-ops."""
+    """Defer Ctrl-C inside the context, and raise it on exit, unless it was reported to other ranks
+    or is left pending for the caller to report. Nested contexts are no-ops."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _plain.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -1,8 +1,8 @@
-"""Names of parameters and modules without their wrappers, and text for messages.
+"""Names of parameters and modules without wrappers, and text for messages.
 
-A wrapper of activation checkpointing, of the compiler or of torch's FSDP1 is a module between a
-parent and its child, and so in the names of ``named_parameters()``. Torch's state dict helpers, and
-wrappers in ``state_dict()``, omit it, so a checkpoint loads with and without a wrapper.
+Wrappers (activation checkpointing, the compiler, torch's FSDP1) are modules between a parent and
+its child, so their names appear in ``named_parameters()``. Torch's state dict helpers, and the
+wrappers' ``state_dict()``, omit these names: checkpoints load with and without the wrappers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ V = TypeVar("V")
 
 
 def class_name(module: object) -> str:
-    """Return the user's class name, without the subclass that ``fully_shard`` generates."""
+    """Return the user's class name, not that of the subclass from ``fully_shard``."""
     return getattr(type(module), "_fsdp2_original", type(module)).__name__
 
 
 def printable(text: object, most: int = 200) -> str:
-    """Return text from a file as one terminal line without escapes, truncated to ``most``."""
+    """Return text as one terminal line: escape unprintable characters, truncate to ``most``."""
     shown = str(text)
     shown = shown if len(shown) <= most else f"{shown[:most]}..."
     if shown.isprintable():
@@ -38,18 +38,18 @@ def clean(name: str) -> str:
 
 
 def cleaned(mapping: Mapping[str, V]) -> dict[str, V]:
-    """Return a mapping under clean names, or under the original ones if two would collide."""
+    """Return a mapping with clean names, or with the original names if clean ones collide."""
     found = {clean(name): value for name, value in mapping.items()}
     return found if len(found) == len(mapping) else dict(mapping)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters by clean name, a tied one under its first."""
+    """Return parameters by clean name, a tied parameter only under its first name."""
     return cleaned(dict(model.named_parameters()))
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return modules by clean name: the wrapped module, not its wrapper."""
+    """Return modules by clean name: wrapped modules, not their wrappers."""
     return {clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
 
@@ -69,7 +69,7 @@ def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_terminal(text: str) -> str:
-    """Escape each line for a terminal: names of units, hosts and files may contain escapes."""
+    """Escape each line for a terminal: names of units, hosts, files may have escape sequences."""
     return "\n".join(map(in_a_line, text.split("\n")))
 
 

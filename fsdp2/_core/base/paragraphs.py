@@ -1,7 +1,7 @@
 """Explanations of message codes, from the Markdown files in ``_core/errors``.
 
-Owns the parsing of these files, which the manual also includes, and their terminal format.
-Independent of the code that raises the errors.
+Parses these files, which the manual also includes, and formats them for a terminal. Does not depend
+on the code that raises the errors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Paragraph:
 
     @property
     def is_retired(self) -> bool:
-        """Return True if no message uses the code any more; its paragraph is kept for old logs."""
+        """Return True if no message uses the code any more; it may still appear in old logs."""
         return self.title.startswith("Retired")
 
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _explain(parser, given.codes)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed early, as `head` does; Python flushes again
+    except BrokenPipeError:  # the reader closed early, like `head`; Python flushes again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

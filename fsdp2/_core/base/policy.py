@@ -1,14 +1,14 @@
-"""User-visible policies (frozen, permanent) and settings (frozen, replaced at run time).
+"""User-visible policies (frozen, constant) and settings (frozen, replaced at run time).
 
 [Note: torch's policies]
 Each policy subclasses torch's class of the same name, because software that imports torch's names
-checks ``isinstance``. ``ours`` converts torch's instances by their fields.
+checks ``isinstance``. ``ours`` converts instances of torch's classes field by field.
 
 [Note: cast buffers]
-A buffer that a policy casts is registered in low precision. The original is kept: ``state_dict``
-returns it and ``load_state_dict`` fills it if the registered buffer still equals its cast.
-Otherwise a state dict contains the registered buffer, cast to the original dtype. Version counters
-do not help: torch's batch norm updates its statistics without incrementing them.
+A buffer that a policy casts is registered in low precision, and the original is kept. If the
+registered buffer still equals the cast original, ``state_dict`` returns the original and
+``load_state_dict`` fills it. Otherwise a state dict contains the registered buffer, cast to the
+original dtype. Version counters do not detect this: torch's batch norm does not increment them.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from fsdp2._core.base.errors import ConfigError, wrong_type
 
 @dataclass(frozen=True)
 class Sharding:
-    """The states that are sharded. Optimizer states always are: between steps users see shards.
+    """The states that are sharded. Optimizer states always are, as are parameters between steps.
     ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer step until
-    the last backward before the next one. ``scatters_always``: a backward without gradient sync
-    still reduces over the first axis; only the reduction over the second is deferred."""
+    the last backward before the next step. ``scatters_always``: a backward without gradient sync
+    still reduces over the first axis; only the reduction over the second axis is deferred."""
 
     name: str
     keeps_whole: bool = False
@@ -56,7 +56,7 @@ OUTER = {
     None: PARAMETERS,
     "optimizer": Sharding('shard_outer="optimizer"', scatters_always=True),
 }
-"""Valid values for the outer dim of a mesh; None: it replicates."""
+"""Valid values of ``shard_outer``; None: the outer dim of the mesh replicates."""
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -74,7 +74,7 @@ def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
 
 
 class _Frozen:
-    """Makes fields write-once: a dataclass cannot be frozen if its base, torch's class, is not."""
+    """Makes fields write-once: a dataclass cannot be frozen if its base class, torch's, is not."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -93,49 +93,49 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
 
     Args:
         param_dtype: dtype of the unsharded floating-point parameters, and therefore of the compute
-            and the all-gather. ``None`` keeps the dtype of each parameter. The shards, and with
-            them the optimizer, always keep their own dtype.
+            and the all-gather. ``None`` keeps each parameter's dtype. The shards, and therefore the
+            optimizer's states, always keep the original dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
             off. ``None`` uses each parameter's ``grad_dtype``, if set before the first forward,
             else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward computes.)
-            Unlike in torch up to 2.14 it does not default to ``param_dtype``: pass that dtype here
-            instead. A group with several dtypes reduces in their common dtype
-            (``torch.promote_types``), and stores each gradient in its own.
+            Unlike in torch up to 2.14, it does not default to ``param_dtype``: pass that dtype
+            explicitly. A group with several dtypes reduces in their common dtype
+            (``torch.promote_types``), and stores each gradient in its own dtype.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, including
             those inside lists, tuples, named tuples, dicts and dataclasses.
         cast_root_forward_inputs: cast them at the root, regardless of ``cast_forward_inputs``.
         buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
             contains them in their original dtype, with their original values unless they were
-            written since. Loading fills them again.
-        keep_low_precision_grads: leave sharded gradients in the dtype of their reduction instead of
-            their parameter's. The optimizer must accept such gradients.
+            modified. ``load_state_dict`` updates both.
+        keep_low_precision_grads: leave sharded gradients in the dtype of their reduction, instead
+            of the parameter's dtype. The optimizer must accept such gradients.
         full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
-            unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit.
-        param_dtype_override_fn: called once with each parameter, by ``fully_shard``. ``None`` or
-            ``param_dtype`` changes nothing. The parameter's own dtype keeps the parameter in that
-            dtype. Other results are invalid, and every rank must return the same. Inputs are always
-            cast to ``param_dtype``.
+            unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit's dtypes.
+        param_dtype_override_fn: called once with each parameter, by ``fully_shard``. It returns the
+            parameter's own dtype to keep the parameter in that dtype, and ``None`` or
+            ``param_dtype`` otherwise. It must return the same on every rank. Inputs are always cast
+            to ``param_dtype``.
         gather_dtype: an 8-bit float (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in which
-            all-gathers send matrices, with scales. Unsharded matrices still are in ``param_dtype``,
+            all-gathers send matrices, with scales. Unsharded matrices are still in ``param_dtype``,
             rounded to the precision of the codes (3 or 2 fractional bits). Shards, gradients,
-            optimizers and checkpoints do not change. Vectors and scalars, for which precision
-            matters more than bytes, and parameters that keep their own dtype are sent uncoded.
-        gather_scale: ``"row"``, a scale per row of a rank's shard, or ``"tensor"``, one per shard.
-            Scales are powers of two, of 2 bytes, and are sent in the same collective as the codes.
+            optimizers and checkpoints do not change. Parameters that keep their own dtype, and
+            vectors and scalars, which are small but need precision, are sent without coding.
+        gather_scale: ``"row"`` for a scale per row of a rank's shard, ``"tensor"`` for one per
+            shard. Scales are 2-byte powers of two, sent in the same collective as the codes.
 
     The last seven are keyword-only. Of these, torch's class has only ``param_dtype_override_fn``.
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
     Raises:
-        ConfigError: a dtype that is not floating-point; a flag that is not a bool; a
-            ``param_dtype_override_fn`` that is not callable; an invalid ``gather_dtype`` or
-            ``gather_scale``.
+        ConfigError: a dtype is not floating-point; a flag is not a bool;
+            ``param_dtype_override_fn`` is not callable; or ``gather_dtype`` or ``gather_scale`` is
+            invalid.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``, torch 2.15; four of the
-    other keywords are those of FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
-    Gathers of quantised weights have the purpose of those in ZeRO++ (arXiv 2306.10209).
+    Source: the class of the same name in ``torch.distributed.fsdp``, torch 2.15. Four of the other
+    keywords correspond to FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    Quantised all-gathers: ZeRO++ (arXiv 2306.10209).
     """
 
     param_dtype: torch.dtype | None = None
@@ -186,19 +186,19 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
 
 @dataclass(unsafe_hash=True)
 class OffloadPolicy(_Frozen, torch_modules.OffloadPolicy):
-    """Keep shards on the device of the mesh: no offloading. It has no arguments.
+    """Store shards on the device of the mesh, without offloading. It has no arguments.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    Source: the class of the same name in ``torch.distributed.fsdp``.
     """
 
 
 @dataclass(unsafe_hash=True)
 class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
-    """Keep shards, their gradients and therefore the optimizer's state in CPU memory.
+    """Store shards, their gradients, and therefore the optimizer's states, in CPU memory.
 
     A group's shards are copied to the device before each all-gather, overlapping the compute of the
-    preceding unit. Its gradients are copied back after each reduction, before backward returns. On
-    a CPU mesh nothing is copied.
+    preceding unit. Its gradients are copied to the CPU after each reduction, before backward
+    returns. On a CPU mesh, nothing is copied.
 
     Args:
         pin_memory: use pinned memory if there is an accelerator, so that copies overlap compute.
@@ -206,7 +206,7 @@ class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
     Raises:
         ConfigError: ``pin_memory`` is not a bool.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    Source: the class of the same name in ``torch.distributed.fsdp``.
     """
 
     pin_memory: bool = True
@@ -222,7 +222,7 @@ class Residence:
 
     @cached_property
     def is_away(self) -> bool:
-        """Return True if shards are copied to the device before sending."""
+        """Return True if shards are copied to the device before an all-gather sends them."""
         return isinstance(self.offload, CPUOffloadPolicy) and not capabilities(self.compute).is_host
 
     @cached_property
@@ -231,7 +231,7 @@ class Residence:
 
     @cached_property
     def is_pinned(self) -> bool:
-        """Return True for storage in pinned host memory, from which copies overlap compute."""
+        """Return True if shards are in pinned host memory, from which copies overlap compute."""
         pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
         return self.is_away and pins and capabilities(self.compute).pins
 
@@ -241,14 +241,14 @@ class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
     """Name the dims of a full mesh that data parallelism uses: ``fully_shard(dp_mesh_dims=...)``.
 
     Args:
-        shard: the dim or dims over which parameters are sharded; several are flattened into one.
-        replicate: the dim or dims over which they are replicated. Without ``shard`` this is plain
-            data parallelism (DDP).
+        shard: the dim or dims over which parameters are sharded. Several dims are flattened.
+        replicate: the dim or dims over which parameters are replicated. Without ``shard``, this is
+            plain data parallelism (DDP).
 
     Raises:
-        ConfigError: a name that is not a string; no dim at all; a dim that is in both.
+        ConfigError: a name is not a string; both are empty; or a dim is in both.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    Source: the class of the same name in ``torch.distributed.fsdp``.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -289,7 +289,7 @@ _OF_TORCH: tuple[tuple[type, Callable[..., Any]], ...] = (
 
 
 def ours(policy: Any) -> Any:
-    """Convert a torch policy to ours, by its fields; return anything else unchanged."""
+    """Convert torch's policies to ours, field by field; return any other value unchanged."""
     if isinstance(policy, MixedPrecisionPolicy | OffloadPolicy | DataParallelMeshDims):
         return policy
     for theirs, make in _OF_TORCH:
@@ -310,22 +310,22 @@ def ours(policy: Any) -> Any:
 
 @dataclass(frozen=True)
 class Whole:
-    """Place the full parameter on one rank: a result of ``shard_placement_fn``.
+    """Place the full parameter on one rank. Return it from ``shard_placement_fn``.
 
     The parameter is stored on its *owner*, one rank of the shard axis; the shards of other ranks
-    are empty. So an optimizer of full matrices (``fsdp2.optim.whole``) does not communicate for it.
+    are empty. So optimizers that need full matrices (``fsdp2.optim.whole``) do not communicate it.
     Owners are chosen to balance bytes and a matrix optimizer's FLOPs over ranks, across all calls
-    on the same ranks. Forward and backward use the same parameter under the same name as always. A
-    scalar or an empty parameter is placed as usual. Needs torch 2.12 or later.
+    on the same ranks. Forward and backward use the parameter as usual, under the same name. A
+    scalar or an empty parameter is placed as without ``Whole``. Requires torch 2.12 or later.
 
-    ``fully_shard`` raises ``ConfigError`` for an owner outside of the axis, and for an int of
-    ``reshard_after_forward`` combined with it; ``fsdp2.compile``, custom collectives and
-    communication hooks reject such a parameter by name.
+    ``fully_shard`` raises ``ConfigError`` if the owner is not on the axis, or if
+    ``reshard_after_forward`` is an int. ``fsdp2.compile``, custom collectives and communication
+    hooks raise an error that names the parameter.
 
     Args:
         owner: the rank of the owner on the shard axis. ``None``: chosen automatically.
 
-    Source: ours; torch has no such placement.
+    Source: fsdp2; torch has no equivalent placement.
     """
 
     owner: int | None = None
@@ -333,32 +333,32 @@ class Whole:
 
 @dataclass(frozen=True)
 class Aligned:
-    """Divide a parameter only between blocks: a result of ``shard_placement_fn``.
+    """Shard a parameter only at block boundaries. Return it from ``shard_placement_fn``.
 
     Quantised weights and 8-bit optimizer states have a scale per block of elements, and a shard
-    that splits a block computes other scales than the full parameter. Here each rank's rows along
+    that splits a block gets different scales than the full parameter. Here, each rank's rows along
     ``dim`` begin at a multiple of ``multiple_of``, and only the last block may be shorter. Ranks
     have equal numbers of blocks; remaining blocks are assigned one by one to the ranks with the
     fewest bytes so far, across all calls on the same ranks. Uneven shards are stored and sent
-    unevenly: nothing is padded to the largest one.
+    without padding to the largest one.
 
-    If ``torch.chunk`` splits no block, this is ``Shard(dim)``. Otherwise the parameter is dealt
-    like one of ``Whole``, with the same limits: it needs torch 2.12 or later; ``fsdp2.compile``,
-    custom collectives, communication hooks and an int of ``reshard_after_forward`` reject it by
-    name, as does tensor parallelism on the same ``dim``.
+    If ``torch.chunk`` splits no block, this is the same as ``Shard(dim)``. Otherwise the limits of
+    ``Whole`` apply: it requires torch 2.12 or later; ``fsdp2.compile``, custom collectives,
+    communication hooks, an int for ``reshard_after_forward`` and tensor parallelism on the same
+    ``dim`` raise an error that names the parameter.
 
     Args:
         dim: the dim to shard, as in ``Shard``. ``None``: blocks of elements of the flattened
             parameter, as in most optimizers with 8-bit states. It is then sharded along dim 0, in
-            units of the number of rows that make up complete blocks.
-        multiple_of: rows of a block, or elements.
-        at_least: the minimum of a nonempty shard: a shorter final block stays with the one before
-            it. Optimizers with 8-bit states keep those of small tensors in fp32.
+            groups of rows that consist of complete blocks.
+        multiple_of: the block size, in rows or, without ``dim``, in elements.
+        at_least: the minimum size of a nonempty shard: a shorter final block is merged with the
+            previous one. Optimizers with 8-bit states keep states of small tensors in fp32.
 
     Raises:
         ConfigError: ``dim`` is not an int; ``multiple_of`` or ``at_least`` is not an int above 0.
 
-    Source: ours. RaggedShard of veScale (arXiv 2602.22437) also divides between blocks.
+    Source: fsdp2. RaggedShard of veScale (arXiv 2602.22437) also shards at block boundaries.
     """
 
     dim: int | None
@@ -375,10 +375,10 @@ class Aligned:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """A parameter's placement and mesh: a result of ``shard_placement_fn``.
+    """A parameter's placement and mesh. Return it from ``shard_placement_fn``.
 
-    Parameters of one call on different meshes are gathered and reduced separately: each over the
-    ranks of its mesh, and its gradient is the mean over these.
+    Parameters of one call on different meshes are gathered and reduced separately, each over the
+    ranks of its mesh. Each gradient is the mean over these ranks.
 
     Args:
         placement: ``Shard(dim)``, ``Replicate()``, ``Whole()``, ``Aligned(dim)``, or ``None`` for
@@ -386,7 +386,7 @@ class ShardPlacementResult:
         mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object with a ``mesh``
             and its ``shard_mesh_dim`` and ``replicate_mesh_dim``. ``None``: the mesh of the call.
 
-    Source: the meaning of the class of this name inside torch's ``fully_shard``.
+    Source: the class of the same name in torch's ``fully_shard``.
     """
 
     placement: Placement | Whole | Aligned | None
@@ -401,10 +401,10 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Numbers of units gathered ahead and of reductions in flight; with 0 each is waited for
+    """Numbers of prefetched units and of reductions in flight; with 0, each is waited for
     immediately. ``keeps_parts``: keep the large parts of a root from forward to backward.
     ``synchronizes``: on a device, the host waits at the end of each backward, so that a root's
-    parts can be reduced early there too. On a CPU they always are."""
+    parts can be reduced early, as they always are on a CPU."""
 
     prefetch: int = 1
     reductions: int = 1
@@ -419,9 +419,9 @@ class Settings:
     ``reshard_after_forward`` is the user's argument: ``None`` (True below the root, False at the
     root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: the next forward
     without gradients reuses gathered parameters. The sum of gradients is divided by ``divide_by``
-    (None: by the number of ranks). ``manual_finalization`` is set on the root: backwards of the
-    tree end by ``finalize_backward``. ``input_buffers`` is the number of reductions with live
-    inputs (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
+    (None: the number of ranks). ``manual_finalization`` is set on the root: backwards of the tree
+    end with ``finalize_backward``. ``input_buffers`` is the number of reductions with live inputs
+    (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -530,7 +530,7 @@ def is_cast_by_policies(buffer: Tensor) -> bool:
 
 
 class Precision:
-    """A unit's policy as chosen by the user, and as currently in effect."""
+    """A unit's policy, as chosen by the user (``chosen``) and as currently in effect."""
 
     def __init__(self, chosen: MixedPrecisionPolicy, modules: Sequence[nn.Module]) -> None:
         self.chosen = chosen
@@ -540,13 +540,13 @@ class Precision:
         self.choose_input_dtype(is_root=False)
 
     def choose_input_dtype(self, is_root: bool) -> None:
-        """Update the dtype to which floating-point inputs are cast; call it after a change."""
+        """Set the dtype to which floating-point inputs are cast; call it after a policy change."""
         policy = self.policy
         casts = policy.cast_forward_inputs or (policy.cast_root_forward_inputs and is_root)
         self.input_dtype = policy.param_dtype if casts else None
 
     def cast_buffers(self, sites: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-        """Add the buffers, and cast them if the current policy does."""
+        """Add the buffers, and cast them if the current policy has a ``buffer_dtype``."""
         self.buffers = CastBuffers(sites, dtype)
         if self.policy.buffer_dtype is not None:
             self.buffers.cast()
@@ -565,7 +565,7 @@ class Precision:
         return True
 
     def outdate(self) -> None:
-        """Replace the policy by an equal one, to distinguish later calls from recorded ones."""
+        """Replace the policy by an equal copy, so that recorded calls no longer match."""
         self.policy = dataclasses.replace(self.policy)
 
 

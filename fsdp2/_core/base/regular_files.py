@@ -1,10 +1,10 @@
 """Safe reading of untrusted files: regular files only, with a size limit.
 
 [Note: regular files]
-A name in a folder may refer to a pipe, a socket or a device: opening a pipe blocks until a writer
-appears, and a device may be endless. So the file type is checked before and after opening, without
-blocking. A file that is read completely has a size limit, and must not be mostly holes, because a
-sparse file of a terabyte is created instantly.
+A path may refer to a pipe, a socket or a device: opening a pipe blocks until a writer opens it, and
+a device may be endless. So the file type is checked before and after opening, and opening does not
+block. A file that is read completely has a size limit and must not consist mostly of holes, because
+a sparse file of one terabyte can be created instantly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 WHOLE_NBYTES = 1 << 30  # size limit of files that are read completely: metadata, not values
 SOLID_NBYTES = 64 << 20
 HOLES = 100
-"""Larger files with less than 1/100 allocated are mostly holes; compression reaches a tenth."""
+"""A larger file of which less than 1/100 is allocated is hollow; compression reaches 1/10."""
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -30,7 +30,7 @@ KINDS = (
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; else OSError. See [Note: regular files]."""
+    """Open a regular file for reading; OSError for others. See [Note: regular files]."""
     _check(os.stat(path), path)
     flags = os.O_RDONLY
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
@@ -50,7 +50,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
-    """Return a file's contents; OSError as ``open_regular``, for more than ``most``, or holes."""
+    """Return a file's contents. OSError: as ``open_regular``; over ``most`` bytes; mostly holes."""
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:
@@ -61,7 +61,7 @@ def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
 
 
 def is_hollow(found: os.stat_result) -> bool:
-    """Return True if a large file has hardly any blocks; False if the system reports none."""
+    """Return True if a large file is mostly holes; False if the system reports no blocks."""
     held = getattr(found, "st_blocks", 0) * 512
     return found.st_size > SOLID_NBYTES and 0 < held * HOLES < found.st_size
 

@@ -1,4 +1,4 @@
-"""The rows of a dim that each rank of an axis has: integer arithmetic only.
+"""Compute the rows of a dim that each rank of an axis has, with integer arithmetic only.
 
 Two rules: *chunks*, as in DTensor's ``Shard``, and a *deal* of whole blocks, for ``fsdp2.Whole``
 and ``fsdp2.Aligned``. Contains no tensor or mesh code.
@@ -13,10 +13,10 @@ EVERYTHING = 2**62  # a block size that covers a dim of any length
 
 @dataclass(frozen=True)
 class Deal:
-    """Rows in whole blocks, dealt to the places of an axis. Each place has the same number of
-    blocks of ``block`` rows; remaining blocks go one by one to the place ``first`` and the
-    following places, with wraparound. Blocks of a place are adjacent, and places are in order. The
-    last block may be shorter. ``ends``, if any, are each place's end row instead."""
+    """A distribution of whole blocks of rows to the places (ranks) of an axis. All places have the
+    same number of blocks of ``block`` rows; remaining blocks go one by one to the place ``first``
+    and those after it, with wraparound. Blocks of a place are adjacent, and places are in order.
+    The last block may be shorter. If not empty, ``ends`` are the end rows of places instead."""
 
     block: int
     first: int = 0
@@ -24,7 +24,7 @@ class Deal:
 
     @property
     def owner(self) -> int | None:
-        """The place that has all rows; None: they are divided."""
+        """The place that has all rows; None if rows are divided."""
         return self.first if self.block == EVERYTHING else None
 
     @property
@@ -36,7 +36,7 @@ class Deal:
 
 
 def deal_of_long_blocks(length: int, count: int, block: int, first: int) -> Deal:
-    """Deal blocks without a shorter one: the last block includes the remaining rows."""
+    """Deal blocks of at least ``block`` rows: the last one also has the remaining rows."""
     blocks = max(length // block, 1)
     rule, ends = Deal(1, first), []
     for place in range(count):
@@ -47,7 +47,7 @@ def deal_of_long_blocks(length: int, count: int, block: int, first: int) -> Deal
 
 def chunk_of(length: int, count: int, place: int) -> tuple[int, int]:
     """Return the first row and the number of rows of a chunk of ``torch.chunk``, as in DTensor's
-    ``Shard(dim)``: the last ones may have fewer rows than the first, or none."""
+    ``Shard(dim)``: the last chunks may have fewer rows than the first, or none."""
     chunk = -(-length // count)
     start = min(place * chunk, length)
     return start, min(chunk, length - start)

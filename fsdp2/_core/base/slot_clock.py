@@ -1,12 +1,12 @@
 """The current slot of the global batch, and its random numbers, for ``fsdp2.reproducible``.
 
-Owns the counts of slots and steps, and the generators during a slot's forward. Independent of
-sharding and gradients: the code that takes a slot's gradients reports it.
+Counts slots and steps, and sets the generators' state during a slot's forward. Contains no sharding
+or gradient code: the code that takes a slot's gradients sets ``is_done``.
 
 [Note: random numbers of a slot]
 The random numbers of a forward depend on the seed, the step and the slot, but not on the rank or on
-earlier work. The generators have a separate state during the forward only, so numbers drawn between
-forwards are the same as without slots. Recomputed forwards use the state that activation
+earlier work. The generators have a separate state only during the forward, so that numbers drawn
+between forwards are the same as without slots. Recomputed forwards use the state that activation
 checkpointing restores.
 """
 
@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 clocks: weakref.WeakKeyDictionary[nn.Module, SlotClock] = weakref.WeakKeyDictionary()
-"""The models that are currently reproducible. While there is one, norms are summed exactly."""
+"""Clocks of the models that are reproducible. While there is one, norms are summed exactly."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SlotClock:
         self.seed = seed
         self.step = 0  # global batches before this one
         self.place = 0  # index of the current slot in ``mine``
-        self.batch = 0  # includes dropped batches
+        self.batch = 0  # like ``step``, but including dropped batches
         self.is_begun = False  # the forward of the current slot has begun
         self.is_done = False  # some gradients of the current slot have been taken
         self.listener: Callable[..., None] | None = None
@@ -116,7 +116,7 @@ class SlotClock:
         return b"%d %d" % (self.seed, self.step + (self.is_done and self.is_last))
 
     def go_on(self, state: State) -> None:
-        """Continue at the first slot of the global batch that follows a checkpoint."""
+        """Continue from a checkpoint, at the first slot of the next global batch."""
         self.seed, self.step = state.seed, state.steps
         self.place, self.is_begun, self.is_done = 0, False, False
         self.batch += 1

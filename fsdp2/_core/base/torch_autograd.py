@@ -1,6 +1,6 @@
 """Private torch API for autograd: the running backward, hooks of parameters, versions.
 
-Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
+Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
 
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Run a callback after the running backward. No public way exists."""
+"""Run a callback after the running backward. There is no public API."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The running backward's number in this thread, -1 outside of any."""
+"""Number of the backward that runs in this thread; -1 outside of a backward."""
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The sequence number of the next node that this thread creates."""
@@ -27,22 +27,22 @@ age_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """A node's sequence number; within a thread, later nodes have higher ones."""
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The autograd node that this thread is running, or whose hooks it is running."""
+"""The autograd node that runs in this thread, or whose hooks run."""
 
 
 def nodes_between(first: int, last: int, node: Any, owner: object) -> Iterator[Any]:
-    """Yield nodes before a node, in a range of sequence numbers, once per owner, without leaves."""
+    """Yield a node and its predecessors in a range of sequence numbers, once per ``owner``."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        if first <= age_of(node) <= last and owner not in node.metadata:  # a leaf's is the maximum
+        if first <= age_of(node) <= last and owner not in node.metadata:  # leaves: above any range
             node.metadata[owner] = True
             yield node
             waiting.extend(before for before, _ in node.next_functions if before is not None)
 
 
 def node_before(number: int, tensor: torch.Tensor) -> Any:
-    """Return the node of a tensor's history before a sequence number, or None."""
+    """Return the first node in a tensor's history below a sequence number, or None."""
     node = tensor.grad_fn
     while node is not None and age_of(node) >= number:
         node = node.next_functions[0][0] if node.next_functions else None
@@ -50,8 +50,8 @@ def node_before(number: int, tensor: torch.Tensor) -> Any:
 
 
 def computes_gradient(param: torch.Tensor) -> bool:
-    """Return True if the running backward computes a leaf's gradient. No public way exists. The
-    engine raises for leaves that were passed to ``torch.autograd.grad``."""
+    """Return True if the running backward computes a leaf's gradient. There is no public API. For
+    leaves that were passed to ``torch.autograd.grad``, the engine raises an error instead."""
     accumulate = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
@@ -68,7 +68,7 @@ accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulat
 
 
 def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Run a leaf's ``register_hook`` hooks, which autograd runs for gradients that it computes."""
+    """Run a leaf's ``register_hook`` hooks, as autograd does for gradients that it computes."""
     for hook in (param._backward_hooks or {}).values():
         replaced = hook(grad)
         if replaced is not None:
@@ -77,7 +77,7 @@ def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
 
 
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
-    """Run a leaf's ``register_post_accumulate_grad_hook`` hooks, as autograd would."""
+    """Run a leaf's ``register_post_accumulate_grad_hook`` hooks, as autograd does."""
     for hook in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
 
@@ -92,7 +92,7 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @torch.inference_mode(False)
 def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Return the gradient accumulators of leaves; each owns its leaf."""
+    """Return the gradient accumulators of leaves; each keeps its leaf alive."""
     edge = torch.autograd.graph.get_gradient_edge
     return [edge(t).node for t in tensors if t is not None and t.requires_grad]
 
@@ -101,14 +101,14 @@ packing_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_def
 """Return the innermost saved-tensor hooks, or None. Pass False."""
 
 packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
-"""Return False where saved-tensor hooks would raise, as in some transforms."""
+"""Return False if saved-tensor hooks would raise an error, as in some transforms."""
 
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """Temporarily pop all saved-tensor hooks. A work captures the thread state of its issuer,
-    including these hooks, which own a graph. Gloo's thread releases a work some time after its
-    completion: the graph would live until then, and the thread might free the user's hooks."""
+    """Temporarily pop all saved-tensor hooks. A ``Work`` captures the state of the issuing thread,
+    including these hooks, which own a graph. Gloo's thread releases a ``Work`` only some time after
+    completion: until then the graph would stay alive, and this thread might free user hooks."""
     autograd: Any = torch._C._autograd  # the type stub lacks some names
     hooks = []
     while (top := packing_hooks(False)) is not None:
@@ -135,7 +135,7 @@ def stop_packing(pack: Callable[..., Any]) -> None:
 
 
 def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
-    """Return True if new saved-tensor hooks would shadow none, or only those of ``own``."""
+    """Return True if new saved-tensor hooks would shadow no hooks, or only those of ``own``."""
     if not packing_is_enabled():
         return False
     top = packing_hooks(False)
@@ -149,14 +149,14 @@ def is_in_checkpoint() -> bool:
 
 
 def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:
-    """Return whether ``grad_dtype`` was set (before torch 2.15: if it differs), and its value."""
+    """Return whether ``grad_dtype`` was set (before torch 2.15: was changed), and its value."""
     is_set = getattr(param, "_has_grad_dtype_override", None)
     dtype = param.grad_dtype
     return (dtype is not param.dtype if is_set is None else bool(is_set)), dtype
 
 
 version_of = attrgetter("_version")
-"""A tensor's version counter; for ``map``: a step reads hundreds."""
+"""A tensor's version counter; in C, because a step reads hundreds."""
 
 preserved_versions: Callable[..., AbstractContextManager[Any]] = _unsafe_preserve_version_counter
-"""Hide in-place writes from autograd, as they restore the values of saved tensors."""
+"""Context that hides in-place writes from autograd, for writes that restore saved values."""

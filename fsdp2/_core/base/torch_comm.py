@@ -1,6 +1,6 @@
 """Private torch API for collectives and the memory of their backends.
 
-Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
+Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ all_gather_single: Callable[..., dist.Work | None]
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., dist.Work | None]
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Public names; torch 2.13 renamed them and warns at each use of the old ones."""
+"""Public functions. torch 2.13 renamed them, and warns at each use of the old names."""
 
 
 def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
-    """Return True if gloo runs a group's collectives for a device type. On a device it supports
-    fewer, and treats the others as operations on host memory: sends, receives and functional
-    collectives kill the process (torch 2.11.0)."""
+    """Return True if gloo runs a group's collectives for a device type. Gloo supports fewer
+    on a device, and runs the others as if tensors were in host memory: sends, receives and
+    functional collectives kill the process (torch 2.11.0)."""
     backends = _backends.get(group)
     if backends is None:
         backends = _backends[group] = frozenset(dist.get_backend_config(group).split(","))
@@ -45,22 +45,22 @@ def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
 
 _backends: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 
-# Process groups of some ranks, and their time-outs.
+# Process groups of some ranks, and their timeouts.
 
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""For each world: the number of groups of the same ranks that were created here."""
+"""For each world: the number of groups created by ``group_of``, by their ranks."""
 
 
 def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group of some ranks, with the world's time-out; only these ranks call it.
+    """Create a process group of some ranks, with the world's timeout. Only these ranks call it.
 
-    Adds to torch's ``new_group(use_local_synchronization=True)``:
+    Differences from torch's ``new_group(use_local_synchronization=True)``:
     - Torch names such a group by its ranks and the number of groups that *this rank* is in. If
       ranks are in different numbers of groups, they wait for each other under different names and
       deadlock. So we name it by its ranks and the number of earlier groups of exactly these ranks.
     - If the world is bound to a device (``init_process_group(device_id=...)``), torch splits the
-      world's communicator, in which every rank of the world must participate. So the world is
-      temporarily unbound, and the new group gets a separate communicator."""
+      world's communicator, which is collective over the world. So we temporarily unbind the world,
+      and the new group gets a separate communicator."""
     world = dist.group.WORLD
     assert world is not None
     key = tuple(sorted(ranks))
@@ -84,9 +84,9 @@ _installing = threading.Lock()
 
 @functools.cache
 def _names() -> threading.local:
-    """Return the thread-local ``name`` for a thread's next process group. No public way exists.
-    torch's function is replaced once and permanently: ranks may be threads of one process that wait
-    for each other while creating a group, so the lock of a temporary replacement would deadlock."""
+    """Return an object whose thread-local ``name`` is used for a thread's next process group (no
+    public API). torch's function is replaced permanently: ranks may be threads of one process that
+    wait for each other in ``new_group``, so the lock of a temporary replacement would deadlock."""
     module, names = vars(distributed_c10d), threading.local()
     original = module["_process_group_name"]
 
@@ -120,12 +120,12 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def default_store() -> Any:
-    """Return the rendezvous store. The public API accepts one, but does not return it."""
+    """Return the rendezvous store. The public API accepts a store, but does not return it."""
     return distributed_c10d._get_default_store()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return a group's time-out; None if its backend does not report it."""
+    """Return a group's timeout; None if its backend does not report it."""
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):
         device = group._device_types[0]
         return group._get_backend(device).options._timeout
@@ -133,7 +133,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def wait_as_the_world(group: dist.ProcessGroup) -> None:
-    """Set the time-out of a group to the world's, if its backend can."""
+    """Set the timeout of a group to the world's, if its backend supports that."""
     world = dist.group.WORLD
     timeout = None if world is None or group is world else timeout_of(world)
     if timeout is not None and timeout != timeout_of(group) and hasattr(group, "set_timeout"):
@@ -145,16 +145,16 @@ EXIT_PAUSE_S = 0.02
 
 @functools.cache
 def pause_at_exit() -> None:
-    """Pause at exit, so that a backend's threads can release their tensors. A gloo thread drops
-    those of its last collective after reporting its completion, and needs the GIL for that. If the
+    """Pause at exit, so that a backend's threads can release their tensors. A gloo thread releases
+    those of its last collective after reporting completion, and needs the GIL to do so. If the
     interpreter is already finalizing (Python before 3.14), the process aborts with ``terminate
     called without an active exception``. torch's DTensor caches keep the group's threads alive."""
     atexit.register(time.sleep, EXIT_PAUSE_S)
 
 
 def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Batch the collectives inside, of one kind, if the backend can. No public way exists. The
-    device is not passed on: coalescing would be started there too, and both mechanisms mixed."""
+    """Batch the collectives inside, all of one kind, if the backend supports it. There is no public
+    API. We do not pass the device, because torch would then mix two coalescing mechanisms."""
     if group is None or not capabilities(device).coalesces or is_gloo(group, device.type):
         return contextlib.nullcontext()
     return cast(AbstractContextManager[Any], vars(dist)["_coalescing_manager"](group))
@@ -163,7 +163,7 @@ def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
 def allocate_from_group(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return memory from the backend's allocator; None if it has none. No public way exists."""
+    """Return memory from the backend's allocator; None if it has none. There is no public API."""
     backend: Any = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         return None
@@ -171,7 +171,7 @@ def allocate_from_group(
 
 
 class SymmetricMemory:
-    """Memory that all ranks of a group map; a private module in torch."""
+    """Memory that is mapped by all ranks of a group. torch's module for it is private."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         import torch.distributed._symmetric_memory as symmetric  # heavy, CUDA only
@@ -202,19 +202,19 @@ def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """View complex numbers as real pairs ``[N, 2]`` for NCCL, as most of torch's collectives do;
-    its reduce-scatter and the functional collectives do not."""
+    """View complex numbers as real pairs ``[N, 2]`` for NCCL. Most of torch's collectives do this,
+    but not its reduce-scatter and functional collectives."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def flat_as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """View contiguous complex numbers as twice the number of real ones; return others unchanged."""
+    """View a contiguous complex tensor as a flat real one; return other tensors unchanged."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def functional_coalesced(name: str, sent: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
-    """Like ``functional``, for several tensors, one collective per dtype: with mixed dtypes gloo
-    silently returns wrong values (tried: torch 2.13.0)."""
+    """Like ``functional``, for several tensors, with one collective per dtype: for mixed dtypes
+    gloo silently returns wrong values (tested: torch 2.13.0)."""
     ops = torch.ops._c10d_functional
     real = [_as_real(one) for one in sent]
     received: dict[int, torch.Tensor] = {}

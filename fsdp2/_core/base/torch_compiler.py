@@ -1,6 +1,6 @@
-"""Private torch API for the compiler: what it may trace, and the graphs that it creates.
+"""Private torch API for the compiler: functions that it may trace, and graphs that it creates.
 
-Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
+Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Compiler = Callable[..., Any]  # called with a graph and its inputs
 
 # Compilation. The public ``torch.compiler.disable`` imports the compiler, which takes seconds, and
-# wraps every call. These decorators set the same flags, without a cost per call.
+# wraps every call. These decorators set the same flags, without overhead per call.
 
 
 def _not_compiled(*, with_callees: bool, breaks_graph: bool) -> Callable[[Function], Function]:
@@ -37,29 +37,29 @@ def _not_compiled(*, with_callees: bool, breaks_graph: bool) -> Callable[[Functi
 
 
 never_traced = _not_compiled(with_callees=False, breaks_graph=True)
-"""Decorator: break the graph at a call, and compile callees but not the function."""
+"""Decorator: break the graph at each call; compile the function's callees, but not the function."""
 
 always_eager = _not_compiled(with_callees=True, breaks_graph=True)
-"""Like ``never_traced``, but do not compile callees either."""
+"""Decorator: like ``never_traced``, but do not compile callees either."""
 
 eager_unless_inlined = _not_compiled(with_callees=True, breaks_graph=False)
-"""Trace only as part of a graph; otherwise compile neither the function nor its callees."""
+"""Decorator: trace the function as part of its caller; do not compile it or its callees alone."""
 
 inlined_or_eager = _not_compiled(with_callees=False, breaks_graph=False)
-"""Like ``eager_unless_inlined``, but compile callees: for wrappers not worth a separate graph."""
+"""Decorator: like ``eager_unless_inlined``, but compile callees. For thin wrappers."""
 
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
 """The function that ``module.compile()`` creates; runs the module's hooks and forward."""
 
 call_with_hooks: Callable[..., Any] = nn.Module._call_impl
-"""The body of ``nn.Module.__call__``; saves a stack frame per nested unit."""
+"""The body of ``nn.Module.__call__``. Calling it directly saves a stack frame per nested unit."""
 
 
 def region_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a compile region for a module's forward, if it is marked as one
-    (``nested_compile_region``; the mark has no public name), of the module, tensors registered on
-    it, and the arguments. A compiler reuses a region only if its tensors are inputs of the graph or
-    arguments of the region, and tensors gathered in the graph are not inputs."""
+    """Return a compile region for a module's forward; None if it is not marked as a region
+    (``nested_compile_region``; the mark has no public name). Arguments: the module, tensors
+    registered on it, args and kwargs. A compiler reuses a region only if its tensors are inputs of
+    the graph or arguments of the region; tensors gathered in the graph are not inputs."""
     marked = forward = type(module).forward
     while hasattr(forward, "__marked_compile_region_fn__"):
         forward = forward.__marked_compile_region_fn__
@@ -96,7 +96,7 @@ class GraphPass(Protocol):
 def find_compiler(
     backend: Any, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Compiler:
-    """Return the function that ``torch.compile`` calls with each graph. No public way exists."""
+    """Return the function that ``torch.compile`` calls with each graph. There is no public API."""
     if backend == "inductor":
         compiler: Compiler = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         return compiler
@@ -106,10 +106,10 @@ def find_compiler(
 def with_passes(
     compiler: Compiler, backend: Any, joint: GraphPass, change: GraphPass | None
 ) -> Compiler:
-    """Return a compiler that changes graphs, for the backends ``"inductor"`` and ``"aot_eager"``:
-    ``joint`` before partitioning, ``change`` each of the two before lowering; None: no change.
-    Inductor reorders nodes by memory after every pass, which would undo ``change``, so this is
-    disabled unless the user requests it."""
+    """Return a compiler with passes, for the backends ``"inductor"`` and ``"aot_eager"``: ``joint``
+    for joint graphs, before partitioning, and ``change``, if any, for forward and backward graphs,
+    before lowering. Inductor's reordering for peak memory, which runs after all passes and would
+    undo ``change``, is disabled unless the user requests it."""
     if backend != "inductor":
         return _changed_aot_eager(joint, change)
     options = dict(compiler.config)  # type: ignore[attr-defined]  # of the wrapper
@@ -124,7 +124,7 @@ def with_passes(
 
 
 def _as_inductors(change: GraphPass, chosen: Any) -> Any:
-    """Wrap a pass, run after the user's, in the class that inductor's caches expect."""
+    """Wrap a pass, to run after the user's pass, in the class that inductor's caches require."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -215,7 +215,7 @@ def switches_gradients(node: torch.fx.Node) -> bool:
 
 
 def switches_off(node: torch.fx.Node) -> bool:
-    """Return True if such a node disables gradient recording."""
+    """Return True if a node that switches gradient recording disables it."""
     name, args = getattr(node.target, "__name__", ""), node.args
     return args[0] is False if name == "_set_grad_enabled" else name == "_enter_inference_mode"
 
@@ -230,10 +230,10 @@ def views_or_wraps(node: torch.fx.Node) -> bool:
 
 def switches_of_steps() -> AbstractContextManager[Any]:
     """Patch the compiler's settings for functional steps. It then traces writes to modules inside
-    ``torch.utils.checkpoint`` and omits them from recomputation: correct for parameters that are
-    registered before a module runs and dropped after it. And it guards on the hooks of each module:
-    a unit's forward is one code object, so after a graph break, code for a unit without hooks would
-    otherwise run for one with hooks."""
+    ``torch.utils.checkpoint`` and omits them from recomputation, which is correct because
+    parameters are registered before a module runs and dropped afterwards. It also guards on the
+    hooks of each module: all units share one code object for forward, so that after a graph break,
+    code compiled for a unit without hooks would otherwise run for a unit with hooks."""
     from torch._dynamo.config import patch
 
     return cast(
@@ -243,7 +243,7 @@ def switches_of_steps() -> AbstractContextManager[Any]:
 
 
 def recompute_in_backward(node: torch.fx.Node) -> None:
-    """Mark a node for recomputation with the tags of selective checkpointing. Its region number
-    exceeds any user's, because tensors used in a later region would be saved instead."""
+    """Mark a node for recomputation with the tags of selective checkpointing. Its region number is
+    above all user regions, because tensors used in a later region would be saved instead."""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30

@@ -1,18 +1,18 @@
 """Private torch API for a DTensor whose rows are dealt to ranks in whole blocks.
 
 Torch's DTensor supports only chunks of equal size, and its operation rules turn any other placement
-into a plain ``Shard``. So such a tensor is a subclass that dispatches itself: element-wise
-operations run on local rows; views are views of local memory; all other operations run on a
-replicated DTensor. Tried on torch 2.12.1, 2.13.0 and 2.14.1; torch 2.11 does not dispatch to a
-subclass.
+into a plain ``Shard``. So such tensors have a DTensor subclass that handles dispatch:
+element-wise operations run on local rows; views are views of local memory; all other operations run
+on a replicated DTensor. Tested with torch 2.12.1, 2.13.0 and 2.14.1; torch 2.11 does not dispatch
+to subclasses.
 
 [Note: dealt placements]
-``Dealt`` is a ``Shard`` that returns row offsets to torch, as for checkpoints. It equals
-``Shard(dim)``, as torch's specs require of a shard; two of them differ by their deals. Torch's own
-operations never receive one: they all reach ``DealtTensor`` first. But torch can create a plain
-DTensor with such placements (``from_local``, and states loaded by its helpers), and would silently
-compute with wrong chunk sizes. It first looks up every operation by a hash of the placements, so
-the hash raises an error. Our code converts such tensors (``adopt``).
+``Dealt`` is a ``Shard`` from which torch reads row offsets, for example for checkpoints. It equals
+``Shard(dim)``, as torch's specs require of a shard, but two ``Dealt`` with different deals are not
+equal. Torch's own operations never see ``Dealt``, because ``DealtTensor`` handles their dispatch.
+But torch can create a plain DTensor with ``Dealt`` placements (``from_local``, states loaded by its
+helpers) and would silently use wrong chunk sizes. Since torch first looks up each operation by a
+hash of the placements, this hash raises an error. Our code converts such tensors (``adopt``).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ MADE_ALIKE = frozenset(
 """Operations, besides element-wise ones, that run on local rows."""
 
 NEW = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_empty", "new_full"))
-"""Operations whose result has the tensor's placement if the requested shape is the same."""
+"""Operations whose result has the tensor's placement if the requested shape is the tensor's."""
 
 
 class Dealt(Shard):
     """The placement of a tensor whose rows are dealt: [Note: dealt placements]."""
 
     deal: Deal
-    was_made: ClassVar[bool] = False  # a check without cost for programs without deals
+    was_made: ClassVar[bool] = False  # a fast check for programs without dealt parameters
 
     def __new__(cls, dim: int, deal: Deal) -> Dealt:
         return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's stub lacks it
@@ -113,12 +113,12 @@ class Dealt(Shard):
 
 
 def dealt(dim: int, block: int, first: int, *ends: int) -> Dealt:
-    """Create a placement from ints: pickles name only this function."""
+    """Create a placement from ints. Pickles of placements refer only to this function."""
     return Dealt(dim, Deal(block, first, ends))
 
 
 def deal_in(placement: Placement) -> Deal | None:
-    """Return a placement's deal; None if it is not dealt."""
+    """Return the deal of a ``Dealt`` placement; None for other placements."""
     return placement.deal if isinstance(placement, Dealt) else None
 
 
@@ -139,7 +139,7 @@ def key_of(placements: Sequence[Placement]) -> tuple[object, ...]:
 
 
 def adopt(tensor: object) -> None:
-    """Change the class of a plain DTensor with dealt placements in place."""
+    """Convert a plain DTensor with dealt placements to a ``DealtTensor``, in place."""
     if type(tensor) is DTensor and dealt_axis(tensor.placements) is not None:
         tensor.__class__ = DealtTensor
 
@@ -154,7 +154,7 @@ def _join(
     is_alone = not isinstance(group, dist.ProcessGroup) or mesh.size(axis) == 1
     if owner is not None or is_alone:
         mine = is_alone or mesh.get_local_rank(axis) == owner
-        # a copy, so that writes to the full tensor and the shard stay separate
+        # a copy, so that writes to the full tensor do not change the shard
         whole = local.clone(memory_format=plain) if mine else local.new_empty(tuple(shape))
         if not is_alone:
             dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=owner)
@@ -222,7 +222,7 @@ class DealtTensor(DTensor):
 
     @property
     def owner(self) -> int | None:
-        """The rank of the axis that has all rows; None: they are divided."""
+        """The rank of the axis that has all rows; None if rows are divided."""
         return self.placement.deal.owner
 
     @property
@@ -233,7 +233,7 @@ class DealtTensor(DTensor):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key that is equal for tensors that one operation can process together."""
+        """A key that is equal for tensors that one operation can process together."""
         spec = self._spec
         return id(spec.mesh), key_of(spec.placements)
 
@@ -253,7 +253,7 @@ class DealtTensor(DTensor):
 
     @property
     def _whole_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that the ranks of the axis have together."""
+        """Shape of the tensor that the ranks of the axis divide."""
         dim, mesh = self.placement.dim, self._spec.mesh
         rows = self.shape[dim]
         for axis, placement in enumerate(self._spec.placements):
@@ -280,7 +280,7 @@ class DealtTensor(DTensor):
         return DTensor(local, made, requires_grad=False)
 
     def rows_of(self, value: object) -> Any:
-        """Return this rank's part of a value that an operation combines with this tensor."""
+        """Return this rank's part of another operand of an operation on this tensor."""
         if not isinstance(value, Tensor):
             return value
         adopt(value)
@@ -297,8 +297,8 @@ class DealtTensor(DTensor):
             ]
             value = value.redistribute(self._spec.mesh, placements).to_local()
         elif value.shape == self.shape and not self.is_plain:
-            return NotImplemented  # a plain value, while other axes divide this tensor
-        dim = self.placement.dim - (self.dim() - value.dim())  # shapes match from the right
+            return NotImplemented  # a plain tensor, but other axes divide this one
+        dim = self.placement.dim - (self.dim() - value.dim())  # shapes broadcast from the right
         return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, *self.span)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
@@ -337,7 +337,7 @@ class DealtTensor(DTensor):
         return _new(made._local_tensor, made._spec, requires_grad=made.requires_grad)
 
 
-# States that contain one load with weights_only, like those with torch's own DTensors.
+# States that contain a DealtTensor can be loaded with weights_only, as with torch's DTensor.
 torch.serialization.add_safe_globals([dealt, DealtTensor])
 
 
@@ -370,7 +370,7 @@ def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
 
 
 def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return this rank's dealt tensor of a DTensor that is replicated over the axis."""
+    """Return the dealt tensor of a DTensor that is replicated over the axis."""
     axis = dealt_axis(placements)
     assert axis is not None
     mesh, meta = whole.device_mesh, whole._spec.tensor_meta
@@ -379,7 +379,7 @@ def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
     local, dim = whole._local_tensor.detach(), placement.dim
     place = mesh.get_local_rank(axis)
     span = rows_of(local.shape[dim], mesh.size(axis), place, placement.deal)
-    # a copy, because the full tensor may be the user's
+    # a copy, because the full tensor may belong to the user
     local = local.narrow(dim, *span).clone(memory_format=torch.contiguous_format)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return _new(local, spec, requires_grad=False)
@@ -398,7 +398,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _Replicate(torch.autograd.Function):
-    """Replicate. Ranks must compute the same with the result, as with torch's own."""
+    """Replicate a tensor. Ranks must compute the same with it, as with torch's ``Replicate``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DealtTensor) -> DTensor:
@@ -448,9 +448,9 @@ def _view(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """View each rank's memory, so that writes to the view persist. A tensor with an owner supports
-    any view; divided rows only views that treat all rows identically. Return NotImplemented for
-    others, and for a view without dims, which has no rows to omit."""
+    """View each rank's local memory, so that writes to the view change the tensor. If one rank owns
+    all rows, any view is supported; otherwise only views that treat all rows identically. Return
+    NotImplemented for other views, and for 0-dim views, which cannot be empty on a rank."""
     meta = like._spec.tensor_meta
     assert meta is not None
     if args[0] is not like:
@@ -484,8 +484,8 @@ def _view(
 def _dim_in_view(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Return the divided dim of a view, or None if rows are not treated identically: then on meta
-    tensors the view does not grow with their number."""
+    """Return the dim of a view that contains the divided rows; None if rows are not treated
+    identically. With more rows (on meta tensors), only this dim may grow, by the same number."""
     dim, sizes = like.placement.dim, list(like.shape)
     if func._schema.name == "aten::diagonal":  # the same number of rows, but shifted
         return None
@@ -494,7 +494,7 @@ def _dim_in_view(
         sizes[dim] = like.shape[dim] + more
         try:
             found = func(torch.empty(sizes, dtype=like.dtype, device="meta"), *args[1:], **kwargs)
-        except (RuntimeError, IndexError):  # this number of rows has no such view
+        except (RuntimeError, IndexError):  # not possible with this number of rows
             return None
         if not isinstance(found, Tensor):
             return None
@@ -518,14 +518,14 @@ def _norm(
     if any(r is not None and r is not False for r in rest) or args[0] is not like:
         return NotImplemented
     if like.owner is None and not order:
-        return NotImplemented  # counts of elements are joined by a sum, not by a norm
+        return NotImplemented  # order 0 counts elements: counts are summed, not combined by a norm
     local = like._local_tensor
     norm = func(local, *args[1:], **kwargs) if local.numel() else _none(like, order, kwargs)
     return _scalar(like, _norms_joined([like], norm.view(1), order)[0])
 
 
 def _norms_joined(likes: list[DealtTensor], norms: Tensor, order: float) -> Tensor:
-    """Return the norms ``[n]`` of tensors with equal placements, from each rank's norms."""
+    """Return the norms ``[n]`` of tensors with equal placements, given this rank's norms."""
     like = likes[0]
     mesh, axis, placement = like._spec.mesh, like.axis, like.placement
     if like.owner is not None:
@@ -545,7 +545,7 @@ def _rows_of_ranks(own: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
 
 
 def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
-    """Return the norm of no elements."""
+    """Return the norm of an empty tensor."""
     dtype = kwargs.get("dtype") or like.dtype
     real = dtype.to_real() if dtype.is_complex else dtype
     nothing = float("inf") if order < 0 else 0.0
@@ -553,7 +553,7 @@ def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _scalar(like: DealtTensor, value: Tensor) -> DTensor:
-    """Return a number that is equal on all ranks as a DTensor."""
+    """Wrap a scalar that is equal on all ranks in a replicated DTensor."""
     mesh = like._spec.mesh
     meta = TensorMeta(torch.Size(()), (), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
@@ -586,7 +586,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = [*args, *kwargs.values()]
     for value in written:
         if isinstance(value, DealtTensor):
-            # every rank computed the same, and keeps its rows
+            # every rank computed the same result; keep this rank's rows
             new = own_part(made[id(value)], value._spec.placements)
             value._local_tensor.copy_(new._local_tensor)
     back = {id(one): value for value in written for one in [made.get(id(value))] if one is not None}
@@ -599,7 +599,7 @@ def _of_lists(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operation on lists of tensors, by the placement of the written or the dealt one."""
+    """Run an operation on lists of tensors, by the placement of the written or the first dealt."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
     count = len(lists[0])
     for one in lists:
@@ -672,7 +672,7 @@ def _of_one_key(
     if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
         mesh = likes[0]._spec.mesh
         for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:  # all ranks skip a step, or none
+            if mesh.size(axis) > 1:  # all ranks skip a step, or none does
                 dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if found is None or func._schema.is_mutable:
         return None

@@ -1,15 +1,15 @@
 """Private torch API for DTensors: their parts, their specs, and meshes.
 
-Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+Each name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 
 [Note: annotated parameters]
-On each axis of a mesh a plain parameter may be annotated as R (equal on all ranks, which compute
-different results with it: gradients are sums over the ranks), I (equal, with equal results:
-gradients are equal) or S(dim) (each rank has its part of dim). Placements of a DTensor and of its
-gradient express exactly this, so the shards are such DTensors. In compute the parameter stays
-plain, with the annotation. Data axes must be R or omitted: the group averages over them.
+A plain parameter may be annotated on each axis of a mesh: R (equal values on all ranks, which
+compute different results from them: gradients are sums over the ranks), I (equal values and
+results, equal gradients) or S(dim) (each rank has a part of dim). The placements of a DTensor and
+of its gradient express the same, so shards are DTensors. In compute the parameter is plain, with
+the annotation. Data-parallel axes must be R or omitted, because the group averages over them.
 
-Source: the meaning of such annotations in ``torch.distributed.fsdp``, torch 2.15.
+Source: such annotations in ``torch.distributed.fsdp``, torch 2.15.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch._subclasses.meta_utils import MetaTensorDescriber  # `import torch` loads it
 from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,  # a parameter made of a collective's result; tried on 2.13.0 only
+    AsyncCollectiveTensor,  # for parameters from a collective's result; tested on 2.13.0 only
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -43,7 +43,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
 from torch.distributed.tensor.placement_types import _StridedShard  # TP and FSDP on one dim
 from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass,  # the test torch itself uses
+    is_traceable_wrapper_subclass,  # torch's own test
 )
 
 from fsdp2._core.base.errors import ConfigError, UnsupportedError
@@ -62,9 +62,9 @@ def make_spec(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Build the spec for ``new_dtensor``, shared by all identical tensors."""
+    """Build the spec for ``new_dtensor``; all tensors with equal arguments share one spec."""
     placements, shape, stride = tuple(placements), tuple(shape), tuple(stride)
-    # by id, since an equal mesh may have been destroyed; the cached spec keeps the mesh alive
+    # by id: groups of an equal mesh may be destroyed; the cached spec keeps the mesh alive
     key = id(mesh), key_of(placements) if Dealt.was_made else placements, shape, stride, dtype
     spec = _specs.get(key)
     if spec is None:
@@ -73,14 +73,14 @@ def make_spec(
     return spec
 
 
-# The blocks of a model are identical: of 3,200 parameters only two have a separate spec.
+# The blocks of a model are identical: of 3,200 parameters only two do not share a spec.
 _specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDictionary()
 
 
 def new_dtensor(local: Tensor, spec: DTensorSpec, like: Tensor | None = None) -> DTensor:
-    """Wrap a local tensor; the caller guarantees its shape. ``like`` has the same shape, dtype and
-    device, and offset 0: torch treats a wrapper with an offset as a tensor with memory, and fails
-    to copy or pickle it. For its compiler see [Note: fake wrappers]."""
+    """Wrap a local tensor; the caller guarantees its shape. ``like``, with the same shape, dtype
+    and device, and offset 0, replaces it in the wrapper's metadata: torch fails to copy or pickle a
+    wrapper with an offset. For the compiler, see [Note: fake wrappers]."""
     is_dealt = Dealt.was_made and dealt_axis(spec.placements) is not None
     kind: Any = DealtTensor if is_dealt else DTensor
     if like is None:
@@ -91,7 +91,7 @@ def new_dtensor(local: Tensor, spec: DTensorSpec, like: Tensor | None = None) ->
 
 
 class _AtNoOffset:
-    """The described class of a DTensor whose wrapper has offset 0, but not its local tensor."""
+    """Class in descriptions of DTensors whose wrapper has offset 0, but not its local tensor."""
 
     @staticmethod
     def __tensor_unflatten__(
@@ -119,14 +119,14 @@ def _let_fakes_keep_offsets() -> None:
     """Give fakes of DTensors the storage offset of the real ones.
 
     [Note: fake wrappers]
-    The compiler works on a fake of each tensor. Torch creates a DTensor's from a description:
-    ``__tensor_unflatten__`` of its class wraps a fake local tensor, and the wrapper gets its
-    offset. If the real wrapper has another offset (``new_dtensor`` with ``like``), torch then moves
-    the fake to other memory, which fails for a wrapper: no optimizer could be compiled, since every
-    gradient but the first of a buffer has an offset. Real wrappers cannot have an offset, because
-    of copies and pickles; fakes alone cannot, because guards compare the offsets of real tensors.
-    So the description of such a wrapper, of which torch could not create a fake, names
-    ``_AtNoOffset`` as its class. Others are unchanged. Torch has no public hook for this."""
+    The compiler uses a fake of each tensor. Torch creates the fake of a DTensor from a description:
+    ``__tensor_unflatten__`` of its class wraps a fake local tensor, whose offset the wrapper gets.
+    If the real wrapper has another offset (``new_dtensor`` with ``like``), torch then moves the
+    fake to other memory, which fails for a wrapper. So no optimizer could be compiled, because all
+    gradients in a buffer except the first have an offset. Real wrappers cannot have an offset (they
+    are copied and pickled), nor can the fakes alone have one (guards compare with real offsets). So
+    the description of such a wrapper specifies the class ``_AtNoOffset``. Other descriptions are
+    unchanged. Torch has no public hook for this."""
     describe = MetaTensorDescriber.describe_tensor
 
     @functools.wraps(describe)
@@ -147,13 +147,13 @@ _let_fakes_keep_offsets()
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of an unshared tensor. ``nn.Parameter`` detaches a DTensor, which DTensor
-    plans for each shape and mesh: 1.5 ms per parameter, nine tenths of ``fully_shard``. So set the
-    flag that ``nn.Parameter`` would set on the tensor itself."""
+    """Make a parameter of an unshared tensor. ``nn.Parameter`` would detach a DTensor, which takes
+    1.5 ms per parameter, 90% of the time of ``fully_shard``: DTensor dispatch plans it for each
+    shape and mesh. So set the flag that ``nn.Parameter`` sets, directly on the tensor."""
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
-    tensor._is_param = True  # checked by `isinstance`; tried on 2.13.0 only
-    tensor.requires_grad = requires_grad  # functorch's transforms reject the method
+    tensor._is_param = True  # checked by `isinstance`; tested on 2.13.0 only
+    tensor.requires_grad = requires_grad  # functorch's transforms reject requires_grad_()
     return cast(nn.Parameter, tensor)
 
 
@@ -181,7 +181,7 @@ def spec_like(tensor: DTensor, dtype: torch.dtype) -> DTensorSpec:
 
 
 def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap a local part of any dtype with the placement of ``tensor``."""
+    """Wrap a local tensor of any dtype with the placements of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return local
     return new_dtensor(local, spec_like(tensor, local.dtype))
@@ -193,7 +193,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Context in which attributes of a subclass are read without ``__torch_function__``."""
+"""Context in which reading a subclass's attributes does not call ``__torch_function__``."""
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -206,7 +206,7 @@ def shards_dim(placement: Placement, dim: int) -> bool:
 
 
 def is_strided(placement: Placement) -> bool:
-    """Return True if this axis splits after later axes."""
+    """Return True if this axis splits the tensor after later axes have split it."""
     return isinstance(placement, _StridedShard)
 
 
@@ -215,16 +215,16 @@ root_mesh: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh")
 
 
 def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Flatten dims, the first name slowest; torch caches the result. No public way exists."""
+    """Flatten dims in row-major order; torch caches the result. There is no public API."""
     part = mesh if names == tuple(mesh.mesh_dim_names or ()) else mesh[names]
     return part._flatten()
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh of the axes of several meshes, in this order and with their groups;
-    RuntimeError if they share an axis, or are over different ranks. Public slicing uses the root's
-    order of axes, supports no flattened or unflattened axes, and needs the root: DTensor's caches
-    return an *equal* mesh, which may be a slice of another root."""
+    """Concatenate meshes: return one with all their axes, in this order, and their groups.
+    RuntimeError: they share an axis, or are over different ranks. Public slicing uses the root's
+    order of axes, does not support flattened or unflattened axes, and needs the root, but DTensor's
+    caches return an *equal* mesh, which may be a slice of another root."""
     return DeviceMesh._concatenate([*meshes])
 
 
@@ -232,11 +232,11 @@ is_wrapper_subclass: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 
 
 def is_on_its_way(tensor: Tensor) -> bool:
-    """Return True for the result of a functional collective that was not waited for."""
+    """Return True for the result of a functional collective that is still in flight."""
     return isinstance(tensor, AsyncCollectiveTensor)
 
 
-# Meshes of nonexistent ranks. No public way creates one without process groups.
+# Meshes of nonexistent ranks. No public API creates a mesh without process groups.
 
 
 class ImaginedGroup(dist.ProcessGroup):
@@ -268,7 +268,7 @@ class ImaginedMesh(DeviceMesh):
 
 def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> ImaginedMesh:
     """Return a CPU mesh from the perspective of one of its ranks."""
-    with hidden_from_modes():  # numbers of ranks are no fakes
+    with hidden_from_modes():  # ranks must not be a fake tensor
         ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
         return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
@@ -290,13 +290,13 @@ def asks_subclasses() -> bool:
 
 
 def without_memory() -> AbstractContextManager[Any]:
-    """Create fake tensors inside: shapes, dtypes and devices, but no values."""
+    """Context in which new tensors are fake: with shape, dtype and device, but without values."""
     return cast(AbstractContextManager[Any], FakeTensorMode(allow_non_fake_inputs=True))
 
 
 @contextlib.contextmanager
 def without_traces_in_the_log() -> Iterator[None]:
-    """Suppress the log of fake tensors: a traceback of every error, which is raised anyway."""
+    """Suppress this thread's log of fake tensors: tracebacks of errors, which are also raised."""
     log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -317,14 +317,14 @@ def has_real_memory() -> bool:
 # The package ``spmd_types``: placements of plain parameters from their annotations.
 
 ATTRIBUTES = frozenset({"_local_type", "_partition_spec"})
-"""Where the package stores annotations: on the tensor object, like user attributes."""
+"""Attributes of the tensor object in which the package stores annotations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Annotation:
     """A plain parameter's annotation. See [Note: annotated parameters]. ``types`` and ``spec`` are
-    restored on the unsharded tensor; ``placements`` and ``gradients`` are those on the full mesh.
-    ``sums``: gradients are sums over an axis over which the group does not average."""
+    restored on the unsharded tensor. ``placements`` and ``gradients``: placements of the parameter
+    and its gradient on the full mesh. ``sums``: gradients are also summed over a non-data axis."""
 
     types: Mapping[Any, Any]
     spec: Any
@@ -337,7 +337,7 @@ class Annotation:
         return self  # frozen, and its mesh is shared
 
     def placed(self, tensor: Tensor) -> DTensor:
-        """Return the DTensor on the full mesh of this rank's plain values."""
+        """Return this rank's plain values as a DTensor on the full mesh."""
         local = tensor.detach()
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
 
@@ -354,7 +354,7 @@ def _package() -> Any:
 
 
 def own_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Return the user's attributes of a parameter, without annotations and wrapper parts."""
+    """Return the user's attributes of a parameter, without annotations and wrapper internals."""
     dispatches = type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if dispatches and not isinstance(param, DTensor):
         return {}
@@ -367,7 +367,7 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
 
 
 def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
-    """Exclude functions that move shards from the type checker; before 0.3 it has no such list."""
+    """Exclude functions that move shards from the type checker, if it supports that (0.3)."""
     register = getattr(_package(), "register_no_typecheck", None)
     if register is not None:
         for function in functions:
@@ -377,8 +377,8 @@ def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
 def annotation_of(
     param: Tensor, fqn: str, mesh: DeviceMesh | None, data_names: Iterable[str]
 ) -> Annotation | None:
-    """Read the annotation of a plain parameter; None if it has none. ``mesh`` is the full one (None
-    without named dims), ``data_names`` its data-parallel dims."""
+    """Read the annotation of a plain parameter, if any. ``mesh`` is the full mesh (None without
+    ``dp_mesh_dims``), ``data_names`` its data-parallel dims."""
     package = _package()
     if package is None or isinstance(param, DTensor):
         return None
@@ -395,7 +395,7 @@ def annotation_of(
 
 
 class _Reader:
-    """Reads one annotation for the mesh that will store the parameter."""
+    """Reads one annotation, for the mesh on which the parameter will be sharded."""
 
     def __init__(
         self, package: Any, fqn: str, mesh: DeviceMesh, data_names: frozenset[str]
@@ -482,7 +482,7 @@ class _Reader:
         return found
 
     def _by_name(self, types: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return the type on each named dim that is not data-parallel; the others must be R."""
+        """Return the type on each dim that is not data-parallel; data-parallel dims must be R."""
         names = {axis: name for name, axis in self._axes.items() if name not in self._data}
         data_ranks = self._ranks(self._data.values())
         found = {}
@@ -506,7 +506,7 @@ class _Reader:
     def _placements(self, name: str, said: Any) -> tuple[Placement, Placement]:
         """Return the placements of values and gradients on a dim of the mesh."""
         package = self._package
-        is_alone = self._axes[name].size() == 1  # annotations are not kept there
+        is_alone = self._axes[name].size() == 1  # the package stores no annotation for one rank
         if name in self._data or (said is package.R and not is_alone):
             return Replicate(), Partial()
         if said is package.I or is_alone:

@@ -1,7 +1,7 @@
 """Private torch API for the cost of operations, used by plans of a step.
 
-Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. A separate
-file, because training programs do not need torch's table of costs.
+Each private name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0. A
+separate file, because training programs do not need torch's table of costs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 
 def _of_attention(count: Callable[..., float], first: int) -> Callable[..., float]:
-    """Count attention with fewer key and value heads, for which torch 2.11 raises, like a copy of
-    them per query head. ``first``: position of the query, followed by key and value."""
+    """Count attention with fewer key and value heads as if they were repeated per query head; torch
+    2.11 raises an error. ``first``: position of the query, which key and value follow."""
 
     def counted(*args: Any, **kwargs: Any) -> float:
         query, *rest = args[first : first + 3]
@@ -36,7 +36,7 @@ _forward = _of_attention(flop_registry[aten._scaled_dot_product_flash_attention]
 _backward = _of_attention(flop_registry[aten._scaled_dot_product_flash_attention_backward], 1)
 
 FLOPS: dict[Any, Callable[..., float]] = dict(flop_registry)
-"""FLOP counters by operation. Torch's list lacks attention on a CPU."""
+"""FLOP counters by operation. Torch's table lacks attention on a CPU."""
 
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 for _kind in _KINDS:
@@ -44,13 +44,13 @@ for _kind in _KINDS:
     FLOPS[getattr(aten, f"_scaled_dot_product_{_kind}_backward")] = _backward
 
 VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
-"""A view without a view schema: the only one that has no public name."""
+"""A view op whose schema is not that of a view; of these, the only one without a public name."""
 
 
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, bool], ...]:
     """Return the position or keyword of each argument that an operation writes to, and True if it
-    only writes: an ``out``, or the target of a copy or a fill. No public way exists."""
+    does not read it: an ``out``, the target of a copy or a fill. There is no public API."""
     schema = func._schema
     is_overwritten = schema.name.removeprefix("aten::").rstrip("_") in _OVERWRITES
     return tuple(

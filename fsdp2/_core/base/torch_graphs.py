@@ -1,8 +1,8 @@
 """Device graphs: capture, and cleanup after a failed capture.
 
-A forbidden call invalidates a capture. torch's ``capture_end`` then raises before it restores the
-current stream, the allocator's memory pool, and the random number generator, which would refuse to
-draw outside of a capture from then on. ``capture`` restores all three.
+A call that is not permitted during capture invalidates the capture. torch's ``capture_end`` then
+raises before it restores the current stream, the allocator's memory pool, and the random number
+generator, which would raise outside of a capture from then on. ``capture`` restores all three.
 ``_cuda_endAllocateToPool`` is private in torch 2.11 to 2.15. Other devices do not need this call.
 """
 
@@ -29,7 +29,7 @@ def capture(graph: Any, module: Any, stream: Any) -> Iterator[None]:
     before = [generator.clone_state() for generator in generators]
     try:
         # The outer context restores the stream even if the inner one does not. "thread_local",
-        # because NCCL's watchdog queries events in another thread meanwhile.
+        # because NCCL's watchdog thread queries events during the capture.
         with (
             module.stream(module.current_stream()),
             module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -40,6 +40,6 @@ def capture(graph: Any, module: Any, stream: Any) -> Iterator[None]:
             generator.graphsafe_set_state(state)
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if module is torch.cuda and end is not None:
-            with contextlib.suppress(RuntimeError):  # the capture did end
+            with contextlib.suppress(RuntimeError):  # raised if the capture has ended
                 end(stream.device_index, pool)
         raise

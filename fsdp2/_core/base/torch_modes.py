@@ -1,6 +1,6 @@
 """Private torch API for modes and transforms that a forward may run under.
 
-Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
+Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import _CloneArgBeforeMutateMode  # of allow_mutation_on_saved_tensors
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,  # the test torch itself uses
+    _disable_current_modes,  # for hidden_from_modes
 )
 from torch.utils.checkpoint import (  # modes of selective checkpointing
     _CachedTorchDispatchMode,
@@ -25,9 +25,9 @@ from torch.utils.checkpoint import (  # modes of selective checkpointing
 
 DispatchMode = TorchDispatchMode  # base of dispatch modes; its public name is undocumented
 hidden_from_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""Hide operations inside from dispatch modes (counters, tracers)."""
+"""Context that hides operations from dispatch modes (counters, tracers)."""
 
-# Modes and transforms around a forward. No public way to step out of them exists.
+# Modes and transforms around a forward. No public API leaves them temporarily.
 
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of active dispatch modes in this thread."""
@@ -38,11 +38,11 @@ transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 _ASIDE_MODES = (
     _CachingTorchDispatchMode,
     _CachedTorchDispatchMode,
-    _CloneArgBeforeMutateMode,  # it would copy saved parameters whose memory is being filled
+    _CloneArgBeforeMutateMode,  # would copy saved parameters when a gather fills their memory
 )
 
 dual_level: Callable[[Any], int] = attrgetter("_current_level")
-"""Return the dual level of ``torch.autograd.forward_ad``; -1 outside of any."""
+"""Return the dual level of ``torch.autograd.forward_ad``; -1 outside of all levels."""
 
 
 def is_under_transforms() -> bool:
@@ -51,8 +51,8 @@ def is_under_transforms() -> bool:
 
 
 def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return a tensor's layers that may have a separate autograd history: under ``jvp`` a wrapper,
-    its tangent, and the tensors that both wrap."""
+    """Return a tensor's layers, each of which may have a separate autograd history: under ``jvp``,
+    a wrapper, its tangent, and the tensors that both wrap."""
     functorch = torch._C._functorch
     active = functorch.get_interpreter_stack() or ()
     dual = {i.level() for i in active if i.key() == functorch.TransformType.Jvp} or {-1}
@@ -69,9 +69,9 @@ def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def run_aside(function: Callable[..., object], *args: Any) -> None:
     """Call ``function`` outside of selective checkpointing and functorch transforms. The engine's
-    operations are outside the user's function: a recomputation may find the parameters already
-    gathered, and must count the same operations as in forward. Other dispatch modes
-    (``CommDebugMode``) still see everything."""
+    operations must not be counted as the user's: a recomputation may find parameters already
+    gathered, but must count the same operations as the forward. Other dispatch modes
+    (``CommDebugMode``) still see all operations."""
     with _unseen():
         if transforms_are_active():
             with torch._C._DisableFuncTorch():

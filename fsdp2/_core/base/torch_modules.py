@@ -1,7 +1,7 @@
 """Private torch API for modules, and for other software's queries about them.
 
-The only place that imports the public names of torch's own FSDP2, for isinstance checks. Each
-private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+The only file that imports the public names of torch's own FSDP2, for isinstance checks. Each
+private name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard as fully_shard  # its accessor; compared by doctor
-from torch.distributed.fsdp._fully_shard._fsdp_common import (  # mesh descriptions for other code
+from torch.distributed.fsdp._fully_shard._fsdp_common import (  # for mesh_info, read by other code
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -45,7 +45,7 @@ from fsdp2._core.base.errors import ConfigError
 if TYPE_CHECKING:
 
     class FSDPState:
-        """Torch's class, which its getters check. We inherit nothing from it."""
+        """Torch's class, for which its getters check. We inherit nothing from it."""
 else:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
@@ -76,17 +76,17 @@ HOMES = (
 """Torch modules from which software imports FSDP2's names."""
 
 INNER_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"
-"""The module that implements torch's FSDP2, from which some software also imports its names."""
+"""The module that implements torch's FSDP2; some software imports the names from it."""
 
 for _home in (*HOMES, INNER_HOME):
-    importlib.import_module(_home)  # now: imported later, it would get our names from the first
+    importlib.import_module(_home)  # a later import would get our names from the first module
 
 PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
-"""Torch's own objects by name, also after their replacement."""
+"""Torch's own objects by name, even after they are replaced."""
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Return True if a buffer is in its module's ``state_dict``. No public way exists."""
+    """Return True if a buffer is in its module's ``state_dict``. There is no public API."""
     return name not in module._non_persistent_buffers_set
 
 
@@ -109,8 +109,8 @@ REGISTRIES = (REGISTRY_KEY, STATE_KEY)
 
 
 class _Registry(dict[str, RegistryItem]):
-    """The composable APIs of a module. Raises an error for torch's own ``fully_shard``, which would
-    shard our shards: it checks modules only for ``replicate``, in a uniquely named function."""
+    """The composable APIs of a module. Raises an error in torch's own ``fully_shard``, which would
+    shard our shards. It looks only for ``replicate``, but in a function with a unique name."""
 
     def __contains__(self, name: object) -> bool:
         if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
@@ -125,7 +125,7 @@ class _Registry(dict[str, RegistryItem]):
 
 def register_composable_name(module: nn.Module, name: str) -> None:
     """Register a composable API for ``replicate`` and similar. The public decorator ``contract``
-    checks all names in the tree at each call, which is quadratic in a model's units."""
+    checks all names in the tree at each call, which is quadratic in the number of units."""
     known = module.__dict__.get(REGISTRY_KEY, {})
     module.__dict__[REGISTRY_KEY] = _Registry({**known, name: RegistryItem()})
 
@@ -150,7 +150,7 @@ def composable_names(module: nn.Module) -> list[str]:
 
 
 def forget_composable_names(state: dict[str, Any]) -> None:
-    """Drop the registry from a module's state before pickling: its key is per process."""
+    """Drop the registry from a module's state before pickling: its key differs per process."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)
 
@@ -165,7 +165,7 @@ def mesh_info(mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None
 
 
 class _Hidden:
-    """An attribute of torch's class that our subclass hides, as if it were not inherited."""
+    """Hides an attribute of torch's class from our subclass: reading it raises an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,8 +1,8 @@
 """Private torch API for optimizers, and learning rate schedulers, which wrap their ``step``.
 
-A scheduler's wrapper records the call and runs the ``step`` of the class at the time of wrapping.
-``_wrapped_by_lr_sched`` marks it, and ``_opt_called`` is the record; both are private in torch 2.11
-to 2.15, without public equivalents.
+A scheduler's wrapper records each call and runs the ``step`` of the class that the optimizer had
+when it was wrapped. ``_wrapped_by_lr_sched`` marks the wrapper, and ``_opt_called`` is the record.
+Both are private in torch 2.11 to 2.15, without public equivalents.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 
 def steps_as_its_class(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's ``step`` is its class's, or a scheduler's wrapper."""
+    """Return True if an optimizer's ``step`` is that of its class, or a scheduler's wrapper."""
     own = vars(optimizer).get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)
 
 
 def expect_eager_steps(optimizer: Any) -> None:
-    """Suppress torch's warning if a capturable optimizer steps eagerly (torch 2.11 to 2.15)."""
+    """Suppress torch's warning about eager steps of a capturable optimizer (torch 2.11 to 2.15)."""
     optimizer._warned_capturable_if_run_uncaptured = True
 
 

@@ -1,6 +1,6 @@
 """Private torch API for tensors as memory and in files, and kernels for lists of tensors.
 
-Each name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. No unit or group code.
+Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 chunk_cat: Callable[..., object] = torch._chunk_cat
-"""Write ``size`` padded chunks of each tensor's dim 0 into the rows of ``out``, and cast: one
-kernel for all ``(tensors, 0, size, out=)`` on CUDA; ``chunk`` and ``cat`` launch one per tensor."""
+"""``(tensors, 0, size, out=)``: split dim 0 of each tensor into ``size`` padded chunks, write them
+to rows of ``out``, and cast. One kernel on CUDA; ``chunk`` and ``cat`` launch one per tensor."""
 
 CHUNK_CATS = (torch.ops.aten._chunk_cat.default, torch.ops.aten._chunk_cat.out)
-"""The same for a dispatch mode. On a CPU it uses memory that no output shows."""
+"""The same op in a dispatch mode. On a CPU it also allocates temporary memory."""
 
 DEVICE_OF = torch.ops.prim.device.default
-"""The op of reading a tensor's device, as dispatch modes see it; it has no public name."""
+"""The op that dispatch modes see when a tensor's device is read; it has no public name."""
 
 
 def device_of_fake(tensor: Tensor) -> torch.device:
@@ -37,7 +37,7 @@ def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     return found
 
 
-# Kernels for lists of tensors of one device and dtype: a few launches per list on a device.
+# Kernels for lists of tensors of one device and dtype; on a device, a few launches per list.
 
 norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 copy_all: Callable[..., object] = torch._foreach_copy_
@@ -49,7 +49,7 @@ fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
 
-# References, to check whether a buffer is reusable. See [Note: reused gradients] in gradients.
+# Reference counts, to check if a buffer is reusable. See [Note: reused gradients] in gradients.
 
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 owners_of: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The argument of ``use_count``: constant during the lifetime of the storage."""
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""Number of tensors and objects that share the storage with this number."""
+"""Number of tensors and objects that share the storage with this ``number_of``."""
 
 
 def clamped_quotients(

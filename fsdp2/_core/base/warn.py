@@ -1,11 +1,11 @@
-"""Warnings: all ranks issue one, and one rank shows it.
+"""Warnings: all ranks issue a warning, but only one rank shows it.
 
-Another rank shows only those that the first one does not issue, such as a warning about one stage
-of a pipeline. All ranks still issue it: if filters turn warnings into errors, every rank must
-raise, or the others would wait for it. And a program that inspects warnings receives those of its
-rank: it records them (``catch_warnings(record=True)``, ``pytest.warns``), replaces
-``warnings.showwarning`` (as ``logging.captureWarnings`` does), or has a filter for this warning.
-``FSDP2_WARNINGS=every_rank`` shows them on every rank.
+Rank 0 shows all warnings that it issues. Another rank shows only those that rank 0 does not issue,
+such as a warning about one stage of a pipeline. All ranks still issue it: if filters turn warnings
+into errors, every rank must raise, or ranks would wait for each other. A program that inspects
+warnings receives those of its rank: if it records them (``catch_warnings(record=True)``,
+``pytest.warns``), replaces ``warnings.showwarning`` (as ``logging.captureWarnings`` does), or has a
+filter for the warning. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import torch.distributed as dist
 from fsdp2._core.base import torch_comm
 from fsdp2._core.base.errors import coded
 
-PATIENCE_S = 0.5  # how long another rank waits, once per text, for the first one to show it
+PATIENCE_S = 0.5  # how long other ranks wait, once per text, for rank 0 to show it
 NOT_USERS = ("fsdp2", "torch", "contextlib")  # the last one runs our context managers
 
 _shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 """By process group (a job may create several): issued texts, and whether this rank shows them."""
 
 _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Process groups with an unusable store: torch would log each attempt at length."""
+"""Process groups with an unusable store: torch would log a long message at each attempt."""
 
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
-    """Like ``warnings.warn``, on one rank for all that pass the same text, without waiting for
-    other ranks. Attributes the warning to the user's line that led here."""
+    """Like ``warnings.warn``, but shown by only one of the ranks that pass the same text. Waits at
+    most ``PATIENCE_S`` for others. The warning points to the user's line that led here."""
     message, level = coded(code, text), _level_outside()
     if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
@@ -70,8 +70,8 @@ def _has_filter(message: str, category: type[Warning]) -> bool:
 
 
 class _Silence:
-    """Replaces ``warnings.showwarning`` and suppresses this thread's output until it is over;
-    another thread may save it and restore it long after that."""
+    """Replaces ``warnings.showwarning``, and suppresses this thread's output until ``is_over``.
+    Another thread may save this object and restore it much later."""
 
     is_over = False
 
@@ -88,7 +88,7 @@ class _Silence:
         shown = self.shown
         while isinstance(shown, _Silence):  # set by another thread
             shown = shown.shown
-        if shown.__module__ == "warnings":  # Python's: prints to this file, or appends to a record
+        if shown.__module__ == "warnings":  # Python's: prints to the file, or appends to a record
             shown(*args[:4], io.StringIO())
         else:
             shown(*args, **kwargs)
@@ -105,7 +105,7 @@ def _is_shown_here(message: str) -> bool:
 
 
 def _is_first(message: str) -> bool:
-    """Query the ranks' store, without blocking. Without a store, show the warning."""
+    """Return True if no other rank shows the warning, according to the ranks' store, if any."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return True
