@@ -1,6 +1,6 @@
 """Events of the engine, for tests, the profiler and the log, and observers of methods.
 
-Call sites guard every ``emit`` with ``if listeners``: an unobserved event costs one truth test.
+Call sites guard every ``emit`` with ``if listeners``, so an unobserved event costs one truth test.
 
 [Note: observers]
 Events report operations when they are issued, in an order that tests and plans compare. A recording

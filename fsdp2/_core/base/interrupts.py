@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 _plain: Any = importlib.import_module("_signal")
-"""``signal`` without its conversions to enums, which are ten times slower."""
+"""``signal`` without its conversions to enums, which make it ten times slower."""
 
 
 class _Kept:

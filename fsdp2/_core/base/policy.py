@@ -8,7 +8,7 @@ checks ``isinstance``. ``ours`` converts instances of torch's classes field by f
 A buffer that a policy casts is registered in low precision, and the original is kept. If the
 registered buffer still equals the cast original, ``state_dict`` returns the original and
 ``load_state_dict`` fills it. Otherwise a state dict contains the registered buffer, cast to the
-original dtype. Version counters do not detect this: torch's batch norm does not increment them.
+original dtype. Version counters would miss changes: torch's batch norm does not increment them.
 """
 
 import dataclasses
@@ -104,10 +104,10 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
         output_dtype: dtype to which floating-point outputs of the forward are cast.
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, including
             those inside lists, tuples, named tuples, dicts and dataclasses.
-        cast_root_forward_inputs: cast them at the root, regardless of ``cast_forward_inputs``.
+        cast_root_forward_inputs: cast inputs at the root, regardless of ``cast_forward_inputs``.
         buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
             contains them in their original dtype, with their original values unless they were
-            modified. ``load_state_dict`` updates both.
+            modified. ``load_state_dict`` updates the registered buffers and the originals.
         keep_low_precision_grads: leave sharded gradients in the dtype of their reduction, instead
             of the parameter's dtype. The optimizer must accept such gradients.
         full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
@@ -349,8 +349,8 @@ class Aligned:
 
     Args:
         dim: the dim to shard, as in ``Shard``. ``None``: blocks of elements of the flattened
-            parameter, as in most optimizers with 8-bit states. It is then sharded along dim 0, in
-            groups of rows that consist of complete blocks.
+            parameter, as in most optimizers with 8-bit states. The parameter is then sharded along
+            dim 0, in groups of rows that consist of complete blocks.
         multiple_of: the block size, in rows or, without ``dim``, in elements.
         at_least: the minimum size of a nonempty shard: a shorter final block is merged with the
             previous one. Optimizers with 8-bit states keep states of small tensors in fp32.
@@ -401,8 +401,8 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Numbers of prefetched units and of reductions in flight; with 0, each is waited for
-    immediately. ``keeps_parts``: keep the large parts of a root from forward to backward.
+    """Numbers of prefetched units and of reductions in flight; 0 means no overlap.
+    ``keeps_parts``: keep the large parts of a root unsharded from forward to backward.
     ``synchronizes``: on a device, the host waits at the end of each backward, so that a root's
     parts can be reduced early, as they always are on a CPU."""
 
@@ -420,8 +420,8 @@ class Settings:
     root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: the next forward
     without gradients reuses gathered parameters. The sum of gradients is divided by ``divide_by``
     (None: the number of ranks). ``manual_finalization`` is set on the root: backwards of the tree
-    end with ``finalize_backward``. ``input_buffers`` is the number of reductions with live inputs
-    (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
+    end with ``finalize_backward``. ``input_buffers`` is the maximum number of reductions with live
+    inputs (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
     """
 
     reshard_after_forward: bool | int | None = None
