@@ -349,7 +349,7 @@ def count_dealt(collected: Collected) -> None:
     """Add this call's dealt blocks to each rank's load, for later calls. See ``deals``."""
     for param, taken in collected.own.items():
         layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # count the full shape: equal on ranks of all other axes
+        if layout.deal is not None:  # count the full shape, which is equal along all other axes
             assert layout.dim is not None
             shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
             claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
@@ -494,7 +494,7 @@ def _is_reached_outside(
 def _managed(
     modules: Sequence[nn.Module], ignored: Ignored, left_alone: set[Tensor]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield (top, name, module) outside inner units; add replicated states to ``left_alone``."""
+    """Yield (top, name, module) for modules outside inner units; add to ``left_alone``."""
     seen = set(ignored.modules)
     for top in modules:
         waiting = [("", top)]

@@ -176,7 +176,7 @@ def register_comm_hook(
             ``Compress``. None removes hooks.
         state: the first argument of the hook. None: a separate dict for each unit and axis, in
             which ``Compress`` stores rounding errors.
-        recurse: also apply it to the units below this one.
+        recurse: also register the hook for units below ``module``.
 
     Raises:
         ConfigError: ``module`` contains no unit; ``hook`` is not a function; ``Compress`` was given

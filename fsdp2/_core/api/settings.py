@@ -138,7 +138,7 @@ class ControlSurface:
 
         Args:
             requires_gradient_sync: if False, defer the reduction to a later backward.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -160,7 +160,7 @@ class ControlSurface:
 
         Args:
             requires_all_reduce: if False, defer the all-reduce to a later backward.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -179,12 +179,12 @@ class ControlSurface:
         contrast, ``fully_shard(reshard_after_forward=False)`` keeps parameters only for backward.
 
         Args:
-            reshard_after_forward: True or False. It overrides a number of ranks that was passed to
-                ``fully_shard``.
-            recurse: also apply it to the units below this one.
+            reshard_after_forward: True or False; overrides an int passed to ``fully_shard``.
+            recurse: also configure the units below this one.
 
         Raises:
-            ConfigError: not a bool; or True for a unit whose ``shard`` keeps parameters unsharded.
+            ConfigError: an argument is not a bool; or the flag is True for a unit whose ``shard``
+                keeps parameters unsharded.
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
         units = units_in(self, recurse)
@@ -213,7 +213,7 @@ class ControlSurface:
 
         Args:
             reshard_after_backward: True or False.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -234,7 +234,7 @@ class ControlSurface:
 
         Args:
             keep: if False, free the memory immediately, or at the end of a step that is using it.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -355,7 +355,7 @@ class ControlSurface:
         Args:
             reduction: ``"mean"`` over ranks (the default), ``"sum"``, or a divisor of the sum. A
                 replicate axis, or accumulation over several backwards, does not change the meaning.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``reduction`` is neither ``"mean"``, ``"sum"`` nor a finite number above 0.
@@ -389,7 +389,7 @@ class ControlSurface:
 
         Args:
             reduce_scatter_unused_params: True for zeros, False for None.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool; or a parameter has ``grad_dtype=None`` in a unit
@@ -483,7 +483,7 @@ class ControlSurface:
         """Set whether this unit's buffers come from the process group's own allocator, if any.
 
         Raises:
-            ConfigError: not a bool; or a custom collective is set, which has its own allocator.
+            ConfigError: ``enable`` is not a bool; or a custom collective has its own allocator.
         """
         check_flag("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         groups = groups_in(self)
@@ -523,7 +523,7 @@ class ControlSurface:
 
         Args:
             enable: if False, reduce over the process group of the all-gathers again.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -545,7 +545,7 @@ class ControlSurface:
 
         Args:
             max_input_buffers: an int of at least 1.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``max_input_buffers`` is not an int of at least 1.
@@ -572,7 +572,7 @@ class ControlSurface:
                 on a CPU is 131072. On a device it is 524288 per rank for up to 64 ranks, 33554432
                 for up to 512, and 65536 per rank for more; in addition, each rank's shard must be a
                 multiple of 128 bytes, which NCCL transfers faster.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
@@ -597,7 +597,7 @@ class ControlSurface:
 
         Args:
             dtype: a floating-point dtype. ``None`` (default) means the reduce dtype.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``dtype`` is not floating-point, or a custom reduce-scatter is set.

@@ -40,7 +40,7 @@ def coded(code: str, text: str) -> str:
 
 
 class FSDPError(Exception):
-    """Base class of every deliberate error of this package.
+    """Base class of all errors that this package raises deliberately.
 
     ``code`` is a string such as ``"FS104"``, whose meaning is the same in later versions. The
     manual and ``python -m fsdp2 explain FS104`` explain it. ``text`` is the message without the

@@ -1,8 +1,8 @@
 """User-visible policies (frozen, constant) and settings (frozen, replaced at run time).
 
 [Note: torch's policies]
-Each policy subclasses torch's class of the same name, because software that imports torch's names
-checks ``isinstance``. ``ours`` converts instances of torch's classes field by field.
+Each policy subclasses torch's class of the same name, because other software checks ``isinstance``
+with torch's classes. ``ours`` converts instances of torch's classes field by field.
 
 [Note: cast buffers]
 A buffer that a policy casts is registered in low precision, and the original is kept. If the
@@ -30,7 +30,7 @@ from fsdp2._core.base.errors import ConfigError, wrong_type
 
 @dataclass(frozen=True)
 class Sharding:
-    """The states that are sharded. Optimizer states always are, as are parameters between steps.
+    """Which states are sharded. Optimizer states, and parameters between steps, always are.
     ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer step until
     the last backward before the next step. ``scatters_always``: a backward without gradient sync
     still reduces over the first axis; only the reduction over the second axis is deferred."""
@@ -97,7 +97,7 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
             optimizer's states, always keep the original dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
             off. ``None`` uses each parameter's ``grad_dtype``, if set before the first forward,
-            else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward computes.)
+            else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward produces.)
             Unlike in torch up to 2.14, it does not default to ``param_dtype``: pass that dtype
             explicitly. A group with several dtypes reduces in their common dtype
             (``torch.promote_types``), and stores each gradient in its own dtype.
@@ -112,9 +112,9 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
             of the parameter's dtype. The optimizer must accept such gradients.
         full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
             unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit's dtypes.
-        param_dtype_override_fn: called once with each parameter, by ``fully_shard``. It returns the
+        param_dtype_override_fn: ``fully_shard`` calls it once with each parameter. It returns the
             parameter's own dtype to keep the parameter in that dtype, and ``None`` or
-            ``param_dtype`` otherwise. It must return the same on every rank. Inputs are always cast
+            ``param_dtype`` otherwise. Results must be equal on all ranks. Inputs are always cast
             to ``param_dtype``.
         gather_dtype: an 8-bit float (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in which
             all-gathers send matrices, with scales. Unsharded matrices are still in ``param_dtype``,
@@ -352,7 +352,7 @@ class Aligned:
             parameter, as in most optimizers with 8-bit states. The parameter is then sharded along
             dim 0, in groups of rows that consist of complete blocks.
         multiple_of: the block size, in rows or, without ``dim``, in elements.
-        at_least: the minimum size of a nonempty shard: a shorter final block is merged with the
+        at_least: the minimum size of a nonempty shard; a shorter final block is merged with the
             previous one. Optimizers with 8-bit states keep states of small tensors in fp32.
 
     Raises:

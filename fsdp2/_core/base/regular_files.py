@@ -57,7 +57,7 @@ def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes, more than {most}", str(path))
         if is_hollow(found):
             raise OSError(errno.EINVAL, f"has {found.st_size} bytes, mostly holes", str(path))
-        return file.read(found.st_size)  # Python allocates the requested size
+        return file.read(found.st_size)  # not ``most``: Python allocates the requested size
 
 
 def is_hollow(found: os.stat_result) -> bool:

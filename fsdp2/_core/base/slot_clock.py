@@ -135,7 +135,7 @@ def _seed_host(seed: int) -> None:
 
 
 class _Generator:
-    """The generator of a device type, with a separate state during a slot's forward."""
+    """A device type's random generator, with a separate state during a slot's forward."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 packing_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the innermost saved-tensor hooks, or None. Pass False."""
+"""Return the innermost saved-tensor hooks, or None. Call it with False."""
 
 packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
 """Return False if saved-tensor hooks would raise an error, as in some transforms."""

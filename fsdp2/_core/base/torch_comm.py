@@ -52,7 +52,7 @@ _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKe
 
 
 def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group of some ranks, with the world's timeout. Only these ranks call it.
+    """Create a process group with the world's timeout. Only ``ranks`` call this function.
 
     Differences from torch's ``new_group(use_local_synchronization=True)``:
     - Torch names such a group by its ranks and the number of groups that *this rank* is in. If

@@ -244,6 +244,6 @@ def switches_of_steps() -> AbstractContextManager[Any]:
 
 def recompute_in_backward(node: torch.fx.Node) -> None:
     """Mark a node for recomputation with the tags of selective checkpointing. Its region number is
-    above all user regions, because tensors used in a later region would be saved instead."""
+    above those of the user, because tensors used in a later region would be saved instead."""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30

@@ -485,7 +485,7 @@ def _dim_in_view(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
     """Return the dim of a view that contains the divided rows; None if rows are not treated
-    identically. With more rows (on meta tensors), only this dim may grow, by the same number."""
+    identically. This views meta tensors with more rows: only this dim may grow, by that number."""
     dim, sizes = like.placement.dim, list(like.shape)
     if func._schema.name == "aten::diagonal":  # the same number of rows, but shifted
         return None

@@ -3,11 +3,11 @@
 Each name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 
 [Note: annotated parameters]
-A plain parameter may be annotated on each axis of a mesh: R (equal values on all ranks, which
-compute different results from them: gradients are sums over the ranks), I (equal values and
-results, equal gradients) or S(dim) (each rank has a part of dim). The placements of a DTensor and
-of its gradient express the same, so shards are DTensors. In compute the parameter is plain and has
-the annotation. Data-parallel axes must be R or omitted, because the group averages over them.
+A plain parameter may be annotated on each axis of a mesh: R (all ranks have equal values but
+compute different results, so gradients are summed over them), I (equal values and results, equal
+gradients) or S(dim) (each rank has a part of dim). The placements of a DTensor and of its gradient
+express the same properties, so shards are DTensors. In compute the parameter is plain and has the
+annotation. Data-parallel axes must be R or omitted, because the group averages over them.
 
 Source: such annotations in ``torch.distributed.fsdp``, torch 2.15.
 """
@@ -296,7 +296,7 @@ def without_memory() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without_traces_in_the_log() -> Iterator[None]:
-    """Suppress this thread's log of fake tensors: tracebacks of errors, which are also raised."""
+    """Suppress this thread's log of fake tensors, which repeats tracebacks of raised errors."""
     log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -367,7 +367,7 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
 
 
 def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
-    """Exclude functions that move shards from the type checker, if it supports that (0.3)."""
+    """Make the type checker skip functions that move shards, if it supports that (0.3)."""
     register = getattr(_package(), "register_no_typecheck", None)
     if register is not None:
         for function in functions:

@@ -23,7 +23,7 @@ def graphs_of(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def capture(graph: Any, module: Any, stream: Any) -> Iterator[None]:
-    """Capture the operations inside on a stream, with a separate memory pool."""
+    """Capture the operations inside the context on a stream, with a separate memory pool."""
     pool = module.graph_pool_handle()
     generators = list(getattr(module, "default_generators", ()))[stream.device_index :][:1]
     before = [generator.clone_state() for generator in generators]

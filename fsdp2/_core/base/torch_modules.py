@@ -110,7 +110,7 @@ REGISTRIES = (REGISTRY_KEY, STATE_KEY)
 
 class _Registry(dict[str, RegistryItem]):
     """The composable APIs of a module. Torch's own ``fully_shard``, which would shard our shards,
-    looks up only ``replicate``, so any lookup from its helper, found by name, raises an error."""
+    looks up only ``replicate``: any lookup from its helper (recognised by name) raises an error."""
 
     def __contains__(self, name: object) -> bool:
         if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
@@ -150,7 +150,7 @@ def composable_names(module: nn.Module) -> list[str]:
 
 
 def forget_composable_names(state: dict[str, Any]) -> None:
-    """Drop the registry from a module's state before pickling: its key differs per process."""
+    """Drop the registries from a module's state before pickling: keys differ per process."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)
 

@@ -75,7 +75,7 @@ use_count: Callable[[int], int] = torch._C._storage_Use_Count
 def clamped_quotients(
     values: Sequence[Tensor], divisors: Sequence[Tensor], most: float
 ) -> tuple[Tensor, ...]:
-    """Return each value over its divisor, clamped to ``[-most, most]``, in few kernel launches."""
+    """Divide values by their divisors and clamp to ``[-most, most]``, in few kernel launches."""
     found = torch._foreach_div(list(values), list(divisors))
     torch._foreach_clamp_max_(found, most)
     torch._foreach_clamp_min_(found, -most)

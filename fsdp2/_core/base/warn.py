@@ -29,7 +29,7 @@ PATIENCE_S = 0.5  # how long other ranks wait, once per text, for rank 0 to show
 NOT_USERS = ("fsdp2", "torch", "contextlib")  # the last one runs our context managers
 
 _shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""By process group (a job may create several): issued texts, and whether this rank shows them."""
+"""For each world (a job may create several): issued texts, and whether this rank shows them."""
 
 _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
 """Process groups with an unusable store: torch would log a long message at each attempt."""
