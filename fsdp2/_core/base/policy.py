@@ -30,7 +30,7 @@ from fsdp2._core.base.errors import ConfigError, wrong_type
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which states are sharded. Optimizer states, and parameters between steps, always are.
+    """The states that are sharded; optimizer states, and parameters between steps, always are.
     ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer step until
     the last backward before the next step. ``scatters_always``: a backward without gradient sync
     still reduces over the first axis; only the reduction over the second axis is deferred."""
