@@ -2,11 +2,11 @@
 
 Pickles refer to public classes by their public name, in ``fsdp2``. Private classes set
 ``__module__`` to this module, so that pickles remain loadable when files are moved. Classes not
-listed here are pickled under their actual module. Names may be added to a table, but never removed.
+listed here are pickled under their actual module. Names may be added here, but never removed.
 
 The classes and functions that are imported below are loaded in every process. ``LATER`` maps
-further names to their modules, which are loaded when a pickle refers to them. They set
-``__module__`` themselves (``[Note: names that load later]`` of the package).
+further names to the modules that define them, which are loaded when a pickle refers to a name, and
+set its ``__module__`` (``[Note: names that load later]`` of the package).
 """
 
 # ruff: noqa: F401  # unpickling looks up these imports here
@@ -47,7 +47,7 @@ from fsdp2._core.params.placement import ParamPlacement
 from fsdp2._core.params.registration import Site
 
 PLACE = "fsdp2._pickles"
-"""The module name in pickles. There is no such file: ``fsdp2`` registers this module under it."""
+"""The module name in pickles. ``fsdp2`` registers this module under it; no file has this name."""
 
 LATER: Mapping[str, str] = {
     "Activations": "fsdp2._core.api.activations",

@@ -4,8 +4,8 @@
 
 [Note: what travels]
 A *group* is the set of storages saved by one call of a chosen module. Each storage is copied once,
-even if several views of it, or several nodes, are saved. Not copied: parameters, buffers and views
-of their memory (the engine frees and refills gathered parameters itself), small tensors, tensors on
+even if several nodes save it or views of it. These are not copied: parameters, buffers and views of
+their memory (the engine frees and refills gathered parameters itself), small tensors, tensors on
 unsupported devices, small views of large storages, and wrapper tensors.
 
 [Note: when it travels]
@@ -54,7 +54,7 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
 ATTRIBUTE = "_fsdp2_activations"
 _ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
 
-LEAST_SHARE = 8  # smaller parts of a storage stay: most of a copy could be unneeded
+LEAST_SHARE = 8  # views of less than 1/8 of a storage stay: most of a copy could be unneeded
 GROUP_NBYTES = 1 << 29  # larger groups are split, because a group is copied back as a whole
 # nodes between a parameter and its cast, which a matmul saves under autocast
 CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
@@ -66,8 +66,8 @@ def offload_activations(
     """Keep the tensors that selected modules save for backward in host memory.
 
     Tensors that autograd saves in a selected module's forward are copied to pinned memory while
-    forward continues, and copied back while backward runs in the module that follows it. Results do
-    not change. Parameters, gathered parameters, buffers and small tensors stay on the device. A
+    forward continues. They are copied back while backward runs in the next selected module. Results
+    do not change. Parameters, gathered parameters, buffers and small tensors stay on the device. A
     storage is copied once, even if several nodes save it. Pinned memory is reused.
 
     If a selected module is wrapped by activation checkpointing or ``torch.compile``, its wrapper is
@@ -79,8 +79,8 @@ def offload_activations(
         policy: selects modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a
             function of a module, or a torch policy. A function that returns False for every module
             undoes an earlier call.
-        keep_last: the number of selected modules, the last ones in ``model.modules()``, whose
-            tensors stay on the device: backward begins there while others are copied back.
+        keep_last: the number of selected modules, from the end of ``model.modules()``, whose
+            tensors stay on the device: backward begins in these while others are copied back.
         min_bytes: the minimum size of an offloaded tensor.
 
     Returns:
@@ -253,7 +253,7 @@ class _Saved:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Packed form of a saved tensor that stays; unpacking it copies the preceding group back."""
+    """Packed form of a tensor kept on the device; unpacking it copies the preceding group back."""
 
     kept: Tensor
     group: Group
@@ -337,7 +337,7 @@ class Activations:
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[Away]] = []
-        # offloaded storages by the number of their source, while it is alive
+        # offloaded storages by the ``number_of`` the source storage, while that is alive
         self._known: dict[int, weakref.ref[Away]] = {}
         self._read = 0  # number of the group that backward is in
         self._has_warned = False
@@ -492,7 +492,7 @@ class Activations:
             return saved.tensor()
 
     def _arrive(self, group: Group) -> None:
-        """Start the copies of this group and of the preceding one to the device."""
+        """Start copying this group and the preceding one to the device."""
         if self._read == group.number:
             return
         left, self._read = self._groups.get(self._read), group.number

@@ -6,8 +6,8 @@ before ``take_ties``.
 [Note: ties]
 A parameter registered in several places is one ``FSDPParam`` with several sites, and remains one
 object under all its names. Sites in different units are joined bottom-up, by successive calls: the
-first unit owns the parameter, later units add their sites, and the first unit that contains every
-path to every site takes over the parameter, because only this unit's forward spans all its uses.
+first unit owns the parameter, and later units add their sites. The first unit that contains every
+path to every site takes over the parameter, because only its forward spans all uses of it.
 (Containing all sites is not sufficient: a module outside the unit may contain the same site.)
 """
 
@@ -349,7 +349,7 @@ def count_dealt(collected: Collected) -> None:
     """Add this call's dealt blocks to each rank's load, for later calls. See ``deals``."""
     for param, taken in collected.own.items():
         layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # count the full shape: equal on ranks of all other axes
+        if layout.deal is not None:  # count the full shape, which is equal along all other axes
             assert layout.dim is not None
             shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
             claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
@@ -357,7 +357,7 @@ def count_dealt(collected: Collected) -> None:
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Module]) -> None:
-    """Raise ConfigError if an outer unit manages a module's parameters; accept ``giving``."""
+    """Raise ConfigError if an outer unit manages the parameters of a module not in ``giving``."""
     for param, users in shared.items():
         for outer in param.tops:
             inside = set(outer.modules())
@@ -412,7 +412,7 @@ def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh
 def find_parts(
     modules: Sequence[nn.Module], params: Sequence[FSDPParam]
 ) -> dict[nn.Module, list[FSDPParam]]:
-    """Return the large parts with their parameters: ``_core.engine.parts``. If ``modules`` contain
+    """Return the large parts (``_core.engine.parts``) and their parameters. If ``modules`` contain
     units, parts are the largest submodules without units; parameters shared with other modules are
     excluded. Otherwise, the only possible part is a single module without submodules."""
     parts: dict[nn.Module, list[FSDPParam]] = {}
@@ -441,7 +441,7 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
-    """Find parameters of inner units that are also used outside their unit, in the new one."""
+    """Find parameters of inner units that the new unit also uses outside their own unit."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
         for group in unit.own_groups:
@@ -459,7 +459,7 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)
                     raise ConfigError(
                         "FS209",
-                        f"{param.fqn}: is tied across units on different meshes, {group.data.mesh} "
+                        f"{param.fqn} is tied across units on different meshes, {group.data.mesh} "
                         f"and {meshes}. Pass the same mesh to both fully_shard calls.",
                     )
                 collected.escaped.setdefault(unit, []).append(param)
@@ -478,7 +478,7 @@ def _parents(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
 def _is_reached_outside(
     unit: Unit, places: Iterable[nn.Module], parents: dict[nn.Module, list[nn.Module]]
 ) -> bool:
-    """Return True if a path from the outermost modules to a place bypasses the unit."""
+    """Return True if a path from the outermost modules to one of ``places`` bypasses the unit."""
     seen, pending = set(unit.modules), list(places)
     while pending:
         module = pending.pop()
@@ -494,7 +494,7 @@ def _is_reached_outside(
 def _managed(
     modules: Sequence[nn.Module], ignored: Ignored, left_alone: set[Tensor]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield (top, name, module) outside inner units; add replicated states to ``left_alone``."""
+    """Yield (top, name, module) for modules outside inner units; add to ``left_alone``."""
     seen = set(ignored.modules)
     for top in modules:
         waiting = [("", top)]
@@ -517,7 +517,7 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
     if is_lazy(param):
         raise ConfigError(
             "FS205",
-            f"{fqn}: has no shape yet, because its module is lazy. Run the module once on an "
+            f"{fqn} has no shape yet, because its module is lazy. Run the module once on an "
             "example input, then apply fully_shard.",
         )
     if param.__dict__.get(SUMMONED) is not None:
@@ -529,7 +529,7 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
     if isinstance(param, DTensor) and data.full is None and param.device_mesh == data.mesh:
         raise ConfigError(
             "FS202",
-            f"{fqn}: is already a DTensor on {data.mesh}, the mesh to shard over. Pass different "
+            f"{fqn} is already a DTensor on {data.mesh}, the mesh to shard over. Pass different "
             "dims of one mesh to fully_shard and parallelize_module, or register a plain parameter "
             "(full_tensor()).",
         )
@@ -575,7 +575,7 @@ def check_modules(module: object) -> list[nn.Module]:
         if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
             raise ConfigError(
                 "FS202",
-                f"fully_shard: was already applied to this {class_name(target)}. Apply it "
+                f"fully_shard was already applied to this {class_name(target)}. Apply it "
                 "once to each module.",
             )
         if "replicate" in torch_modules.composable_names(target):
@@ -708,7 +708,7 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
 
 
 def check_comm(name: str, comm: object) -> None:
-    """Accept any object with both methods: it does not have to derive from our base classes."""
+    """Accept any callable object with ``allocate``; it need not derive from our base classes."""
     is_class = isinstance(comm, type)
     if is_class or not callable(comm) or not callable(getattr(comm, "allocate", None)):
         expected = "a callable object with allocate(size, dtype=, device=)"

@@ -3,7 +3,7 @@
 Contains ``register_comm_hook`` and the hook ``Compress``. Hooks receive flat buffers.
 
 [Note: hooks sum]
-A hook computes the *sum* over ranks; the engine divides it as without a hook (by the number of
+A hook computes the *sum* over ranks; the engine divides the sum as usual (by the number of
 ranks or ``set_gradient_divide_factor``; in two steps for fp16 reductions). After the gradients, a
 buffer contains counts and, on a CPU, stamps by which ranks check that they run the same operations.
 A hook preserves these if it sums all elements in the same way, in any floating-point dtype.
@@ -41,7 +41,7 @@ class Compress:
     """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
 
     With a 16-bit dtype, gradients are cast and the backend sums in that dtype. With an 8-bit dtype,
-    each rank sends codes, with a scale per block of a shard, to the owner of the shard, which
+    each rank sends codes, and a scale for each block of them, to the owner of each shard, which
     decodes and sums them in the reduce dtype. Over a replicate axis, the sums are also sent back as
     codes, identical for all ranks. The engine's counts, and gradients of replicated parameters, are
     not rounded, because replicas must stay equal.
@@ -93,7 +93,7 @@ class Compress:
         group: dist.ProcessGroup,
         exact: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Sum ``packed`` over ``group`` into ``reduced``; do not round column ranges ``exact``."""
+        """Sum ``packed`` over ``group`` into ``reduced``; do not round the columns ``exact``."""
         if not isinstance(group, dist.ProcessGroup):
             raise wrong_type("Compress", "group", "a process group", group)
         if not isinstance(reduced, Tensor):
@@ -161,8 +161,8 @@ def register_comm_hook(
 ) -> None:
     """Reduce the gradients of a module's units with ``hook`` instead of the backend.
 
-    Each reduction of a unit calls the hook once per mesh of its parameters and axis of the mesh.
-    On a CPU, reductions with a hook are synchronous. Copies of the model copy hooks and states.
+    A unit's reduction calls the hook once per mesh of its parameters and per axis of that mesh.
+    On a CPU, reductions with a hook are synchronous. Copying the model copies hooks and states.
 
     Args:
         module: the model, or a part of it.
@@ -176,7 +176,7 @@ def register_comm_hook(
             ``Compress``. None removes hooks.
         state: the first argument of the hook. None: a separate dict for each unit and axis, in
             which ``Compress`` stores rounding errors.
-        recurse: also apply it to the units below this one.
+        recurse: also register the hook for units below ``module``.
 
     Raises:
         ConfigError: ``module`` contains no unit; ``hook`` is not a function; ``Compress`` was given
@@ -241,7 +241,7 @@ class Hooked(TorchMemory, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        self.sum_rows(input_tensor, output_tensor, group, ())  # wires call sum_rows themselves
+        self.sum_rows(input_tensor, output_tensor, group, ())  # wires call sum_rows directly
 
     def sum_rows(
         self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact

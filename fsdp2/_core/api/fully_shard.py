@@ -138,24 +138,24 @@ def fully_shard(
     the group before forward and again before backward, and another one reduces its gradients.
     Parameters on different meshes form one group per mesh. If ``module`` contains modules that are
     already sharded, each submodule with at least 1 MiB of parameters (an embedding, a head) is a
-    separate group. Apply it bottom-up: to the blocks first, then to the root. Afterwards,
+    separate group. Call ``fully_shard`` bottom-up: on the blocks first, then on the root. Then
     ``parameters()`` yields DTensors under the same names, and the module's class derives from both
     ``FSDPModule`` and its original class.
 
     A tensor subclass may select the tensors to gather with ``fsdp_pre_all_gather``, and build the
-    parameter from them with ``fsdp_post_all_gather``. If that parameter shares no memory with them,
+    parameter from them with ``fsdp_post_all_gather``. If the result shares no memory with them,
     ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool`` may return True: the
-    gathered tensors are then freed immediately, until the next gather.
+    gathered tensors are then freed immediately, and allocated again by the next gather.
 
     Args:
         module: a module, or a list of modules whose parameters form one group.
         mesh: a 1-D mesh ``(shard,)`` or a 2-D mesh ``(replicate, shard)``. ``None``: all ranks.
             With ``dp_mesh_dims``: the full mesh, with any number of named dims.
         reshard_after_forward: ``True`` frees the unsharded parameters after forward. ``False``
-            keeps them until backward. An int, which must divide the shard size, reshards them to
-            that number of neighbouring ranks (1 means ``False``, the shard size means ``True``).
+            keeps them until backward. An int reshards them over that number of adjacent ranks; it
+            must divide the shard size (1 means ``False``, the shard size means ``True``).
             ``None`` means ``False`` for the root and ``True`` for all other units. The next forward
-            always gathers again, so that it uses values written to the shards.
+            always gathers again, so it sees values that were written to the shards.
         shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim
             (negative, or not evenly divisible), ``Replicate()``, ``None`` (same as ``Shard(0)``),
             ``Whole()`` (one rank owns the full parameter), ``Aligned(dim)`` (no block of rows is
@@ -164,14 +164,14 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
             ``DataParallelMeshDims`` are also accepted.
         offload_policy: where shards are stored. ``None`` means no offloading.
-        ignored_params: parameters that are not sharded, moved to the device or reduced.
+        ignored_params: parameters excluded from sharding, device moves and gradient reduction.
         dp_mesh_dims: the dims of ``mesh`` that data parallelism uses. Parameters must be DTensors
-            on ``mesh`` with ``Replicate()`` on these dims, and have the same layout in forward.
+            on ``mesh`` with ``Replicate()`` on these dims. They have the same layout in forward.
             Plain parameters are accepted if all dims are data-parallel. Gradients are averaged over
             these dims, so the loss must be a mean over the rank's input, as without this argument.
             Plain parameters may also be annotated with the package ``spmd_types``: R, I or
-            ``S(dim)`` on the other dims, R or none on these. They are stored as equivalent
-            DTensors, and plain in forward. Gradients are summed over the other dims annotated R.
+            ``S(dim)`` on the other dims, R or nothing on these. They are stored as equivalent
+            DTensors, but plain in forward. Gradients are summed over the other dims annotated R.
         conditional: set this if some ranks may skip this module, or units below it, in a forward.
             Every rank then gathers its parameters and reduces its gradients together with those of
             the nearest enclosing unit that is not conditional.
@@ -183,16 +183,16 @@ def fully_shard(
             - ``"parameters"``: optimizer states, gradients and parameters (ZeRO-3);
             - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
               unit by unit, in the compute dtype. They stay unsharded until a backward with gradient
-              sync, so run every backward except the last without sync (``no_sync``). All backwards
-              reduce gradients as they are computed;
+              sync, so run every backward except the last without sync (``no_sync``). Each backward
+              reduces gradients as they are computed;
             - ``"optimizer"`` (ZeRO-1): as above, but a backward without gradient sync does not
               communicate: gradients also stay unsharded until the backward with sync.
-        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``:
-            none, it replicates. ``"optimizer"``: optimizer states, and ``parameters()`` between
-            steps, are sharded over all ranks as one axis. Within a step, parameters and gradients
-            are sharded over the inner dim. The first forward after an optimizer step gathers over
-            all ranks; other gathers use the inner dim. Each backward reduces over the inner dim; a
-            backward with gradient sync then reduces over the outer dim.
+        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``: no
+            states; this dim replicates. ``"optimizer"``: optimizer states, and ``parameters()``
+            between steps, are sharded over all ranks as one axis. In a step, parameters and
+            gradients are sharded over the inner dim. The first forward after an optimizer step
+            gathers over all ranks; other gathers use the inner dim. Each backward reduces over the
+            inner dim; a backward with gradient sync then reduces over the outer dim.
 
     Returns:
         ``module`` itself, whose class is now a subclass of ``FSDPModule`` and of its original
@@ -241,7 +241,7 @@ def _shard(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> list[tuple[nn.Module, Readers]]:
-    """Create a unit's groups; return its large parts, each with its ``Readers``."""
+    """Create a unit's groups; return its large parts (``engine.parts``) with their ``Readers``."""
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, mp_policy, unit.modules)
@@ -338,8 +338,8 @@ def check_call(
     shard_outer: str | None,
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
-    """Check the arguments of ``fully_shard`` and collect its parameters, except those of modules in
-    ``taken``, which earlier calls will shard."""
+    """Check the arguments of ``fully_shard`` and collect the parameters to shard, except those of
+    modules in ``taken``, which calls before this one will shard."""
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
     check_policies(mp_policy, offload_policy)

@@ -75,7 +75,7 @@ class UnitInfo:
     """The result of one call of ``fully_shard``.
 
     ``names`` are the names of its modules in the inspected model (``""`` is the model itself).
-    ``is_root`` is True if no other unit encloses it; after a forward, if its forward ran first.
+    ``is_root`` is True if no other unit encloses it or, after a forward, if its forward ran first.
     ``is_conditional`` and ``reshard_after_forward`` are the values from ``fully_shard`` or a later
     setter. ``groups`` has one entry per mesh of parameters, and one per large part of a root.
     ``str()`` summarises the unit in one line, with its parameter bytes on this rank and its tied

@@ -51,7 +51,7 @@ class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: i
         """Wait until gradients are reduced, then free the buffers. Idempotent.
 
         Raises:
-            StateError: a call of ``reset_iter_state()`` has discarded the gradients.
+            StateError: ``reset_iter_state()`` has discarded the gradients.
         """
         runtime = self._runtime
         if runtime is None:
@@ -136,8 +136,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an unsharded instance, as slicing a sharded ``Sequential`` does. Without
-        arguments, create an empty sharded one, which user ``__deepcopy__`` methods fill."""
+        """Create an unsharded instance: slicing a sharded ``Sequential`` calls this. Without
+        arguments, create an empty sharded instance, which user ``__deepcopy__`` methods fill."""
         if not args and not kwargs:
             return object.__new__(cls)
         return cls._fsdp2_original(*args, **kwargs)
@@ -145,7 +145,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     __call__ = call_module
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as its original class does; compilers may trace this method."""
+        """Call the module as its original class would; compilers may trace this method."""
         return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -182,7 +182,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the shards by name. Takes the same arguments as ``nn.Module.state_dict``.
 
-        A step started by another thread during the call waits until the call returns.
+        If another thread starts a step during the call, this step waits until the call returns.
 
         Raises:
             StateError: another thread is inside a forward or a backward, or has run a forward that
@@ -195,8 +195,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load shards from ``state_dict()``, as ``nn.Module.load_state_dict`` does.
 
-        The arguments (``strict``, ``assign``) and the result are the same. With ``assign=True`` the
-        loaded tensors become the parameters. Full tensors: ``fsdp2.checkpoint.load_full_state``.
+        Arguments (``strict``, ``assign``) and result are the same. With ``assign=True`` the loaded
+        tensors become the parameters. Load full tensors with ``fsdp2.checkpoint.load_full_state``.
 
         Raises:
             ConfigError: ``state_dict`` is not a dict, or has full tensors for sharded parameters.
@@ -376,8 +376,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
         Call it on any unit of the tree. No-op before the first forward. After an exception, the
         next forward cleans up automatically but keeps reduced gradients. This call also clears
-        these, including gradients from earlier backwards. It cancels a pending
-        ``finalize_backward(async_op=True)``: ``wait()`` on its handle then raises.
+        reduced gradients, including those of earlier backwards. It cancels a pending
+        ``finalize_backward(async_op=True)``: ``wait()`` on the returned handle then raises.
 
         Raises:
             StateError: a model that shares the streams has an unfinished reduction.
@@ -398,7 +398,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return torch_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No-op: it selects the stream in which torch's gathers allocate; ours is fixed."""
+        """No-op: in torch, it selects the stream in which gathers allocate; here it is fixed."""
         check_flag("_set_unshard_async_op", "async_op", async_op)
 
 
@@ -466,7 +466,7 @@ def _check_mode_change(unit: Unit, mode: bool) -> None:
 
 
 def _follow_mode(unit: Unit) -> None:
-    """Apply the precision for the mode; invalidate recorded graphs, which use the old policy."""
+    """Apply the precision of the unit's mode; invalidate graphs recorded with the old policy."""
     if not unit.precision.follow(unit.modules):
         return
     unit.calls.open = 0

@@ -2,13 +2,13 @@
 
 [Note: what is rebound]
 Names are rebound in torch's public modules (``torch_modules.HOMES``), so that later imports get our
-objects. Earlier imports bound torch's objects to names elsewhere. These are found by identity, in
-every loaded module outside of torch and fsdp2 and in its classes, and are rebound. Torch's other
-modules keep their bindings, because they operate on the results of torch's ``fully_shard``. The
+objects. Earlier imports bound torch's objects to names elsewhere. These names are found by object
+identity, in every loaded module outside of torch and fsdp2 and in its classes, and are rebound.
+Other torch modules keep their bindings: they operate on the results of torch's ``fully_shard``. The
 module that implements torch's FSDP2 (``torch_modules.INNER_HOME``) also keeps its bindings, for its
 own functions, but its class becomes ``_Shown``, so that imports from it get our objects. (Policies
-from their defining modules, and those in default arguments, closures and containers, cannot be
-rebound, and are accepted as they are: ``_core.base.policy.ours``.)
+imported from their defining modules, and policies in default arguments, closures and containers
+cannot be rebound. They are accepted as they are: ``_core.base.policy.ours``.)
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Replacement:
     def undo(self) -> None:
         """Restore torch's objects wherever this replacement bound ours.
 
-        This includes modules loaded since then, unless they import fsdp2 themselves. Models that
-        are already sharded do not change. Idempotent.
+        This includes modules that were loaded later, unless they import fsdp2 themselves. Models
+        that are already sharded do not change. Idempotent.
         """
         for holder, name, theirs, ours in self._bound:
             if vars(holder).get(name) is ours:
@@ -121,7 +121,7 @@ def replace_torch() -> Replacement:
     modules that have them. Earlier imports are also rebound: if an attribute of a loaded module or
     class is one of torch's objects, it is replaced by ours. The logger ``fsdp2`` lists the rebound
     attributes at level ``INFO``. Torch's internal modules and FSDP1 do not change. Another call
-    rebinds later imports. ``python -m fsdp2 program`` calls this before the program runs.
+    rebinds names imported since. ``python -m fsdp2 program`` calls this before the program runs.
 
     Returns:
         An object with the rebound ``names`` and a method ``undo()``. As a context manager, it

@@ -1,6 +1,6 @@
 """``reproducible``: the same bits on any number of ranks; ``mean_over_slots`` for logged values.
 
-Contains the checks of the model, and the hooks that begin slots. ``params.slot_sums`` sums
+Checks the model, and defines the hooks that begin slots. ``params.slot_sums`` sums
 gradients within a rank, ``comm.tree_sum`` across ranks, and ``base.slot_clock`` counts slots.
 """
 
@@ -59,8 +59,8 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
         optimizer.zero_grad()
 
     Gradients are summed in one binary tree over slot numbers: within a rank as slots complete, and
-    across ranks by an all-to-all with a sum at the receiver, which sends as many bytes as a
-    reduce-scatter. Until then, a rank holds up to log2(slots per rank) + 1 unsharded gradients. Do
+    across ranks by an all-to-all and a local sum, which send the same number of bytes as a
+    reduce-scatter. Before that, a rank holds up to log2(slots per rank) + 1 unsharded gradients. Do
     not use ``set_requires_gradient_sync`` or ``no_sync``: this function controls gradient sync.
 
     The random numbers of a training forward (dropout) depend on ``seed``, the step number and the
@@ -111,7 +111,7 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
 
 
 def _data_of(groups: Sequence[ParamGroup]) -> DataMesh:
-    """Return the mesh of all groups. ConfigError: they have several meshes, or no parameters."""
+    """Return the mesh of all groups; ConfigError if they have several meshes, or no parameters."""
     if not groups:
         raise ConfigError("FS516", f"{WHO}: found no parameters. Pass the sharded model.")
     first = groups[0]
@@ -272,7 +272,7 @@ class Slots:
 
     @torch_compiler.never_traced
     def before(self, *_: Any) -> None:
-        """Forward pre-hook of the model: begin a slot's forward, if it is a training forward."""
+        """Forward pre-hook on the model: if this is a training forward, begin a slot's forward."""
         clock = self.clock
         recomputes = torch_autograd.graph_task_id() != -1
         if clock is None or self._runs or recomputes or not torch.is_grad_enabled():
@@ -313,8 +313,8 @@ class Slots:
 def _refuse_change(fqn: str | None, found: str) -> None:
     raise StateError(
         "FS330",
-        f"{WHO}: {fqn or '<root>'}: {found} after reproducible was called. Remove that call, or "
-        "move it before reproducible.",
+        f"{WHO}: {fqn or '<root>'}: {found} after reproducible was called. Remove this change, or "
+        "make it before calling reproducible.",
     )
 
 

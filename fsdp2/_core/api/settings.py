@@ -1,7 +1,7 @@
 """The settings of a sharded module that can be changed during training: all ``set_*`` methods.
 
-Setters store plain values in ``Settings`` and communication objects in ``Wire``, for each group of
-a unit. The engine reads them.
+Setters store plain values in a unit's ``Settings``, and communication objects in the ``Wire`` of
+each of its groups. The engine reads both.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def sharded_units(
 def refuse_during_step(
     who: str, units: Iterable[Unit], hint: str = "Call it between steps."
 ) -> None:
-    """Raise StateError if one of the units is in a forward or backward, unless that has failed."""
+    """Raise StateError if one of the units is in a forward or backward that has not failed."""
     for unit in units:
         if unit.runtime is None:
             continue
@@ -131,14 +131,14 @@ class ControlSurface:
     ) -> None:
         """Set whether backward reduces gradients.
 
-        While disabled, gradients accumulate in ``grad`` of the unsharded parameters, in the reduce
-        dtype, which takes memory for the unit's full gradients. This call also sets
+        With False, gradients accumulate in ``grad`` of the unsharded parameters, in the reduce
+        dtype. This takes memory for the unit's full gradients. The call also sets
         ``set_requires_all_reduce`` to the same value. Units with ``shard="gradients"`` always
         reduce over the shard axis and defer only the all-reduce.
 
         Args:
             requires_gradient_sync: if False, defer the reduction to a later backward.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -155,12 +155,12 @@ class ControlSurface:
     ) -> None:
         """Set whether backward all-reduces gradients over the replicate axis.
 
-        While disabled, backward reduces over the shard axis only; the results accumulate internally
-        and ``grad`` is not set. No effect without a replicate axis.
+        With False, backward reduces over the shard axis only; the results accumulate internally and
+        ``grad`` is not set. No effect without a replicate axis.
 
         Args:
             requires_all_reduce: if False, defer the all-reduce to a later backward.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -179,12 +179,12 @@ class ControlSurface:
         contrast, ``fully_shard(reshard_after_forward=False)`` keeps parameters only for backward.
 
         Args:
-            reshard_after_forward: True or False. It overrides a number of ranks that was passed to
-                ``fully_shard``.
-            recurse: also apply it to the units below this one.
+            reshard_after_forward: True or False; overrides an int passed to ``fully_shard``.
+            recurse: also configure the units below this one.
 
         Raises:
-            ConfigError: not a bool; or True for a unit whose ``shard`` keeps parameters unsharded.
+            ConfigError: an argument is not a bool; or the flag is True for a unit whose ``shard``
+                keeps parameters unsharded.
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
         units = units_in(self, recurse)
@@ -213,7 +213,7 @@ class ControlSurface:
 
         Args:
             reshard_after_backward: True or False.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -234,7 +234,7 @@ class ControlSurface:
 
         Args:
             keep: if False, free the memory immediately, or at the end of a step that is using it.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -258,8 +258,8 @@ class ControlSurface:
                 - ``"balanced"``, the default: prefetch one unit, with one reduction in flight;
                 - ``"fast"``: prefetch two units, with three reductions in flight. The large parts
                   of a root stay unsharded from forward to backward;
-                - a number of bytes: the most overlap with which unsharded parameters, their
-                  gradients and buffers of collectives do not exceed it (if steps are similar).
+                - a number of bytes: as much overlap as possible while unsharded parameters, their
+                  gradients and collective buffers fit in this size (if steps are similar).
 
                 ``"low"`` and numbers make the host wait for the device after each backward.
 
@@ -277,7 +277,7 @@ class ControlSurface:
         """Set whether backward gathers this unit's parameters (not those of units below it).
 
         False saves the all-gather of a unit whose parameters are not read in backward, such as an
-        embedding. If backward reads a parameter, the result is undefined: its memory is freed.
+        embedding. If backward does read a parameter, it reads freed memory: results are undefined.
 
         Raises:
             ConfigError: ``unshard_in_backward`` is not a bool.
@@ -321,7 +321,7 @@ class ControlSurface:
         """Set the divisor of this unit's summed gradients (not those of units below it).
 
         Gradients are summed over all data-parallel ranks (shard and replicate axes). None (default)
-        divides by the number of ranks. To set a whole tree, use ``set_gradient_reduction``.
+        divides by the number of ranks. For the entire tree, call ``set_gradient_reduction``.
 
         Raises:
             ConfigError: ``factor`` is neither None nor a finite number above 0.
@@ -355,7 +355,7 @@ class ControlSurface:
         Args:
             reduction: ``"mean"`` over ranks (the default), ``"sum"``, or a divisor of the sum. A
                 replicate axis, or accumulation over several backwards, does not change the meaning.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``reduction`` is neither ``"mean"``, ``"sum"`` nor a finite number above 0.
@@ -389,7 +389,7 @@ class ControlSurface:
 
         Args:
             reduce_scatter_unused_params: True for zeros, False for None.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool; or a parameter has ``grad_dtype=None`` in a unit
@@ -417,8 +417,8 @@ class ControlSurface:
                 CPU the hook runs synchronously.
 
         Raises:
-            ConfigError: ``hook`` is neither a function nor None; ``stream`` is not a stream; or a
-                stream with a replicate axis: the hook then runs in the stream of the all-reduce.
+            ConfigError: ``hook`` is neither a function nor None; or ``stream`` is not a stream, or
+                was passed with a replicate axis (the hook then runs in the all-reduce's stream).
         """
         who = "set_all_reduce_hook"
         if hook is not None and not callable(hook):
@@ -440,7 +440,7 @@ class ControlSurface:
     def set_custom_all_gather(self, comm: CustomComm) -> None:
         """Gather this unit's parameters with ``comm``, called as ``AllGather.__call__`` specifies.
 
-        It is called once per mesh of the unit's parameters, with the process group of that mesh.
+        ``comm`` is called once per mesh of the unit's parameters, with that mesh's process group.
 
         Args:
             comm: an ``AllGather``, or any object with ``allocate`` and the same call signature.
@@ -457,7 +457,7 @@ class ControlSurface:
     def set_custom_reduce_scatter(self, comm: CustomComm) -> None:
         """Reduce this unit's gradients with ``comm``; for its arguments, see ``ReduceScatter``.
 
-        It is called once per mesh of the unit's parameters, with the process group of that mesh.
+        ``comm`` is called once per mesh of the unit's parameters, with that mesh's process group.
 
         Args:
             comm: a ``ReduceScatter``, or any object with ``allocate`` and the same call signature.
@@ -483,7 +483,7 @@ class ControlSurface:
         """Set whether this unit's buffers come from the process group's own allocator, if any.
 
         Raises:
-            ConfigError: not a bool; or a custom collective is set, which has its own allocator.
+            ConfigError: ``enable`` is not a bool; or a custom collective has its own allocator.
         """
         check_flag("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         groups = groups_in(self)
@@ -523,7 +523,7 @@ class ControlSurface:
 
         Args:
             enable: if False, reduce over the process group of the all-gathers again.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: an argument is not a bool.
@@ -545,7 +545,7 @@ class ControlSurface:
 
         Args:
             max_input_buffers: an int of at least 1.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``max_input_buffers`` is not an int of at least 1.
@@ -572,7 +572,7 @@ class ControlSurface:
                 on a CPU is 131072. On a device it is 524288 per rank for up to 64 ranks, 33554432
                 for up to 512, and 65536 per rank for more; in addition, each rank's shard must be a
                 multiple of 128 bytes, which NCCL transfers faster.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
@@ -592,12 +592,12 @@ class ControlSurface:
 
         On every backend, an all-to-all sends gradients in ``dtype``, and the receiver sums them in
         the reduce dtype. So bf16 sends half the bytes of fp32, and each rank's gradient is rounded
-        only once, before the sum. An all-reduce over a replicate axis, and complex gradients, keep
-        the reduce dtype.
+        only once, before the sum. All-reduces over a replicate axis, and reductions of complex
+        gradients, use the reduce dtype.
 
         Args:
             dtype: a floating-point dtype. ``None`` (default) means the reduce dtype.
-            recurse: also apply it to the units below this one.
+            recurse: also configure the units below this one.
 
         Raises:
             ConfigError: ``dtype`` is not floating-point, or a custom reduce-scatter is set.
@@ -620,9 +620,9 @@ class ControlSurface:
         By default, they wait for all preceding work on the compute stream.
 
         Args:
-            event: record and set one after each optimizer step. ``None`` removes it. On a CPU the
-                host waits, and ``event`` may be any object with a ``synchronize`` method, because
-                ``torch.cpu.current_stream().record_event()`` returns None.
+            event: record an event and pass it after each optimizer step. ``None`` removes it. On a
+                CPU the host waits, and ``event`` may be any object with a ``synchronize`` method,
+                because ``torch.cpu.current_stream().record_event()`` returns None.
 
         Raises:
             ConfigError: ``event`` has no ``synchronize`` or, on a device, no ``wait`` method.
@@ -730,7 +730,7 @@ def _units_of(who: str, modules: object) -> tuple[Unit, ...]:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Context manager in which backwards accumulate gradients without communication.
 
-    The next backward after it through the same root reduces the accumulated gradients. (A root is a
+    The first backward after the context reduces the accumulated gradients of its root. (A root is a
     unit without an enclosing unit; if ``module`` has several roots, each needs such a backward.) An
     optimizer step before that backward ignores the gradients, and warns. The context applies to the
     ``backward()`` call, not to the forward. Gradients accumulate unsharded, in the reduce dtype, so

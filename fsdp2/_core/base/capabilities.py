@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 
 ZERO_COPY_NBYTES = 131072
-"""Minimum unsharded bytes for a separate collective, measured with gloo (docs/decisions/0013)."""
+"""Minimum unsharded bytes of a parameter that is sent separately, on gloo (docs/decisions/0013)."""
 ZERO_COPY_PIECE_NBYTES = 512 * 1024
 """The same minimum for a device with up to 64 ranks, in bytes per rank. With more ranks it is 32
-MiB for the full parameter, because the avoided copy takes 23 us on any number of ranks, but at
-least ``LEAST_PIECE_NBYTES`` per rank. Calculated from the figures in docs/decisions/0013."""
+MiB for the full parameter (the avoided copy takes 23 us on any number of ranks), but at least
+``LEAST_PIECE_NBYTES`` per rank. Calculated from the figures in docs/decisions/0013."""
 LEAST_PIECE_NBYTES = 64 * 1024
 
 
 class ZeroCopy(NamedTuple):
-    """Limits for sending a parameter separately: minimum size, and a divisor of bytes per rank."""
+    """Limits for sending a parameter separately: minimum size, and divisor of bytes per rank."""
 
     nbytes: int
     row_nbytes: int = 1
@@ -34,7 +34,7 @@ class Capabilities:
     """Capabilities of a device type. The defaults apply to CUDA and to unlisted types."""
 
     is_host: bool = False  # the host can read its memory when a collective is complete
-    has_lanes: bool = True  # has side streams; otherwise collectives return async works
+    has_lanes: bool = True  # has side streams; otherwise collectives return a ``Work``
     lane_priority: int = -1  # priority of side streams, above compute; 0: no priorities
     pins: bool = True  # copies from pinned host memory overlap compute
     coalesces: bool = True  # its backend can batch several collectives into one

@@ -3,7 +3,7 @@
 ``map_tensors`` replaces tensors in lists, tuples, named tuples, dicts and dataclasses, and copies
 only containers in which a tensor changed. ``visit_tensors`` is read-only, but also visits mappings
 of any class, attributes (and slots), and the objects that functions and generators refer to.
-``Loan`` replaces tensors in a forward's arguments, without copying containers that it may modify.
+``Loan`` replaces tensors in a forward's arguments, but does not copy mutable containers.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _version_of(value: Any) -> int:
 class Loan:
     """Temporarily replace tensors in the caller's containers during a forward, which may modify
     these containers (append to a list, fill a cache). ``exchange`` replaces the tensors in mutable
-    containers, and ``give_back`` restores the caller's tensors wherever their replacements are by
-    then. A cast that the forward updated in place is converted back to the caller's dtype."""
+    containers, and ``give_back`` restores the caller's tensors wherever it finds replacements. A
+    cast that the forward updated in place is converted back to the caller's dtype."""
 
     __slots__ = ("_function", "_lent", "_originals")
 
@@ -191,7 +191,7 @@ def _items_of(container: Any) -> dict[Any, Any]:
 
 
 def _set_item(container: Any, key: Any, item: Any) -> Any:
-    """Write to a container, and return the stored item, since some mappings convert it."""
+    """Write to a container, and return the stored item, because some mappings convert it."""
     if isinstance(container, list | MutableMapping):
         container[key] = item
         return container[key]
@@ -233,7 +233,7 @@ _LAZY = (FunctionType, MethodType, functools.partial, GeneratorType, *_ITERATORS
 
 
 def _kept_by(value: Any) -> list[Any]:
-    """Return the references of a function or generator, or the remaining items of an iterator."""
+    """Return what a function or generator refers to, or the remaining items of an iterator."""
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__]

@@ -12,8 +12,8 @@ A message has three parts: the parameter or module, the value found, and the rem
 code such as ``[FS104]``, which ``fsdp2/_core/errors`` explains in more detail.
 
 [Note: a rank that is gone]
-A killed or stopped rank reports nothing; instead, the next collective on other ranks fails with an
-error of the backend. ``carrying``, around collectives, converts this error to a ``LostRank``, to
+A killed or stopped rank reports nothing; instead, the next collective on other ranks fails with a
+backend error. The context ``carrying`` around collectives converts it to a ``LostRank``, to
 which callers add the parameter and the operation (``named``).
 """
 
@@ -40,7 +40,7 @@ def coded(code: str, text: str) -> str:
 
 
 class FSDPError(Exception):
-    """Base class of every deliberate error of this package.
+    """Base class of all errors that this package raises deliberately.
 
     ``code`` is a string such as ``"FS104"``, whose meaning is the same in later versions. The
     manual and ``python -m fsdp2 explain FS104`` explain it. ``text`` is the message without the
@@ -217,7 +217,7 @@ def check_count(who: str, name: str, value: object, low: int = 1) -> int:
 def check_number(
     who: str, name: str, value: object, expected: str = "a number", low: float = -math.inf
 ) -> float:
-    """Accept a number of at least ``low``, including NumPy and one-element tensors; reject NaN."""
+    """Accept a number, NumPy scalar or one-element tensor of at least ``low``; reject NaN."""
     if type(value) is float:
         number = value
     elif isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
@@ -329,6 +329,6 @@ def check_process_group(who: str, name: str, value: object) -> dist.ProcessGroup
 
 
 def translated(who: str, error: Exception) -> ConfigError:
-    """Return our error for another library's error about arguments that we passed to it."""
+    """Convert an error that another library raised for arguments that we passed to it."""
     kind = ConfigTypeError if isinstance(error, TypeError) else ConfigError
     return kind("FS103", f"{who}: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""Events of the engine, for tests, the profiler and the log, and observers of methods.
+"""Engine events for tests, the profiler and the log, and observers of methods.
 
-Call sites guard every ``emit`` with ``if listeners``: an unobserved event costs one truth test.
+Call sites guard every ``emit`` with ``if listeners``, so an unobserved event costs one truth test.
 
 [Note: observers]
 Events report operations when they are issued, in an order that tests and plans compare. A recording
@@ -37,7 +37,7 @@ class Event:
     ``wait_for_unshard`` (parameters are unsharded), ``reshard``, ``reduce`` (a reduction was
     issued), ``wait_for_reduce`` (gradients are stored), ``prefetch`` (the next unshard is a
     prefetch), ``adopt`` (parameters replaced by the user were adopted) or ``recover``. ``fqn`` is
-    the unit's name, ``phase`` is ``idle``, ``forward`` or ``backward``, ``nbytes`` is the size of
+    the unit's name; ``phase`` is ``idle``, ``forward`` or ``backward``; ``nbytes`` is the size of
     the all-gather's output (unshard), the freed memory (reshard) or the reduced data (reduce)."""
 
     kind: str
@@ -50,7 +50,7 @@ class Event:
 
 
 def emit(kind: str, fqn: str, phase: str, nbytes: int = 0) -> None:
-    """Call every listener. Guard the call with ``if listeners``."""
+    """Call every listener. Guard calls to this function with ``if listeners``."""
     event = Event(kind, fqn, phase, nbytes)
     for listener in tuple(listeners):
         listener(event)

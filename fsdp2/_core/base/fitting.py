@@ -3,9 +3,9 @@
 Both checks run before anything is changed. Contains no file or sharding code.
 
 [Note: what an optimizer keeps]
-For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter; the
-resulting state is the expected one, for any torch version. A step of a third-party class may have
-side effects: the loaded state is compared with the optimizer's current state instead.
+For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter. Its
+state then has the expected fields, for any torch version. Steps of third-party classes may have
+side effects, so the loaded state is compared with the optimizer's current state instead.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def check_state(
     names: Iterable[list[str]],
     state: Mapping[str, Any],
 ) -> None:
-    """Check an optimizer's state, by parameter name and possibly on meta. ConfigError: it belongs
-    to another optimizer, or a shape is wrong. ``groups`` are the options that each param group will
-    have, and ``names`` the names of its parameters."""
+    """Check an optimizer's state, by parameter name, possibly on meta. Raise ConfigError if it was
+    saved from another optimizer, or a shape is wrong. ``groups`` are the options that each param
+    group will have, and ``names`` the names of its parameters."""
     kinds: dict[str, Kept | None] = {}
     for group, own, current in zip(groups, names, optimizer.param_groups, strict=True):
         options = repr(sorted((k, v) for k, v in group.items() if k != "params"))
@@ -106,15 +106,15 @@ def _check_shape(
     if not is_like and is_tensor and value.numel() != 1:
         raise ConfigError(
             "FS608",
-            f"{what}: {name} in the optimizer's state: expected a number, found a tensor of shape "
-            f"{tuple(value.shape)}. Nothing was changed.",
+            f"{what}: expected {name} in the optimizer's state to be a number, found a tensor of "
+            f"shape {tuple(value.shape)}. Nothing was changed.",
         )
     if is_like and (not is_tensor or tuple(value.shape) != shape):
         found = tuple(value.shape) if is_tensor else type(value).__name__
         raise ConfigError(
             "FS608",
-            f"{what}: {name} in the optimizer's state: expected a tensor of the parameter's shape, "
-            f"{shape}, found {found}. Nothing was changed.",
+            f"{what}: expected {name} in the optimizer's state to be a tensor of the parameter's "
+            f"shape, {shape}, found {found}. Nothing was changed.",
         )
 
 

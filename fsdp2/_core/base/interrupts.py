@@ -1,4 +1,4 @@
-"""Defer Ctrl-C while other ranks wait for this rank, in collective operations outside of steps.
+"""Defer Ctrl-C in collective operations outside of steps, while other ranks wait for this rank.
 
 [Note: Ctrl-C waits]
 A KeyboardInterrupt between two collectives of a save would leave the other ranks waiting in the
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 _plain: Any = importlib.import_module("_signal")
-"""``signal`` without its conversions to enums, which are ten times slower."""
+"""``signal`` without its conversions to enums, which make it ten times slower."""
 
 
 class _Kept:

@@ -1,8 +1,8 @@
-"""Names of parameters and modules without wrappers, and text for messages.
+"""Names of parameters and modules without wrappers, and text formatting for messages.
 
 Wrappers (activation checkpointing, the compiler, torch's FSDP1) are modules between a parent and
-its child, so their names appear in ``named_parameters()``. Torch's state dict helpers, and the
-wrappers' ``state_dict()``, omit these names: checkpoints load with and without the wrappers.
+its child, so their names appear in ``named_parameters()``. Torch's state dict helpers and the
+wrappers' ``state_dict()`` omit these names, so checkpoints load with or without the wrappers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cleaned(mapping: Mapping[str, V]) -> dict[str, V]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters by clean name, a tied parameter only under its first name."""
+    """Return parameters by clean name; a tied parameter appears only under its first name."""
     return cleaned(dict(model.named_parameters()))
 
 
@@ -69,7 +69,7 @@ def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_terminal(text: str) -> str:
-    """Escape each line for a terminal: names of units, hosts, files may have escape sequences."""
+    """Escape each line for a terminal: unit, host and file names may have escape sequences."""
     return "\n".join(map(in_a_line, text.split("\n")))
 
 

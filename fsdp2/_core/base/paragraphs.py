@@ -60,7 +60,7 @@ def in_terminal(paragraph: Paragraph) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run ``python -m fsdp2 explain``. Exit with 2 and a message if the arguments are invalid."""
+    """Run ``python -m fsdp2 explain``. For invalid arguments, exit with status 2 and a message."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 explain",
         description="Explain message codes: meaning, typical causes and remedy.",

@@ -1,14 +1,14 @@
 """User-visible policies (frozen, constant) and settings (frozen, replaced at run time).
 
 [Note: torch's policies]
-Each policy subclasses torch's class of the same name, because software that imports torch's names
-checks ``isinstance``. ``ours`` converts instances of torch's classes field by field.
+Each policy subclasses torch's class of the same name, because other software checks ``isinstance``
+with torch's classes. ``ours`` converts instances of torch's classes field by field.
 
 [Note: cast buffers]
 A buffer that a policy casts is registered in low precision, and the original is kept. If the
 registered buffer still equals the cast original, ``state_dict`` returns the original and
 ``load_state_dict`` fills it. Otherwise a state dict contains the registered buffer, cast to the
-original dtype. Version counters do not detect this: torch's batch norm does not increment them.
+original dtype. Version counters would miss changes: torch's batch norm does not increment them.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from fsdp2._core.base.errors import ConfigError, wrong_type
 
 @dataclass(frozen=True)
 class Sharding:
-    """The states that are sharded. Optimizer states always are, as are parameters between steps.
+    """The states that are sharded; optimizer states, and parameters between steps, always are.
     ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer step until
     the last backward before the next step. ``scatters_always``: a backward without gradient sync
     still reduces over the first axis; only the reduction over the second axis is deferred."""
@@ -97,24 +97,24 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
             optimizer's states, always keep the original dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
             off. ``None`` uses each parameter's ``grad_dtype``, if set before the first forward,
-            else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward computes.)
+            else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward produces.)
             Unlike in torch up to 2.14, it does not default to ``param_dtype``: pass that dtype
             explicitly. A group with several dtypes reduces in their common dtype
             (``torch.promote_types``), and stores each gradient in its own dtype.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, including
             those inside lists, tuples, named tuples, dicts and dataclasses.
-        cast_root_forward_inputs: cast them at the root, regardless of ``cast_forward_inputs``.
+        cast_root_forward_inputs: cast inputs at the root, regardless of ``cast_forward_inputs``.
         buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
             contains them in their original dtype, with their original values unless they were
-            modified. ``load_state_dict`` updates both.
+            modified. ``load_state_dict`` updates the registered buffers and the originals.
         keep_low_precision_grads: leave sharded gradients in the dtype of their reduction, instead
             of the parameter's dtype. The optimizer must accept such gradients.
         full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
             unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit's dtypes.
-        param_dtype_override_fn: called once with each parameter, by ``fully_shard``. It returns the
+        param_dtype_override_fn: ``fully_shard`` calls it once with each parameter. It returns the
             parameter's own dtype to keep the parameter in that dtype, and ``None`` or
-            ``param_dtype`` otherwise. It must return the same on every rank. Inputs are always cast
+            ``param_dtype`` otherwise. Results must be equal on all ranks. Inputs are always cast
             to ``param_dtype``.
         gather_dtype: an 8-bit float (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in which
             all-gathers send matrices, with scales. Unsharded matrices are still in ``param_dtype``,
@@ -349,10 +349,10 @@ class Aligned:
 
     Args:
         dim: the dim to shard, as in ``Shard``. ``None``: blocks of elements of the flattened
-            parameter, as in most optimizers with 8-bit states. It is then sharded along dim 0, in
-            groups of rows that consist of complete blocks.
+            parameter, as in most optimizers with 8-bit states. The parameter is then sharded along
+            dim 0, in groups of rows that consist of complete blocks.
         multiple_of: the block size, in rows or, without ``dim``, in elements.
-        at_least: the minimum size of a nonempty shard: a shorter final block is merged with the
+        at_least: the minimum size of a nonempty shard; a shorter final block is merged with the
             previous one. Optimizers with 8-bit states keep states of small tensors in fp32.
 
     Raises:
@@ -401,8 +401,8 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Numbers of prefetched units and of reductions in flight; with 0, each is waited for
-    immediately. ``keeps_parts``: keep the large parts of a root from forward to backward.
+    """Numbers of prefetched units and of reductions in flight; 0 means no overlap.
+    ``keeps_parts``: keep the large parts of a root unsharded from forward to backward.
     ``synchronizes``: on a device, the host waits at the end of each backward, so that a root's
     parts can be reduced early, as they always are on a CPU."""
 
@@ -420,8 +420,8 @@ class Settings:
     root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: the next forward
     without gradients reuses gathered parameters. The sum of gradients is divided by ``divide_by``
     (None: the number of ranks). ``manual_finalization`` is set on the root: backwards of the tree
-    end with ``finalize_backward``. ``input_buffers`` is the number of reductions with live inputs
-    (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
+    end with ``finalize_backward``. ``input_buffers`` is the maximum number of reductions with live
+    inputs (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
     """
 
     reshard_after_forward: bool | int | None = None

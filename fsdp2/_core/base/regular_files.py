@@ -18,7 +18,7 @@ from pathlib import Path
 WHOLE_NBYTES = 1 << 30  # size limit of files that are read completely: metadata, not values
 SOLID_NBYTES = 64 << 20
 HOLES = 100
-"""A larger file of which less than 1/100 is allocated is hollow; compression reaches 1/10."""
+"""A file over ``SOLID_NBYTES`` is hollow if under 1/100 is allocated; compression reaches 1/10."""
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -50,14 +50,14 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
-    """Return a file's contents. OSError: as ``open_regular``; over ``most`` bytes; mostly holes."""
+    """Return a file's contents; OSError also if it has over ``most`` bytes or is mostly holes."""
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes, more than {most}", str(path))
         if is_hollow(found):
             raise OSError(errno.EINVAL, f"has {found.st_size} bytes, mostly holes", str(path))
-        return file.read(found.st_size)  # Python allocates the requested size
+        return file.read(found.st_size)  # not ``most``: Python allocates the requested size
 
 
 def is_hollow(found: os.stat_result) -> bool:

@@ -1,7 +1,7 @@
 """Compute the rows of a dim that each rank of an axis has, with integer arithmetic only.
 
-Two rules: *chunks*, as in DTensor's ``Shard``, and a *deal* of whole blocks, for ``fsdp2.Whole``
-and ``fsdp2.Aligned``. Contains no tensor or mesh code.
+There are two rules: *chunks*, as in DTensor's ``Shard``, and a *deal* of whole blocks, for
+``fsdp2.Whole`` and ``fsdp2.Aligned``. Contains no tensor or mesh code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Deal:
     """A distribution of whole blocks of rows to the places (ranks) of an axis. All places have the
     same number of blocks of ``block`` rows; remaining blocks go one by one to the place ``first``
     and those after it, with wraparound. Blocks of a place are adjacent, and places are in order.
-    The last block may be shorter. If not empty, ``ends`` are the end rows of places instead."""
+    The last block may be shorter. ``ends``, if any, lists the end row of each place instead."""
 
     block: int
     first: int = 0
@@ -36,7 +36,7 @@ class Deal:
 
 
 def deal_of_long_blocks(length: int, count: int, block: int, first: int) -> Deal:
-    """Deal blocks of at least ``block`` rows: the last one also has the remaining rows."""
+    """Deal blocks of at least ``block`` rows: the last block also has the remaining rows."""
     blocks = max(length // block, 1)
     rule, ends = Deal(1, first), []
     for place in range(count):

@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 clocks: weakref.WeakKeyDictionary[nn.Module, SlotClock] = weakref.WeakKeyDictionary()
-"""Clocks of the models that are reproducible. While there is one, norms are summed exactly."""
+"""Clocks of reproducible models. While there are any, norms are summed exactly."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SlotClock:
 
     @property
     def is_last(self) -> bool:
-        """True if gradients are reduced after the current slot."""
+        """Return True if gradients are reduced after the current slot."""
         return self.place == len(self.mine) - 1
 
     def begin_forward(self, was_dropped: bool) -> None:
@@ -135,7 +135,7 @@ def _seed_host(seed: int) -> None:
 
 
 class _Generator:
-    """The generator of a device type, with a separate state during a slot's forward."""
+    """A device type's random generator, with a separate state during a slot's forward."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Private torch API for autograd: the running backward, hooks of parameters, versions.
+"""Private torch API for autograd: the running backward, hooks on parameters, versions.
 
 Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
@@ -98,7 +98,7 @@ def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 packing_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the innermost saved-tensor hooks, or None. Pass False."""
+"""Return the innermost saved-tensor hooks, or None. Call it with False."""
 
 packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
 """Return False if saved-tensor hooks would raise an error, as in some transforms."""
@@ -108,7 +108,7 @@ packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks
 def without_packing() -> Iterator[None]:
     """Temporarily pop all saved-tensor hooks. A ``Work`` captures the state of the issuing thread,
     including these hooks, which own a graph. Gloo's thread releases a ``Work`` only some time after
-    completion: until then the graph would stay alive, and this thread might free user hooks."""
+    completion. Until then the graph would stay alive, and that thread might free user hooks."""
     autograd: Any = torch._C._autograd  # the type stub lacks some names
     hooks = []
     while (top := packing_hooks(False)) is not None:
@@ -135,7 +135,7 @@ def stop_packing(pack: Callable[..., Any]) -> None:
 
 
 def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
-    """Return True if new saved-tensor hooks would shadow no hooks, or only those of ``own``."""
+    """Return True if new saved-tensor hooks would shadow none, or those that pack with ``own``."""
     if not packing_is_enabled():
         return False
     top = packing_hooks(False)
@@ -156,7 +156,7 @@ def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:
 
 
 version_of = attrgetter("_version")
-"""A tensor's version counter; in C, because a step reads hundreds."""
+"""A tensor's version counter; read in C, because a step reads hundreds of them."""
 
 preserved_versions: Callable[..., AbstractContextManager[Any]] = _unsafe_preserve_version_counter
 """Context that hides in-place writes from autograd, for writes that restore saved values."""

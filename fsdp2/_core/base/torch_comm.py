@@ -34,8 +34,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
-    """Return True if gloo runs a group's collectives for a device type. Gloo supports fewer
-    on a device, and runs the others as if tensors were in host memory: sends, receives and
+    """Return True if gloo runs a group's collectives for a device type. On a device, gloo supports
+    only some operations. In the others it accesses tensors as host memory: sends, receives and
     functional collectives kill the process (torch 2.11.0)."""
     backends = _backends.get(group)
     if backends is None:
@@ -52,7 +52,7 @@ _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKe
 
 
 def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group of some ranks, with the world's timeout. Only these ranks call it.
+    """Create a process group with the world's timeout. Only ``ranks`` call this function.
 
     Differences from torch's ``new_group(use_local_synchronization=True)``:
     - Torch names such a group by its ranks and the number of groups that *this rank* is in. If

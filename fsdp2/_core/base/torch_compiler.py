@@ -57,7 +57,7 @@ call_with_hooks: Callable[..., Any] = nn.Module._call_impl
 
 def region_of(module: nn.Module) -> Callable[..., Any] | None:
     """Return a compile region for a module's forward; None if it is not marked as a region
-    (``nested_compile_region``; the mark has no public name). Arguments: the module, tensors
+    (``nested_compile_region``; the mark has no public name). Call it with the module, the tensors
     registered on it, args and kwargs. A compiler reuses a region only if its tensors are inputs of
     the graph or arguments of the region; tensors gathered in the graph are not inputs."""
     marked = forward = type(module).forward
@@ -106,8 +106,8 @@ def find_compiler(
 def with_passes(
     compiler: Compiler, backend: Any, joint: GraphPass, change: GraphPass | None
 ) -> Compiler:
-    """Return a compiler with passes, for the backends ``"inductor"`` and ``"aot_eager"``: ``joint``
-    for joint graphs, before partitioning, and ``change``, if any, for forward and backward graphs,
+    """Return a compiler with passes, for the backends ``"inductor"`` and ``"aot_eager"``. ``joint``
+    runs on joint graphs before partitioning; ``change``, if any, on forward and backward graphs
     before lowering. Inductor's reordering for peak memory, which runs after all passes and would
     undo ``change``, is disabled unless the user requests it."""
     if backend != "inductor":
@@ -179,7 +179,7 @@ def region_called(node: torch.fx.Node) -> torch.fx.GraphModule | None:
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """Return True if a node of a forward or backward graph views its first input."""
+    """Return True if a node of a forward or backward graph returns a view of its first input."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
 
@@ -221,7 +221,7 @@ def switches_off(node: torch.fx.Node) -> bool:
 
 
 def views_or_wraps(node: torch.fx.Node) -> bool:
-    """Return True if a node of a traced graph indexes a list, or wraps a DTensor."""
+    """Return True if a node of a traced graph indexes a list, creates a DTensor or calls ``to``."""
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         return node.target is operator.getitem or name == "prim_from_local"
@@ -231,9 +231,9 @@ def views_or_wraps(node: torch.fx.Node) -> bool:
 def switches_of_steps() -> AbstractContextManager[Any]:
     """Patch the compiler's settings for functional steps. It then traces writes to modules inside
     ``torch.utils.checkpoint`` and omits them from recomputation, which is correct because
-    parameters are registered before a module runs and dropped afterwards. It also guards on the
-    hooks of each module: all units share one code object for forward, so that after a graph break,
-    code compiled for a unit without hooks would otherwise run for a unit with hooks."""
+    parameters are registered before a module runs and dropped afterwards. It also guards on each
+    module's hooks. Otherwise, because all units share one code object for forward, code compiled
+    for a unit without hooks could run for a unit with hooks after a graph break."""
     from torch._dynamo.config import patch
 
     return cast(
@@ -244,6 +244,6 @@ def switches_of_steps() -> AbstractContextManager[Any]:
 
 def recompute_in_backward(node: torch.fx.Node) -> None:
     """Mark a node for recomputation with the tags of selective checkpointing. Its region number is
-    above all user regions, because tensors used in a later region would be saved instead."""
+    above those of the user, because tensors used in a later region would be saved instead."""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30

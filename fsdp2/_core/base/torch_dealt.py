@@ -1,7 +1,7 @@
 """Private torch API for a DTensor whose rows are dealt to ranks in whole blocks.
 
 Torch's DTensor supports only chunks of equal size, and its operation rules turn any other placement
-into a plain ``Shard``. So such tensors have a DTensor subclass that handles dispatch:
+into a plain ``Shard``. So these tensors use a DTensor subclass that handles dispatch:
 element-wise operations run on local rows; views are views of local memory; all other operations run
 on a replicated DTensor. Tested with torch 2.12.1, 2.13.0 and 2.14.1; torch 2.11 does not dispatch
 to subclasses.
@@ -11,8 +11,8 @@ to subclasses.
 ``Shard(dim)``, as torch's specs require of a shard, but two ``Dealt`` with different deals are not
 equal. Torch's own operations never see ``Dealt``, because ``DealtTensor`` handles their dispatch.
 But torch can create a plain DTensor with ``Dealt`` placements (``from_local``, states loaded by its
-helpers) and would silently use wrong chunk sizes. Since torch first looks up each operation by a
-hash of the placements, this hash raises an error. Our code converts such tensors (``adopt``).
+helpers) and would silently use wrong chunk sizes. Torch first looks up each operation by a hash of
+the placements, so ``Dealt.__hash__`` raises an error. Our code converts such tensors (``adopt``).
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class DealtTensor(DTensor):
             ]
             value = value.redistribute(self._spec.mesh, placements).to_local()
         elif value.shape == self.shape and not self.is_plain:
-            return NotImplemented  # a plain tensor, but other axes divide this one
+            return NotImplemented  # ``value`` is plain, but other axes divide this tensor
         dim = self.placement.dim - (self.dim() - value.dim())  # shapes broadcast from the right
         return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, *self.span)
 
@@ -337,7 +337,7 @@ class DealtTensor(DTensor):
         return _new(made._local_tensor, made._spec, requires_grad=made.requires_grad)
 
 
-# States that contain a DealtTensor can be loaded with weights_only, as with torch's DTensor.
+# Allow weights_only to load states that contain a DealtTensor, as it loads torch's DTensor.
 torch.serialization.add_safe_globals([dealt, DealtTensor])
 
 
@@ -370,7 +370,7 @@ def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
 
 
 def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return the dealt tensor of a DTensor that is replicated over the axis."""
+    """Convert a DTensor that is replicated over the axis to a dealt tensor."""
     axis = dealt_axis(placements)
     assert axis is not None
     mesh, meta = whole.device_mesh, whole._spec.tensor_meta
@@ -398,7 +398,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _Replicate(torch.autograd.Function):
-    """Replicate a tensor. Ranks must compute the same with it, as with torch's ``Replicate``."""
+    """Replicate a tensor. All ranks must then compute the same, as with torch's ``Replicate``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DealtTensor) -> DTensor:
@@ -485,7 +485,7 @@ def _dim_in_view(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
     """Return the dim of a view that contains the divided rows; None if rows are not treated
-    identically. With more rows (on meta tensors), only this dim may grow, by the same number."""
+    identically. This views meta tensors with more rows: only this dim may grow, by that number."""
     dim, sizes = like.placement.dim, list(like.shape)
     if func._schema.name == "aten::diagonal":  # the same number of rows, but shifted
         return None
@@ -599,7 +599,7 @@ def _of_lists(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operation on lists of tensors, by the placement of the written or the first dealt."""
+    """Run a list operation, grouped by the placement of the written or the first dealt tensors."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
     count = len(lists[0])
     for one in lists:

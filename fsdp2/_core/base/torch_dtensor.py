@@ -3,11 +3,11 @@
 Each name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 
 [Note: annotated parameters]
-A plain parameter may be annotated on each axis of a mesh: R (equal values on all ranks, which
-compute different results from them: gradients are sums over the ranks), I (equal values and
-results, equal gradients) or S(dim) (each rank has a part of dim). The placements of a DTensor and
-of its gradient express the same, so shards are DTensors. In compute the parameter is plain, with
-the annotation. Data-parallel axes must be R or omitted, because the group averages over them.
+A plain parameter may be annotated on each axis of a mesh: R (all ranks have equal values but
+compute different results, so gradients are summed over them), I (equal values and results, equal
+gradients) or S(dim) (each rank has a part of dim). The placements of a DTensor and of its gradient
+express the same properties, so shards are DTensors. In compute the parameter is plain and has the
+annotation. Data-parallel axes must be R or omitted, because the group averages over them.
 
 Source: such annotations in ``torch.distributed.fsdp``, torch 2.15.
 """
@@ -78,8 +78,8 @@ _specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDict
 
 
 def new_dtensor(local: Tensor, spec: DTensorSpec, like: Tensor | None = None) -> DTensor:
-    """Wrap a local tensor; the caller guarantees its shape. ``like``, with the same shape, dtype
-    and device, and offset 0, replaces it in the wrapper's metadata: torch fails to copy or pickle a
+    """Wrap a local tensor; the caller guarantees its shape. ``like`` (same shape, dtype and device,
+    but offset 0) replaces it in the wrapper's metadata, because torch cannot copy or pickle a
     wrapper with an offset. For the compiler, see [Note: fake wrappers]."""
     is_dealt = Dealt.was_made and dealt_axis(spec.placements) is not None
     kind: Any = DealtTensor if is_dealt else DTensor
@@ -147,8 +147,8 @@ _let_fakes_keep_offsets()
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of an unshared tensor. ``nn.Parameter`` would detach a DTensor, which takes
-    1.5 ms per parameter, 90% of the time of ``fully_shard``: DTensor dispatch plans it for each
+    """Make a parameter from an unshared tensor. ``nn.Parameter`` would detach a DTensor. That takes
+    1.5 ms per parameter, 90% of the time of ``fully_shard``, because DTensor plans it for each
     shape and mesh. So set the flag that ``nn.Parameter`` sets, directly on the tensor."""
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
@@ -211,7 +211,7 @@ def is_strided(placement: Placement) -> bool:
 
 
 root_mesh: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh")
-"""The mesh from which a mesh was sliced; itself if it was not."""
+"""Return the mesh from which a mesh was sliced, or the mesh itself."""
 
 
 def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -221,10 +221,10 @@ def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Concatenate meshes: return one with all their axes, in this order, and their groups.
-    RuntimeError: they share an axis, or are over different ranks. Public slicing uses the root's
-    order of axes, does not support flattened or unflattened axes, and needs the root, but DTensor's
-    caches return an *equal* mesh, which may be a slice of another root."""
+    """Return one mesh with all axes of some meshes, in this order, and their groups; RuntimeError
+    if they share an axis or have different ranks. Public slicing keeps the root's order of axes,
+    and does not support flattened or unflattened axes. It also needs the root, but DTensor's caches
+    return an *equal* mesh, which may be a slice of another root."""
     return DeviceMesh._concatenate([*meshes])
 
 
@@ -248,7 +248,7 @@ class ImaginedGroup(dist.ProcessGroup):
 
 
 class ImaginedMesh(DeviceMesh):
-    """A mesh whose process groups are imagined."""
+    """A mesh of nonexistent ranks, with an ``ImaginedGroup`` per axis."""
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         place = self.get_coordinate()
@@ -296,7 +296,7 @@ def without_memory() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without_traces_in_the_log() -> Iterator[None]:
-    """Suppress this thread's log of fake tensors: tracebacks of errors, which are also raised."""
+    """Suppress this thread's log of fake tensors, which repeats tracebacks of raised errors."""
     log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -367,7 +367,7 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
 
 
 def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
-    """Exclude functions that move shards from the type checker, if it supports that (0.3)."""
+    """Make the type checker skip functions that move shards, if it supports that (0.3)."""
     register = getattr(_package(), "register_no_typecheck", None)
     if register is not None:
         for function in functions:
@@ -388,7 +388,7 @@ def annotation_of(
     if mesh is None:
         raise ConfigError(
             "FS220",
-            f"{fqn}: has an spmd_types annotation, but no dp_mesh_dims were passed. Pass the full "
+            f"{fqn} has an spmd_types annotation, but no dp_mesh_dims were passed. Pass the full "
             "mesh with dim names, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...).",
         )
     return _Reader(package, fqn, mesh, frozenset(data_names)).read(param, own)
@@ -414,7 +414,7 @@ class _Reader:
         strangers = [axis for axis in types if axis not in computed_on]
         if strangers:
             raise self._error(
-                f"is annotated on {strangers}, which are not axes of the compute mesh, "
+                f"found annotations on {strangers}, which are not axes of the compute mesh, "
                 f"{sorted(map(str, computed_on))}. Annotate it on axes of that mesh."
             )
         placed = self._by_name(types)
@@ -440,7 +440,7 @@ class _Reader:
             places = [order.index(axis) for axis in axes if axis in order]
             if places != sorted(places):
                 raise self._error(
-                    f"dim {dim} is split over {axes}, but the order of the mesh is "
+                    f"found dim {dim} split over {axes}, but the order of the mesh is "
                     f"{self._mesh.mesh_dim_names}. Split it in that order."
                 )
             found.update((axis, self._package.S(dim)) for axis in axes)
@@ -454,7 +454,7 @@ class _Reader:
         current = self._package.current_mesh()
         if current is None:
             raise self._error(
-                f"is annotated on {list(types)}, which are not all axes of the mesh, {self._axes}. "
+                f"found annotations on {list(types)}, but the axes of the mesh are {self._axes}. "
                 "Annotate it on every axis, or call fully_shard inside "
                 "spmd_types.set_current_mesh(...) with the compute mesh."
             )
@@ -472,7 +472,7 @@ class _Reader:
             self._package.normalize_mesh(frozenset(axes))
         except self._package.SpmdTypeError as error:
             raise self._error(
-                f"is annotated on axes that overlap, {list(axes)}: {error} Annotate it on axes "
+                f"found annotations on overlapping axes, {list(axes)}: {error} Annotate it on axes "
                 "that are dims of one mesh."
             ) from error
         found = {0}
@@ -498,7 +498,7 @@ class _Reader:
                 found[names[axis]] = said
             else:
                 raise self._error(
-                    f"is annotated on {axis}, which is not a dim of the mesh (data-parallel: "
+                    f"found an annotation on {axis}, which is not a mesh dim (data-parallel: "
                     f"{list(self._data)}, others: {list(names.values())}). Annotate it on these."
                 )
         return found

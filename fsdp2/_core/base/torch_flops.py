@@ -1,7 +1,7 @@
 """Private torch API for the cost of operations, used by plans of a step.
 
-Each private name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0. A
-separate file, because training programs do not need torch's table of costs.
+Each private name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0. This is
+a separate file because training programs do not need torch's table of costs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 
 def _of_attention(count: Callable[..., float], first: int) -> Callable[..., float]:
-    """Count attention with fewer key and value heads as if they were repeated per query head; torch
-    2.11 raises an error. ``first``: position of the query, which key and value follow."""
+    """Extend an attention FLOP counter to fewer key and value heads than query heads, counted as
+    repeated. (In torch 2.11 they raise an error.) Query, key and value start at index ``first``."""
 
     def counted(*args: Any, **kwargs: Any) -> float:
         query, *rest = args[first : first + 3]
@@ -49,8 +49,8 @@ VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
 
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, bool], ...]:
-    """Return the position or keyword of each argument that an operation writes to, and True if it
-    does not read it: an ``out``, the target of a copy or a fill. There is no public API."""
+    """Return the position or keyword of each argument that an operation writes to, and True if the
+    old value is not read (an ``out``, the target of a copy or fill). There is no public API."""
     schema = func._schema
     is_overwritten = schema.name.removeprefix("aten::").rstrip("_") in _OVERWRITES
     return tuple(

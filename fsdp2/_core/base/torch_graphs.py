@@ -1,8 +1,8 @@
 """Device graphs: capture, and cleanup after a failed capture.
 
 A call that is not permitted during capture invalidates the capture. torch's ``capture_end`` then
-raises before it restores the current stream, the allocator's memory pool, and the random number
-generator, which would raise outside of a capture from then on. ``capture`` restores all three.
+raises before it restores the current stream, the allocator's memory pool and the random number
+generator. Any later use of the generator would then raise. ``capture`` restores all three.
 ``_cuda_endAllocateToPool`` is private in torch 2.11 to 2.15. Other devices do not need this call.
 """
 
@@ -23,13 +23,13 @@ def graphs_of(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def capture(graph: Any, module: Any, stream: Any) -> Iterator[None]:
-    """Capture the operations inside on a stream, with a separate memory pool."""
+    """Capture the operations inside the context on a stream, with a separate memory pool."""
     pool = module.graph_pool_handle()
     generators = list(getattr(module, "default_generators", ()))[stream.device_index :][:1]
     before = [generator.clone_state() for generator in generators]
     try:
-        # The outer context restores the stream even if the inner one does not. "thread_local",
-        # because NCCL's watchdog thread queries events during the capture.
+        # The outer context restores the stream even if the inner one does not. The mode is
+        # "thread_local" because NCCL's watchdog thread queries events during the capture.
         with (
             module.stream(module.current_stream()),
             module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),

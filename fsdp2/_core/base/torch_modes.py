@@ -27,7 +27,7 @@ DispatchMode = TorchDispatchMode  # base of dispatch modes; its public name is u
 hidden_from_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 """Context that hides operations from dispatch modes (counters, tracers)."""
 
-# Modes and transforms around a forward. No public API leaves them temporarily.
+# Modes and transforms around a forward. No public API exits them temporarily.
 
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of active dispatch modes in this thread."""

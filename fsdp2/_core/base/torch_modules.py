@@ -45,7 +45,7 @@ from fsdp2._core.base.errors import ConfigError
 if TYPE_CHECKING:
 
     class FSDPState:
-        """Torch's class, for which its getters check. We inherit nothing from it."""
+        """Torch's class, which torch's getters check for. We inherit nothing from it."""
 else:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
@@ -109,8 +109,8 @@ REGISTRIES = (REGISTRY_KEY, STATE_KEY)
 
 
 class _Registry(dict[str, RegistryItem]):
-    """The composable APIs of a module. Raises an error in torch's own ``fully_shard``, which would
-    shard our shards. It looks only for ``replicate``, but in a function with a unique name."""
+    """The composable APIs of a module. Torch's own ``fully_shard``, which would shard our shards,
+    looks up only ``replicate``: any lookup from its helper (recognised by name) raises an error."""
 
     def __contains__(self, name: object) -> bool:
         if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
@@ -150,7 +150,7 @@ def composable_names(module: nn.Module) -> list[str]:
 
 
 def forget_composable_names(state: dict[str, Any]) -> None:
-    """Drop the registry from a module's state before pickling: its key differs per process."""
+    """Drop the registries from a module's state before pickling: keys differ per process."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)
 

@@ -18,7 +18,7 @@ chunk_cat: Callable[..., object] = torch._chunk_cat
 to rows of ``out``, and cast. One kernel on CUDA; ``chunk`` and ``cat`` launch one per tensor."""
 
 CHUNK_CATS = (torch.ops.aten._chunk_cat.default, torch.ops.aten._chunk_cat.out)
-"""The same op in a dispatch mode. On a CPU it also allocates temporary memory."""
+"""The same op, as dispatch modes see it. On a CPU it also allocates temporary memory."""
 
 DEVICE_OF = torch.ops.prim.device.default
 """The op that dispatch modes see when a tensor's device is read; it has no public name."""
@@ -66,7 +66,7 @@ def count_owners(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""The argument of ``use_count``: constant during the lifetime of the storage."""
+"""A storage's number, for ``use_count``; constant during the lifetime of the storage."""
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of tensors and objects that share the storage with this ``number_of``."""
@@ -75,7 +75,7 @@ use_count: Callable[[int], int] = torch._C._storage_Use_Count
 def clamped_quotients(
     values: Sequence[Tensor], divisors: Sequence[Tensor], most: float
 ) -> tuple[Tensor, ...]:
-    """Return each value over its divisor, clamped to ``[-most, most]``, in few kernel launches."""
+    """Divide values by their divisors and clamp to ``[-most, most]``, in few kernel launches."""
     found = torch._foreach_div(list(values), list(divisors))
     torch._foreach_clamp_max_(found, most)
     torch._foreach_clamp_min_(found, -most)

@@ -2,10 +2,10 @@
 
 Rank 0 shows all warnings that it issues. Another rank shows only those that rank 0 does not issue,
 such as a warning about one stage of a pipeline. All ranks still issue it: if filters turn warnings
-into errors, every rank must raise, or ranks would wait for each other. A program that inspects
-warnings receives those of its rank: if it records them (``catch_warnings(record=True)``,
-``pytest.warns``), replaces ``warnings.showwarning`` (as ``logging.captureWarnings`` does), or has a
-filter for the warning. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
+into errors, every rank must raise, or ranks would wait for each other. A program that records
+warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces ``warnings.showwarning``
+(as ``logging.captureWarnings`` does) receives all warnings of its rank, and its filters apply on
+every rank. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATIENCE_S = 0.5  # how long other ranks wait, once per text, for rank 0 to show
 NOT_USERS = ("fsdp2", "torch", "contextlib")  # the last one runs our context managers
 
 _shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""By process group (a job may create several): issued texts, and whether this rank shows them."""
+"""For each world (a job may create several): issued texts, and whether this rank shows them."""
 
 _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
 """Process groups with an unusable store: torch would log a long message at each attempt."""
@@ -37,7 +37,7 @@ _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
     """Like ``warnings.warn``, but shown by only one of the ranks that pass the same text. Waits at
-    most ``PATIENCE_S`` for others. The warning points to the user's line that led here."""
+    most ``PATIENCE_S`` for others. The warning points to the calling line of user code."""
     message, level = coded(code, text), _level_outside()
     if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
