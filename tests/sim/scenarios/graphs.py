@@ -349,7 +349,7 @@ def a_graph_waits_while_parameters_are_whole(world: World) -> Values:
                 run.model(run.inputs[0])
         taken.take(run.inputs[index])
     waits = (*["different collectives"] * 2, "different collectives")
-    taken.waited(6, "are whole", *waits)
+    taken.waited(6, "are unsharded", *waits)
     return taken.values(run)
 
 
