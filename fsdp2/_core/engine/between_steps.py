@@ -209,7 +209,7 @@ class StateHooks:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Reshard before a load. ConfigError: the state dict has full tensors for sharded params."""
+        """Reshard before a load. ConfigError: the state dict has full tensors for shards."""
         reshard_if_idle(self.unit)
         if not local_metadata.get("assign_to_params_buffers", False):
             own = ((prefix + name, param) for name, param in module._parameters.items())
