@@ -1,4 +1,4 @@
-"""Sums over ranks, which send values as 8-bit codes. Contains no code for layouts or units.
+"""Sums over ranks, with values sent as 8-bit codes. Contains no code for layouts or units.
 
 A message consists of codes, a scale per block, and a tail of columns that are not rounded.
 Legend: W = ranks of the group, S = elements of a rank's part.
@@ -26,7 +26,7 @@ Exact = Sequence[tuple[int, int]]  # ranges of columns that are not rounded
 
 @dataclass(frozen=True)
 class Codes:
-    """Encodes rows in 8-bit codes. ``errors``: rounding errors to add in the next call, or None."""
+    """Encodes rows as 8-bit codes. ``errors``: rounding errors to add to later rows, or None."""
 
     dtype: torch.dtype
     block: int

@@ -27,7 +27,7 @@ class Comm(ABC):
     ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        It may return the same buffer every time: a group finishes using it before the next call."""
+        Implementations may always return the same buffer: a group is done with it by the next call."""
 
 
 class AllGather(Comm):

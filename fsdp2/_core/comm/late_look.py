@@ -35,7 +35,7 @@ class LateLook:
     def __init__(self) -> None:
         # for each stamp: the row expected from every rank, and the number of ranks
         self._expected = weakref.WeakKeyDictionary[Seen, tuple[bytes, int]]()
-        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # in ``_copied``
+        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # contents of ``_copied``
         self._slots: list[Tensor] = []  # their device memory, as bytes
         self._is_known = False  # True if both lists match the live stamps
         self._copied: Tensor | None = None  # in pinned memory

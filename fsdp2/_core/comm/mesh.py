@@ -83,9 +83,9 @@ ABSENT_AXIS = MeshAxis("", 1, 0, None)
 @dataclass(frozen=True)
 class DataMesh:
     """The mesh of sharded parameters: its shard axis and replicate axis, and the role of each dim
-    ([Note: roles]). With ``dp_mesh_dims``, ``dims`` is its value and ``full`` the user's
-    mesh: parameters are DTensors on ``full``, which differs from ``mesh`` only if there are several
-    shard dims."""
+    ([Note: roles]). With ``dp_mesh_dims``, ``dims`` is its value, and ``full`` the user's
+    mesh. Parameters are then DTensors on ``full``, which differs from ``mesh`` only if there are
+    several shard dims."""
 
     mesh: DeviceMesh
     shard: MeshAxis
@@ -106,12 +106,12 @@ class DataMesh:
 
     @cached_property
     def summed(self) -> MeshAxis:
-        """The axis over which the result is then reduced; ``ABSENT_AXIS`` if there is none."""
+        """The axis over which gradients are reduced next; ``ABSENT_AXIS`` if there is none."""
         return self.replicate if self.layers is None else self.layers.replicate
 
     @cached_property
     def rows_between(self) -> int:
-        """Number of shards of a gradient that each rank holds between these two reductions."""
+        """Number of shards of a gradient on each rank between the reductions over these axes."""
         return 1 if self.layers is None else self.layers.replicate.size
 
     @staticmethod
@@ -202,7 +202,7 @@ class DataMesh:
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return the ranks that share this rank's own coordinates, with the shard dim innermost."""
+        """Return all ranks with this rank's coordinates on own dims; the shard dim is innermost."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
@@ -229,7 +229,7 @@ class KeptOnMesh(dict[Any, DataMesh]):
 
 
 def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
-    """Return the axis of these dims, flattened if there are several; ``ABSENT_AXIS`` if none."""
+    """Return the axis of the named dims, flattened if several; ``ABSENT_AXIS`` without names."""
     if not names:
         return ABSENT_AXIS
     if len(names) == 1:
@@ -256,7 +256,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
 
 
 def _tell_of_timeout(axis: MeshAxis) -> None:
-    """Warn, once per default group, if the axis's process group has a longer timeout than it."""
+    """Warn once if the axis's process group has a longer timeout than the default group."""
     world, group = dist.group.WORLD, axis.pg
     if world is None or group is None or group is world or world in _told:
         return

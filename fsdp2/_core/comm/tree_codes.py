@@ -40,7 +40,7 @@ class RowCodes:
     block: int  # maximum number of elements that share a scale
 
     def of(self, width: int) -> tuple[Codes, int]:
-        """Return the ``Codes`` for rows of ``width`` elements, and the bytes of an encoded row."""
+        """Return the ``Codes`` for rows of ``width`` elements, and the bytes per encoded row."""
         blocks = -(-width // self.block)
         block = -(-width // (2 * blocks)) * 2  # even, so that scales are aligned
         return Codes(self.dtype, block, None), blocks * (block + SCALE_DTYPE.itemsize)
@@ -81,7 +81,7 @@ class CodedTreeWire(TreeWire):
         axis: MeshAxis,
         async_op: bool,
     ) -> None:
-        """All-gather the codes, not the sum: that is not rounded, so it would take more bytes."""
+        """All-gather codes instead of the sum, which is not rounded and would take more bytes."""
         packed = self._pack(tensor.view(1, -1))
         gathered = packed.new_empty((axis.size, packed.shape[1]))
         torch_comm.all_gather_single(gathered.view(-1), packed.view(-1), group=axis.pg)

@@ -461,14 +461,14 @@ class InFlight:
             torch.accelerator.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Make the host wait for the work, so that the host may use the work's host memory."""
+        """Make the host wait for the work, before the host uses memory that the work uses."""
         self.wait()
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def runs(self) -> bool:
-        """Return True if an asynchronous work has not been waited for."""
+        """Return True if the work is asynchronous and has not been waited for."""
         return self._work is not None
 
     def hold_back(self, stream: torch.Stream) -> None:
@@ -489,7 +489,7 @@ class Streams(Observable):
     current: torch.Stream | None = None  # for compute; None on a CPU
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Return a context manager that makes ``stream`` current, an earlier ``current``."""
+        """Return a context manager to compute in ``stream``, an earlier value of ``current``."""
         return WHERE_IT_IS
 
     def launch(

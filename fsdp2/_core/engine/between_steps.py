@@ -350,8 +350,7 @@ def _words(param: FSDPParam, site: Site, unit: Unit, error: RuntimeError) -> str
     names = {id(module): name for name, module in top.named_modules()}
     inside = names.get(id(site.module), "")
     ways = (
-        "Use it inside that forward (or in a method passed to "
-        "fsdp2.register_fsdp_forward_method)"
+        "Use it inside that forward (or in a method passed to fsdp2.register_fsdp_forward_method)"
     )
     if inside:
         called = f"{unit.fqn}.{inside}" if unit.fqn else inside
