@@ -1,7 +1,7 @@
 """All ranks issue the same collectives in the same order, or all of them raise an error.
 
 Owns, for each axis, the numbers of operations, the observed sequences, and the handling of
-deviations. A step in steady state runs no code of this file.
+deviations. A step in steady state runs no code from this file.
 
 [Note: agreement]
 If two ranks gather different blocks of the same size, data is silently mixed; if the sizes differ,
@@ -10,8 +10,8 @@ not make them wait. All ranks have the same history of operations, and so make t
 Each rank compares its next operation with the prediction from the last few operations:
 - Equal: continue. The operation's buffer contains a few extra elements with its number (its
   *stamp*), which receivers compare (``Stamp``).
-- No prediction, or several known successors without a repeating pattern (micro-batches, of which
-  only the last is synchronised, are a pattern): ranks first exchange numbers in a tiny collective.
+- No prediction, or several known successors without a repeating pattern: ranks first exchange
+  numbers in a tiny collective. (Micro-batches of which only the last one is synced are a pattern.)
 - Different: other ranks may be issuing the predicted operation. This rank issues it too, but as a
   *placeholder*: without data, and with a stamp for the operation that this rank needs. If all ranks
   need the same operation, they record this point as uncertain and continue. Otherwise, all of them
@@ -23,15 +23,15 @@ Reductions may have a separate process group, and so may *neighbours*: ranks tha
 full parameter between forward and backward. If one rank reduces over one group while another
 gathers over the other, both wait until the groups time out. The ranks of the axis therefore agree
 on one order of operations over all groups of the axis, and exchange numbers over the axis. An
-operation among neighbours reaches only these, so a rank that needs a different operation issues
-placeholders until one of them reaches all ranks of the axis. So does a rank that gives up.
+operation among neighbours reaches only them, so a rank that needs a different operation issues
+placeholders until one placeholder reaches all ranks of the axis. So does a rank that gives up.
 
 A number also encodes how the operation is sent (``Signature``): if only one rank changes a setting,
 its numbers differ from those of other ranks, and its placeholders use the previous setting. After
 the first steps, a program that repeats the same step issues no extra collectives.
 On a device, the host does not wait for the check: each step copies the stamps of gathers to the
 host, and usually a later step checks them (``LateLook``). Until then, other ranks continue as
-predicted. A rank that gives up also continues, without data, until all others have detected it.
+predicted. A rank that gives up continues too, without data, until all others have detected this.
 
 If a wire sends nothing (in a benchmark without collectives), this rank's own stamp is missing, and
 nothing is checked.
@@ -76,11 +76,11 @@ TRAIT_BITS = (12, 6, 8, 1, 1)
 """Bits of each trait of ``Signature``. Ranks must agree on the operation and its traits."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
-"""Elements of a reduction's stamp: bits and their complements."""
+"""Number of elements of a reduction's stamp: bits and their complements."""
 
 DIGIT_BITS = 3  # bits per element of a gather's stamp, exact in any dtype
 GATHER_STAMP_NUMEL = 1 + -(-STAMP_BITS // DIGIT_BITS)
-"""Elements of a gather's stamp: a leading 1, then digits."""
+"""Number of elements of a gather's stamp: a leading 1, then digits."""
 
 NAMES = {
     "gather": "all-gather",
@@ -231,7 +231,7 @@ class Predictions:
     once it has been repeated ``LONG_RUN`` times."""
 
     first: dict[Recent, int] = field(default_factory=dict)  # based on the last operations only
-    # by (operations, last successor, its repetitions): the next successor, and trust in it
+    # (operations, last successor, its repetitions) -> (the next successor, trust in it)
     _turns: dict[tuple[Recent, int, int], tuple[int, int]] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
 
@@ -304,7 +304,7 @@ def _count(runs: Runs, recent: Recent, number: int) -> None:
 
 GAVE_UP = 0  # the number sent by a rank that has stopped
 LAST_WORDS = 4
-"""How many operations a rank issues after giving up: more than others issue before a check."""
+"""Number of operations that a rank issues after giving up; others issue fewer before a check."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
     "call full_tensor, clip_grad_norm_, save or load, such as under `if rank == 0:`? Do that on "
@@ -345,9 +345,9 @@ class Over:
 
 @dataclass(frozen=True)
 class Operation:
-    """The collectives of one operation of a param group. Each item of ``numels`` describes one: the
+    """The collectives of one operation of a param group. ``numels``: for each collective, the
     number of ``dtype`` elements that a rank sends (in a reduce-scatter, to each rank). The first
-    one's result has the stamp at offset ``stamp``, in elements of ``seen_as``. ``pieces``: for an
+    result contains the stamp at offset ``stamp``, in elements of ``seen_as``. ``pieces``: for an
     uneven collective, the number of elements that each rank sends, or receives reduced."""
 
     number: int
@@ -400,7 +400,7 @@ def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]
     stream = streams[str(device)]
 
     def end(work: Any) -> Enqueued:
-        if work is not None:  # a synchronous custom collective
+        if work is not None:  # returned by a custom collective
             work.wait()
         return Enqueued(stream.record_event())
 
@@ -418,7 +418,7 @@ class Sent:
 
 
 class Member(Protocol):
-    """The owner of a number. ``beside``: all owners in its group, including other agreements."""
+    """The owner of a number. ``beside``: all owners in its group, in all agreements."""
 
     def beside(self) -> Iterable[Member]: ...
 
@@ -494,7 +494,7 @@ class Agreement:
         self._predictions.clear()
 
     def retire(self, number: int) -> None:
-        """Drop an operation and its predictions: its group now uses another process group."""
+        """Drop an operation, whose group now uses another process group, and its predictions."""
         self.operations.pop(number, None)
         self.tensors.pop(fields_of(number)[0], None)
         self._predictions.forget(number)
@@ -565,7 +565,7 @@ class Agreement:
         self._predictions.learn(recent, number)
 
     def _ask(self, number: int, device: torch.device) -> None:
-        """Send this rank's number to all ranks, in placeholders or separately."""
+        """Send this rank's number to all ranks, in placeholders or in a separate collective."""
         # bounded, because an endless cycle of operations among neighbours may be predicted
         for _ in range(len(self.operations) + 1):
             predicted = self._predictions.expect(self.recent)

@@ -1,6 +1,6 @@
 """Stamps: numbers that collectives send after their data, and the check of received numbers.
 
-Contains the agreement code that runs in every step; see [Note: agreement] in ``agreement``. Sends
+Contains the agreement code that runs in every step; see [Note: agreement] in ``agreement``. Issues
 no collectives: owners of buffers call ``Stamp.register``.
 """
 
@@ -77,7 +77,7 @@ class Stamp:
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:
-        """Take a number, and a name for errors. All ranks must do this in the same order."""
+        """Number and name the operation. All ranks must do this in the same order."""
         self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
         self.number = self.agreement.number(self.name)
         self.code = stamp_of(self.kind, self.number)
@@ -208,7 +208,7 @@ class Stamp:
             self.agreement.compare_sum(known, seen.tolist(), self.axis)
 
     def see_sum(self, total: Tensor) -> None:
-        """On a device, check later the sum of stamps of a step's last reduction."""
+        """On a device, schedule a check of the sum of stamps of a step's last reduction."""
         self.agreement.look_late().see_sum(self, self.number, total)
 
     def silence(self, is_silent: bool) -> bool:
@@ -225,11 +225,11 @@ class Stamp:
 
 
 class ReductionStamps:
-    """The stamps of a group's reduce-scatter and all-reduce, for each axis that is covered."""
+    """The stamps of a group's reduce-scatter and all-reduce, if ranks exchange real data."""
 
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
-        self.numel = len(self.all) * STAMP_NUMEL  # elements; they follow the counts of gradients
+        self.numel = len(self.all) * STAMP_NUMEL  # elements, which follow the gradient counts
         # converters for errors raised by the two collectives
         self.failed = self.all[0].failed if self.all else None
         self.failed_sum = self.all[-1].failed if self.all else None
@@ -269,7 +269,7 @@ class ReductionStamps:
         pieces: tuple[int, ...] = (),
     ) -> None:
         """Register how reductions are sent. ``scattered``: elements of ``sent_as`` per rank, for
-        each collective of a reduce-scatter; data of the first ends with the stamps. An all-reduce
+        each collective of a reduce-scatter; the first ends with the stamps. An all-reduce
         sends the ``numel`` passed to ``expect``. ``pieces``: see ``Operation``."""
         numel, dtype = self._sum
         for position, stamp in enumerate(self.all):
@@ -281,7 +281,7 @@ class ReductionStamps:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 
     def erase(self, partial: Tensor) -> None:
-        """Zero the stamps at the end of kept sums ``[..., numel]``: the next ones may differ."""
+        """Zero the stamps at the end of saved sums ``[..., numel]``: the next ones may differ."""
         if self.all:
             partial[..., -self.numel :] = 0
 
@@ -361,7 +361,7 @@ class CollectiveIds:
         return self.all
 
     def renew_reductions(self, data: DataMesh) -> None:
-        """Give the group's reductions, over the axes of ``data``, new numbers."""
+        """Give new numbers to the group's reductions over the axes of ``data``."""
         for stamp in self.reductions.all:
             stamp.retire()
         again = "all_reduce" if data.layers is None else "reduce_outer"
@@ -369,7 +369,7 @@ class CollectiveIds:
         self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])
 
     def enroll(self, fqn: str) -> None:
-        """Take numbers, and a name for errors. All ranks must do this in the same order."""
+        """Number all stamps, and name them for errors. All ranks must do this in the same order."""
         self.fqn = fqn
         for stamp in self.all:
             stamp.enroll(fqn)

@@ -27,7 +27,7 @@ class Comm(ABC):
     ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        Implementations may always return the same buffer: a group is done with it by the next call."""
+        It may always return the same buffer: a group finishes using it before the next call."""
 
 
 class AllGather(Comm):

@@ -58,7 +58,7 @@ def operation(what: str) -> Iterator[None]:
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``, which also gets the class of ``error`` if that is one of ``FAULTS``."""
+    """Return ``failed``, as an instance also of the class in ``FAULTS`` of ``error``, if any."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed
@@ -77,7 +77,7 @@ class _Told(NamedTuple):
 
 
 def _compared(value: object) -> str:
-    """Return an argument as text; describe a large int, as Python formats at most 4300 digits."""
+    """Return an argument as text. Large ints are described: Python formats up to 4300 digits."""
     return described(value) if isinstance(value, int) else repr(value)
 
 
@@ -117,7 +117,7 @@ class Grid:
 
     @property
     def is_first(self) -> bool:
-        """Return True on the rank that reads and writes for all."""
+        """Return True on the rank that reads and writes for all ranks."""
         return not any(self.place)
 
     def is_first_on(self, axes: Iterator[int] | range | tuple[int, ...]) -> bool:
@@ -198,8 +198,8 @@ class Grid:
     def raise_together(
         self, error: BaseException | None, what: str, same: Mapping[str, object] = NOTHING
     ) -> None:
-        """Raise on every rank if any rank has an error, or if an argument in ``same`` (keyed by
-        name) differs as text. See [Note: a failure reaches every rank]."""
+        """Raise on every rank if any rank has an error, or if the text of an argument in ``same``
+        (keyed by name) differs. See [Note: a failure reaches every rank]."""
         error = error or take_interrupt()
         try:
             with named(what):
@@ -250,7 +250,7 @@ class Grid:
         return _Told(ConfigError.__name__, error.code, error.text, first)
 
     def leave(self, error: BaseException, what: str) -> None:
-        """Make other ranks raise ``error`` in ``raise_together``. Never raises an ``Exception``."""
+        """Make other ranks raise ``error`` in ``raise_together``. Raises no ``Exception`` here."""
         with contextlib.suppress(Exception):  # other ranks may be gone
             if dist.is_initialized():
                 self.raise_together(error, what)

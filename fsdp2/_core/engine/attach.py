@@ -103,7 +103,7 @@ def _tell_of_outer(root: Unit) -> None:
 
 
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
-    """Return each unit's conditional units. See [Note: conditional units] in ``tree``.
+    """Map each owning unit to its conditional units. See [Note: conditional units] in ``tree``.
     StateError: a conditional unit has no enclosing unconditional unit, or several."""
     above: dict[Unit, set[Unit | None]] = {}
 

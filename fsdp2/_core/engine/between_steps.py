@@ -9,7 +9,7 @@ code for the sequence of a step.
 ``fully_shard.state(module)`` and torch's getters return a ``TorchState``. It derives from
 ``FSDPState``, because torch's getters return only this type. Since torch 2.15, a stage of
 ``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
-``set_manual_backward_finalization``, ``finalize_backward``, and settings. With
+``set_manual_backward_finalization``, ``finalize_backward``, and setters. With
 ``defer_reduce_grad_wait``, it compares ``_get_fsdp_state()._comm_ctx`` between stages. Up to torch
 2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
 False before the backward of each microbatch, so gradients stay on the unsharded parameters. After
@@ -34,7 +34,7 @@ memory therefore counts as a write. Steps of other optimizers, such as a probe o
 count: whether a forward gathers may depend only on information that is the same on all ranks.
 
 [Note: an optimizer that trains nothing]
-An optimizer created at the wrong time holds parameters that never get a gradient: the ones from
+An optimizer created at the wrong time holds parameters that never get a gradient: those from
 before ``fully_shard``, or unsharded parameters. Its first step raises an error on every rank.
 
 [Note: forgotten parameters]
@@ -45,7 +45,7 @@ such parameters and sharded ones, its first step warns.
 [Note: unreduced gradients at an optimizer step]
 Gradients of a backward without sync are reduced by the same root's next backward with sync. An
 optimizer step in between does not use them. This may be intended (one optimizer, several roots), so
-the step only warns, once. Gradients that will never be reduced are an error.
+the step only warns, once. Gradients that will never be reduced raise an error.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _explain_uncaught() -> None:
-    """Explain uncaught errors too: directly calling an inner module does not run our code."""
+    """Explain uncaught errors too: calling an inner module directly does not run our code."""
     before = sys.excepthook
 
     def hook(
@@ -572,7 +572,7 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _is_root(self) -> bool | None:
-        """None before the first forward, because that determines the root."""
+        """None before the first forward, which determines the root."""
         return None if self._unit.runtime is None else self._unit.is_root
 
     def _lazy_init(self) -> None:
@@ -635,7 +635,7 @@ def register_torch_state(module: nn.Module, unit: Unit) -> None:
 
 _states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.WeakKeyDictionary()
 
-# The number of optimizer steps, and checks of an optimizer's parameters.
+# Counting of optimizer steps, and checks of an optimizer's parameters.
 
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

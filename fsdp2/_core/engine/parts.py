@@ -11,7 +11,7 @@ checks ``grad`` at every *event* of a backward: a point in the order of collecti
 same number on every rank. When a backward ends, the ranks exchange the event of a part's last
 gradient, and take the maximum. Later backwards reduce and release the part at that event even if a
 gradient is missing, because all ranks must reduce at the same point. If a rank's backward takes
-another path, a gradient may arrive later. The exchange reports this: all ranks reduce the part
+another path, a gradient may arrive later. The exchange reports this; all ranks then reduce the part
 again, and use a later event from then on. The event thus affects memory and overlap, never the
 result. Without exchanges (on a device, once all facts are known), no part is reduced early.
 
@@ -47,7 +47,7 @@ from fsdp2._core.params.registration import GATHERING
 UNREAD, UNKNOWN, READ = 0, 1, 2
 UNSEEN = 3  # a part counts as read after this many forwards that do not call its modules
 FACTS = 3
-"""Facts about a part: the event of its last gradient, if that was late, if the part is read."""
+"""Facts per part: the event of the last gradient, whether that was late, if the part is read."""
 
 
 class PartHook:
@@ -144,7 +144,7 @@ class Parts:
 
     @property
     def can_agree(self) -> bool:
-        """Return False if tensors are fake but ranks are real."""
+        """Return True if ranks can exchange facts, which real ranks with fake tensors cannot."""
         return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
 
     @property

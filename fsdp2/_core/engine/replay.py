@@ -119,7 +119,7 @@ class Trees:
 
     @property
     def objects(self) -> list[Any]:
-        """The objects that a captured step depends on. Changes replace an object with a new one."""
+        """The objects that a captured step depends on. Changes replace them with new objects."""
         found: list[Any] = []
         for group in self.groups:
             reducer = group.reducer

@@ -27,8 +27,8 @@ copy (a function, slots, a set), we raise an error: later reads would access fre
 [Note: one reduction per backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
 post-backward or the end of the next backward. The unit reduces its gradients when no call is open,
-or else at the end of backward: each parameter gets one gradient per backward, as in an unsharded
-model. We count calls rather than track object lifetimes, because garbage collection runs at
+or else at the end of backward. Each parameter thus gets one gradient per backward, as without
+sharding. We count calls rather than track object lifetimes, because garbage collection runs at
 different times on each rank, and collectives must have the same order on all ranks.
 
 [Note: compiled modules]
@@ -55,8 +55,8 @@ nodes through gradients that the module's nodes computed. Each node of the modul
 hook that marks the computed gradients in the same way as outputs.
 
 If a backward reaches no mark of a unit on some rank, the order of forward determines when the unit
-is processed: see [Note: the order of backward] in ``_core.engine.tree``. The order also tells apart
-marks on the same node: a unit may return the output of an inner unit, or its own input.
+is processed: see [Note: the order of backward] in ``_core.engine.tree``. The order also separates
+multiple marks on one node: a unit may return the output of an inner unit, or its own input.
 
 [Note: hidden outputs]
 A forward may store a loss in an attribute, a list argument or elsewhere, and return another tensor.
@@ -66,7 +66,7 @@ without the backward of the output. We search for such tensors in three steps:
 
 - After a unit's first forward, we search the attributes of its modules. Tensors that the forward
   created are marked, and the attributes that hold them are checked after each later forward.
-- If the youngest node does not belong to a marked output, there are more such tensors: we search
+- If the youngest node does not belong to a marked output, there are more such tensors, so we search
   all attributes and the arguments.
 - If the youngest node is still unmarked, the tensor's location is unknown. The unit is resharded,
   as on other ranks, but its memory is kept while the graph lives. In later forwards of all units
@@ -74,8 +74,8 @@ without the backward of the output. We search for such tensors in three steps:
   Unpacking a parameter acts as a mark, so no memory is kept. This costs a call per saved tensor. If
   the user has saved-tensor hooks, which ours would override, the memory is kept instead.
 
-Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them: the
-next forward, or the optimizer, raises an error.
+Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them. The
+next forward or optimizer step then raises an error.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ class Call:
 
 
 def _tensors_at(value: Any) -> list[Tensor]:
-    """Return a list of the tensor, or of the tensors in a list, tuple or dict. Other objects are
+    """Return, as a list, a single tensor or the tensors in a list, tuple or dict. Other objects are
     not searched, because they may contain anything, including the model."""
     if isinstance(value, dict):
         value = value.values()
@@ -522,7 +522,7 @@ def _end_recorded(
     calls, visit = unit.calls, call.visit
     if calls.kept_on != []:
         call.mark_kept()
-    # usually the youngest node is an output's
+    # usually the youngest node belongs to an output
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
         runtime.hidden.note_hidden(unit, runtime.units, not call.saved_by_hooks)
     if not call.is_marked:

@@ -11,10 +11,10 @@ Phases of a runtime::
     FORWARD, BACKWARD ──recover (after an exception)──▶ IDLE
 
 [Note: conditional units]
-Some ranks may skip a conditional unit, so its hooks run no collectives. The nearest enclosing unit
-that is not conditional, its *owning unit*, gathers, frees and reduces the conditional groups with
-its own groups on every rank. ``own_groups`` are the groups of the ``fully_shard`` call, ``groups``
-those that the unit's hooks manage. A unit inside a conditional unit is conditional too.
+Some ranks may skip a conditional unit, so its hooks run no collectives. Its groups are gathered,
+freed and reduced by its *owning unit*, the nearest enclosing unit that is not conditional, together
+with that unit's own groups, on every rank. ``own_groups`` are the groups of the ``fully_shard``
+call, ``groups`` those that the hooks manage. Units inside a conditional unit are conditional too.
 
 [Note: the order of backward]
 All ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so
@@ -32,11 +32,11 @@ then raise the error for different collectives.
 second derivative, separate weight gradients of a pipeline stage) may visit few nodes in a different
 order. It only processes events that the first backward also missed (``Order._made_up``).
 
-*Entered first.* Inputs of the first unit, and of its enclosing units, often do not require grad.
-No mark then shows where backward leaves these units. They are left at the end of backward, or when
-backward reaches another forward (a sum of two losses). ``Order.rest`` finds the lowest event with a
-mark; units entered before this event stay open. The outermost unit stays unsharded until the end,
-because the other forward usually begins with the same unit.
+*Entered first.* The inputs of the first unit, and of its enclosing units, often do not require
+grad. No mark then shows where backward leaves these units, so it leaves them at its end, or when it
+reaches another forward (a sum of two losses). ``Order.rest`` finds the lowest event with a mark;
+units entered before this event stay open. The outermost unit stays unsharded until the end, because
+the other forward usually begins with the same unit.
 
 [Note: manual finalization]
 By default, the end of backward reduces the remaining gradients, and waits for reductions. In manual
@@ -48,8 +48,8 @@ that, no tree that shares the streams may start a step, because lanes hold the b
 An exception leaves no state that affects the next step. An exception in a forward passes through
 the unit that began the forward, which marks the runtime as failed. If a backward raises, autograd
 destroys the end-of-backward callback without calling it. The callback's ``__del__`` registers
-shards immediately, and the dead weak reference shows the failure later. The next forward waits for
-work in flight, reshards, and drops unreduced gradients. If all ranks failed, all of them recover.
+shards immediately, and later a dead weak reference to it shows the failure. The next forward waits
+for work in flight, reshards, and drops unreduced gradients. If all ranks failed, they all recover.
 
 [Note: threads]
 One thread runs steps. Another thread may read the state between steps (``state_dict``). It holds a
@@ -486,7 +486,7 @@ class Visit:
         self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
         self.stream = stream  # stream of the forward, and so of its backward
         self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in the order; left: -1 if no backward comes
+        self.entered = self.left = -1  # positions in the order; left: -1 if no backward can come
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
@@ -962,7 +962,7 @@ class Runtime(Observable):
         is_manual: bool,
     ) -> None:
         """Reduce the remaining gradients, and reshard, unless manual mode does this later. ``ran``:
-        units of this backward, to be reduced with or without gradients."""
+        the units of this backward, which are reduced even without gradients."""
         for unit in reversed(self.units):
             has_to = bool(unit.groups) and self._has_to_reduce(unit, unit in ran)
             is_late = has_to and is_manual and unit.settings.reduce_grads
