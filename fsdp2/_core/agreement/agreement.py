@@ -733,7 +733,7 @@ class Agreement:
         known = known_of(str(error))
         first = f"{known}. First check the output of the other ranks" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks differ: "
+            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks diverged. "
             f"{SAME_ON_EVERY_RANK} The backend reported: {error}",
             last_word(number, ()),
         )

@@ -107,7 +107,7 @@ def refuse_other_thread(module: object, what: str) -> None:
         if has_other and max(ranks, default=1) > 1:
             raise StateError(
                 "FS301",
-                f"{what}: called in a different thread from the one that runs steps of "
+                f"{what}: called outside the thread that runs the steps of "
                 f"{unit.fqn or '<root>'}. Collectives issued by two threads may have a different "
                 "order on each rank. Call it in the thread that runs steps, between steps.",
             )
@@ -213,7 +213,7 @@ class StateHooks:
         reshard_if_idle(self.unit)
         if not local_metadata.get("assign_to_params_buffers", False):
             own = ((prefix + name, param) for name, param in module._parameters.items())
-            refuse_whole(own, state_dict, "The modules before it were loaded.")
+            refuse_whole(own, state_dict, "Modules before it have been loaded.")
 
     def after_load(self, *_: Any, **__: Any) -> None:
         adopt_if_idle(self.unit)
