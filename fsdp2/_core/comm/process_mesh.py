@@ -1,4 +1,4 @@
-"""Communication between the ranks of a mesh outside steps: objects and failures.
+"""Exchange of objects and failures between the ranks of a mesh, outside steps.
 
 [Note: a failure reaches every rank]
 If one rank fails (a full disk, a missing file), the others would hang in their next collective. So
@@ -58,7 +58,7 @@ def operation(what: str) -> Iterator[None]:
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``, as an instance also of the class in ``FAULTS`` of ``error``, if any."""
+    """Return ``failed``; if ``error`` is one of ``FAULTS``, make it an instance of that too."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed

@@ -47,7 +47,7 @@ from fsdp2._core.params.registration import GATHERING
 UNREAD, UNKNOWN, READ = 0, 1, 2
 UNSEEN = 3  # a part counts as read after this many forwards that do not call its modules
 FACTS = 3
-"""Facts per part: the event of the last gradient, whether that was late, if the part is read."""
+"""Facts per part: the event of its last gradient, whether that was late, whether it is read."""
 
 
 class PartHook:
