@@ -202,7 +202,7 @@ class DataMesh:
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return all ranks with this rank's coordinates on *own* dims; the shard dim is innermost."""
+        """Return all ranks with this rank's coordinates on *own* dims, the shard dim innermost."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh

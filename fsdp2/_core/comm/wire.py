@@ -14,7 +14,7 @@ the other one, without ``record_stream`` or host synchronisation. Compute reads 
 which the gather lane allocates: ``retire`` records an event in the compute stream, and the second
 launch after it in that lane waits for the event and drops the buffers. The first launch does not
 wait, so that it overlaps with unpacking. ``drain`` drops the rest at the end of a forward or
-backward. The reduce lane reads inputs that compute allocates, so compute waits in ``InFlight.wait``.
+backward. The reduce lane reads inputs that compute allocates; compute waits in ``InFlight.wait``.
 """
 
 from __future__ import annotations
