@@ -423,7 +423,7 @@ def test_what_is_no_mesh_is_said_at_once() -> None:
     cases: list[tuple[Any, str]] = [
         ("edp", r"0\.experts\.up: .*mesh_info='edp'"),
         (long, r"0\.experts\.up: .*mesh of 3 dims"),
-        (SimpleNamespace(mesh=long, shard_mesh_dim=1), r"0\.experts\.up: .*Slice the dims"),
+        (SimpleNamespace(mesh=long, shard_mesh_dim=1), r"0\.experts\.up: .*Return a slice"),
         (SimpleNamespace(mesh=None), r"0\.experts\.up: .*Return a 1-D mesh"),
     ]
     for info, match in cases:

@@ -1,47 +1,47 @@
 """All ranks issue the same collectives in the same order, or all of them raise an error.
 
 Owns, for each axis, the numbers of operations, the observed sequences, and the handling of
-deviations. A step in steady state runs no code of this file.
+deviations. A step in steady state runs no code from this file.
 
 [Note: agreement]
 If two ranks gather different blocks of the same size, data is silently mixed; if the sizes differ,
-gloo kills the process. All ranks must therefore issue the same operations, and the check must not
-make them wait. The history of operations is the same on all ranks, and so are predictions from it.
-Each rank compares its next operation with the one predicted from the last few:
+gloo kills the process. All ranks must therefore issue the same operations, and checking this must
+not make them wait. All ranks have the same history of operations, and so make the same predictions.
+Each rank compares its next operation with the prediction from the last few operations:
 - Equal: continue. The operation's buffer contains a few extra elements with its number (its
   *stamp*), which receivers compare (``Stamp``).
-- No prediction, or several known successors without a repeating pattern (micro-batches, of which
-  only the last is synchronised, are a pattern): ranks first exchange numbers in a tiny collective.
-- Different: the others may be issuing the predicted operation. This rank issues it too, but as a
-  *placeholder*: without data, and with the number of the operation that this rank needs in the
-  stamp. If all ranks need the same one, they mark this point as uncertain and continue. Otherwise,
-  all find different stamps and raise. A rank that raises also reports this on the other process
-  groups of its units: the replicas of its shards have a separate agreement, and would wait for it.
+- No prediction, or several known successors without a repeating pattern: ranks first exchange
+  numbers in a tiny collective. (Micro-batches of which only the last one is synced are a pattern.)
+- Different: other ranks may be issuing the predicted operation. This rank issues it too, but as a
+  *placeholder*: without data, and with a stamp for the operation that this rank needs. If all ranks
+  need the same operation, they record this point as uncertain and continue. Otherwise, all of them
+  find different stamps and raise. A rank that raises also reports this on the other process groups
+  of its units: replicas of its shards have a separate agreement, and would otherwise wait for it.
 
 [Note: one order over several process groups]
-Reductions may have a separate process group, and so may neighbours that share a full parameter
-between forward and backward. If one rank reduces over one group while another gathers over the
-other, both wait until the groups time out. The ranks of the axis therefore agree on one order of
-operations over all of its groups, and exchange numbers over the axis. Operations among neighbours
-reach only these ranks. A rank that needs another operation therefore issues placeholders until one
-of them reaches all ranks of the axis. A rank that gives up does the same.
+Reductions may have a separate process group, and so may *neighbours*: ranks that together hold a
+full parameter between forward and backward. If one rank reduces over one group while another
+gathers over the other, both wait until the groups time out. The ranks of the axis therefore agree
+on one order of operations over all groups of the axis, and exchange numbers over the axis. An
+operation among neighbours reaches only them, so a rank that needs a different operation issues
+placeholders until one placeholder reaches all ranks of the axis. So does a rank that gives up.
 
 A number also encodes how the operation is sent (``Signature``): if only one rank changes a setting,
 its numbers differ from those of other ranks, and its placeholders use the previous setting. After
-its first steps, a program that repeats its steps issues no extra collectives.
+the first steps, a program that repeats the same step issues no extra collectives.
 On a device, the host does not wait for the check: each step copies the stamps of gathers to the
 host, and usually a later step checks them (``LateLook``). Until then, other ranks continue as
-predicted. A rank that gives up also continues, without data, until all others have detected it.
+predicted. A rank that gives up continues too, without data, until all others have detected this.
 
 If a wire sends nothing (in a benchmark without collectives), this rank's own stamp is missing, and
 nothing is checked.
 
 [Note: reuse of numbers]
 A program may copy, run and drop many models, but there are only 65,535 numbers. Object lifetimes
-differ between ranks; the history of operations does not. After every ``RENEWED`` new numbers, all
-operations that were not issued since the last such cleanup are therefore dropped, and their numbers
-are free. If such an operation is issued later, its stamp registers it again. Predictions are
-dropped too: the next step exchanges its numbers.
+differ between ranks; the history of operations does not. A cleanup after every ``RENEWED`` new
+numbers therefore drops all operations that were not issued since the last cleanup, and frees their
+numbers. If a dropped operation is issued later, its stamp registers it again. The cleanup also
+drops predictions, so the next step exchanges numbers.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ TRAIT_BITS = (12, 6, 8, 1, 1)
 """Bits of each trait of ``Signature``. Ranks must agree on the operation and its traits."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
-"""Elements of a reduction's stamp: bits and their complements."""
+"""Number of elements of a reduction's stamp: bits and their complements."""
 
 DIGIT_BITS = 3  # bits per element of a gather's stamp, exact in any dtype
 GATHER_STAMP_NUMEL = 1 + -(-STAMP_BITS // DIGIT_BITS)
-"""Elements of a gather's stamp: a mark, and digits."""
+"""Number of elements of a gather's stamp: a leading 1, then digits."""
 
 NAMES = {
     "gather": "all-gather",
@@ -93,10 +93,10 @@ DTYPES = (
     *(torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex32, torch.complex64, torch.complex128),
 )
-"""Dtypes that messages can name; ``members`` distinguishes all others."""
+"""Dtypes that error messages can name. ``members`` distinguishes all others."""
 
 NamedShape = tuple[str, tuple[int, ...]]
-MOST_TENSORS = 12  # maximum number in a message
+MOST_TENSORS = 12  # maximum number that a message lists
 DIFFERENCES = (
     "which parameters are trainable, or their shapes or dtypes: freeze, cast and replace "
     "parameters identically on all ranks",
@@ -107,14 +107,14 @@ DIFFERENCES = (
     "whether an all-reduce over replicas follows: use the same set_requires_all_reduce on all "
     "ranks",
 )
-"""For each trait in ``TRAIT_BITS``: what differs between ranks, and the remedy."""
+"""For each trait in ``TRAIT_BITS``: a description of the difference, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Signature:
     """Properties of an operation on which ranks must agree. ``members``: its ``repr`` identifies
-    the parameters; ``alone``: how many are sent separately; ``dtypes``: of sends, and of sums;
-    ``is_partial``: no all-reduce over replicas follows, for which other ranks might wait;
+    the parameters; ``alone``: how many of them are sent separately; ``dtypes``: the dtypes sent and
+    summed; ``is_partial``: no all-reduce over replicas follows (other ranks might wait for one);
     ``tensors``: names and shapes, for messages."""
 
     members: object
@@ -142,17 +142,17 @@ def describe_tensors(tensors: Sequence[NamedShape]) -> str:
     """List this rank's tensors, so that users can compare the messages of all ranks."""
     shown = ", ".join(f"{name} {tuple(shape)}" for name, shape in tensors[:MOST_TENSORS])
     more = len(tensors) - MOST_TENSORS
-    return f" On this rank it has {shown or 'none'}{f' and {more} more' if more > 0 else ''}."
+    return f" Tensors on this rank: {shown or 'none'}{f' and {more} more' if more > 0 else ''}."
 
 
 def last_word(number: int, traits: Sequence[int]) -> int:
-    """Return the number that a rank sends when it gives up: its operation, and differing traits."""
+    """Return the number that a rank sends when it gives up: an operation, and differing traits."""
     differing = sum(1 << index for index in traits)
     return (differing << NUMBER_BITS | number % (1 << NUMBER_BITS)) << NUMBER_BITS
 
 
 def fields_of(number: int) -> list[int]:
-    """Split a number with traits into the operation's own number and each trait."""
+    """Split a number with traits into the operation's own number and the traits."""
     fields = []
     for width in (NUMBER_BITS, *TRAIT_BITS):
         fields.append(number % (1 << width))
@@ -180,7 +180,7 @@ def _dtype_name(code: int) -> str:
 
 def code_of(number: int) -> list[float]:
     """Return a number's bits and their complements. A sum over ranks, in any precision, is nonzero
-    wherever any rank has 1, which reveals a different number."""
+    in each element where any rank has 1, so it reveals that a rank has a different number."""
     bits = [number >> position & 1 for position in range(STAMP_BITS)]
     return [float(bit) for bit in bits] + [float(1 - bit) for bit in bits]
 
@@ -193,7 +193,7 @@ def number_of(code: list[Any]) -> int | None:
 
 
 def digits_of(number: int) -> list[float]:
-    """Return 1 and a number's digits: shorter than ``code_of``, for data that is not summed."""
+    """Return 1, then a number's digits. Shorter than ``code_of``, for data that is not summed."""
     positions = range(0, STAMP_BITS, DIGIT_BITS)
     return [1.0, *(float(number >> position & (1 << DIGIT_BITS) - 1) for position in positions)]
 
@@ -225,18 +225,18 @@ _NO_RUN = (UNCERTAIN, 0)
 
 @dataclass(eq=False)
 class Predictions:
-    """Predicts the next operation from the last ones. If these had different successors, it also
-    uses the most recent successor and how often that was repeated, to distinguish the last of
-    several micro-batches. A pattern that deviated once (an evaluation in between) is predicted
-    again after ``LONG_RUN`` repetitions."""
+    """Predicts the next operation from the last few. If their successors have differed, it also
+    uses the most recent successor and its number of repetitions, to detect the last of several
+    micro-batches. After a single deviation (such as an evaluation), a pattern is predicted again
+    once it has been repeated ``LONG_RUN`` times."""
 
     first: dict[Recent, int] = field(default_factory=dict)  # based on the last operations only
-    # by (operations, last successor, its repetitions): the next successor, and trust in it
+    # (operations, last successor, its repetitions) -> (the next successor, trust in it)
     _turns: dict[tuple[Recent, int, int], tuple[int, int]] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
 
     def expect(self, recent: Recent) -> int | None:
-        """Return the predicted number of the next operation; None or UNCERTAIN if there is none."""
+        """Return the next operation's predicted number, or None or UNCERTAIN if there is none."""
         return self._expect(recent, self._runs)
 
     def _expect(self, recent: Recent, runs: Runs) -> int | None:
@@ -304,7 +304,7 @@ def _count(runs: Runs, recent: Recent, number: int) -> None:
 
 GAVE_UP = 0  # the number sent by a rank that has stopped
 LAST_WORDS = 4
-"""Operations that a rank issues after giving up: more than others issue before a check."""
+"""Number of operations that a rank issues after giving up; others issue fewer before a check."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
     "call full_tensor, clip_grad_norm_, save or load, such as under `if rank == 0:`? Do that on "
@@ -317,7 +317,7 @@ LAST_NUMBER = (1 << NUMBER_BITS) - 1
 RENEWED = 8192  # number of new operations between two cleanups
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
-"""After giving up on a device: maximum number of further operations, and seconds for each."""
+"""Limits after giving up on a device: number of further operations, and seconds for each."""
 
 HOST = torch.device("cpu")
 
@@ -345,10 +345,10 @@ class Over:
 
 @dataclass(frozen=True)
 class Operation:
-    """The collectives of one operation of a group, one for each of ``numels``: the number of
-    elements of ``dtype`` that each rank sends (for a reduce-scatter, to each rank). The first
+    """The collectives of one operation of a param group. ``numels``: for each collective, the
+    number of ``dtype`` elements that a rank sends (in a reduce-scatter, to each rank). The first
     result contains the stamp at offset ``stamp``, in elements of ``seen_as``. ``pieces``: for an
-    uneven collective, the number of elements by rank, as sent or as reduced."""
+    uneven collective, the number of elements that each rank sends, or receives reduced."""
 
     number: int
     kind: str
@@ -383,7 +383,7 @@ class Enqueued:
         torch.accelerator.current_stream().wait_event(self._event)
 
 
-_streams = threading.local()  # thread-local, by device: streams for exchanges of numbers
+_streams = threading.local()  # by device: streams for exchanging numbers
 
 
 @contextlib.contextmanager
@@ -400,7 +400,7 @@ def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]
     stream = streams[str(device)]
 
     def end(work: Any) -> Enqueued:
-        if work is not None:  # a synchronous custom collective
+        if work is not None:  # returned by a custom collective
             work.wait()
         return Enqueued(stream.record_event())
 
@@ -418,7 +418,7 @@ class Sent:
 
 
 class Member(Protocol):
-    """The owner of a number. ``beside``: all owners of its group, also in other agreements."""
+    """The owner of a number. ``beside``: all owners in its group, in all agreements."""
 
     def beside(self) -> Iterable[Member]: ...
 
@@ -444,7 +444,7 @@ class Numbers:
 
 @dataclass(eq=False)
 class Rehearsal:
-    """The operations of a captured step, with the operations before each of them."""
+    """The operations of a captured step, each with the operations that precede it."""
 
     numbers: list[int] = field(default_factory=list)
     recents: list[Recent] = field(default_factory=list)
@@ -452,7 +452,7 @@ class Rehearsal:
 
 
 class Agreement:
-    """The operations over one axis, and the prediction of the next ones."""
+    """The operations issued over one axis, and predictions of the next ones."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.over = Over(axis)
@@ -494,7 +494,7 @@ class Agreement:
         self._predictions.clear()
 
     def retire(self, number: int) -> None:
-        """Drop an operation and its predictions: its group now uses another process group."""
+        """Drop an operation, whose group now uses another process group, and its predictions."""
         self.operations.pop(number, None)
         self.tensors.pop(fields_of(number)[0], None)
         self._predictions.forget(number)
@@ -516,8 +516,8 @@ class Agreement:
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[Rehearsal]:
-        """Record the operations inside the context, which are captured but not issued: no numbers
-        are exchanged. ``expects`` returns whether the operations may be issued."""
+        """Record the operations inside the context, which are captured but not issued. Exchanges
+        no numbers: ``expects`` checks later whether the operations may be issued."""
         recent, rehearsal = self.recent, Rehearsal()
         self._rehearsal, self.predicted = rehearsal, {}  # so that no operation is certain
         try:
@@ -528,7 +528,7 @@ class Agreement:
             self.recent = recent
 
     def expects(self, rehearsal: Rehearsal) -> bool:
-        """Return True if these operations may follow without an exchange between ranks."""
+        """Return True if these operations may be issued next without an exchange between ranks."""
         if self.is_silent or self.broken is not None:
             return self.broken is None
         if self._is_certain(rehearsal):
@@ -565,7 +565,7 @@ class Agreement:
         self._predictions.learn(recent, number)
 
     def _ask(self, number: int, device: torch.device) -> None:
-        """Send this rank's number to all ranks, in placeholders or separately."""
+        """Send this rank's number to all ranks, in placeholders or in a separate collective."""
         # bounded, because an endless cycle of operations among neighbours may be predicted
         for _ in range(len(self.operations) + 1):
             predicted = self._predictions.expect(self.recent)
@@ -581,10 +581,10 @@ class Agreement:
         self.compare(number, [*self._wait(number, sent).tolist()], self.over.axis)
 
     def _placeholder(self, expected: Operation, number: int) -> None:
-        """Issue the operation that others are predicted to issue, with this rank's number."""
+        """Issue the operation that other ranks are predicted to issue, with this rank's number."""
         try:
             sent = self.send_stamp(expected, number)
-        except ReferenceError as error:  # the group was deleted here; others may wait in it
+        except ReferenceError as error:  # deleted on this rank; other ranks may wait in it
             raise self.lose(number, error) from error
         output = self._wait(number, sent)
         start, axis = expected.stamp, expected.over.axis
@@ -662,7 +662,7 @@ class Agreement:
         elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
             both = max(abs(value) for value in total)
             code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
-            other = number_of(code)  # decodes if one rank differs, or all others equally
+            other = number_of(code)  # valid if only one rank, or all others, sent it
             others: list[int | None] = [other if axis.size == 2 else None] * axis.size
             others[axis.rank] = number
             self._break(number, others, axis, self._foreign_bits(total, own), other)
@@ -696,7 +696,7 @@ class Agreement:
         another: int | None = None,
     ) -> None:
         """Raise the error for ranks that need different operations. If ``numbers`` is incomplete,
-        ``differing`` contains the bits that differ, and ``another`` the number of some rank."""
+        ``differing`` contains the bits that differ, and ``another`` the number of another rank."""
         known = [n for n in (*numbers, another) if n is not None]
         if differing is None:
             differing = functools.reduce(operator.or_, [n ^ number for n in known], 0)
@@ -729,17 +729,17 @@ class Agreement:
         )
 
     def lose(self, number: int, error: Exception) -> StateError:
-        """Return the error for a failed collective, the last one of this process group."""
+        """Return the error for a failed collective, after which this process group is unusable."""
         known = known_of(str(error))
         first = f"{known}. First check the output of the other ranks" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks diverged: "
+            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks diverged. "
             f"{SAME_ON_EVERY_RANK} The backend reported: {error}",
             last_word(number, ()),
         )
 
     def _give_up_everywhere(self, why: str, word: int) -> StateError:
-        """Stop communicating, and inform the ranks that wait for this one, in any process group."""
+        """Stop communicating, and inform the ranks that wait for this one in any process group."""
         elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other agreements use other numbers
         members = [other for own in self.members for other in own.beside()]
         followers = [self.give_up(why, word)]
@@ -750,10 +750,10 @@ class Agreement:
         return StateError("FS401", why)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Inform ranks that this one has stopped: issue the operations that they expect next, with
-        ``word`` as the number (see ``last_word``). They may issue several before they check one
-        and give up too. Do not wait here: they may also have failed. On a device they check later,
-        and the returned follower continues until then."""
+        """Inform other ranks that this one has stopped: issue the operations that they expect next,
+        with ``word`` as the number (see ``last_word``). They may issue several before they check
+        one and give up too. Do not wait: they may also have failed. On a device, they check later;
+        the returned follower continues until then."""
         if self.broken is not None or self.is_silent:
             return None
         # other ranks have recorded these operations, and predict from them
@@ -768,7 +768,7 @@ class Agreement:
             known = dict(self.operations)
             operations = (None if number is None else known.get(number) for number in following)
             return Follower(self, operations, word, device)
-        said: Counter[int] = Counter()  # by number of ranks
+        said: Counter[int] = Counter()  # operations issued, by number of ranks
         with contextlib.suppress(Exception):  # the error being raised is more informative
             for predicted in itertools.islice(following, FOLLOWED):
                 expected = None if predicted is None else self.operations.get(predicted)
@@ -790,7 +790,7 @@ def _send_uneven(
     end: Any,
 ) -> Sent:
     """Send a stamp and zeros in uneven pieces. See [Note: dealt parameters] in ``layout``. The
-    stamp has a fixed distance from the start of gathered pieces, and from the end of reduced."""
+    stamp is at a fixed distance from the start of a gathered piece, or the end of a reduced one."""
     axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
     dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
     if expected.kind == "gather":
@@ -821,7 +821,7 @@ def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
 
 class Follower:
     """Issues the operations that other ranks expect on a device's process group, without data. Each
-    has a thread, because a wait in one process group must not block operations in another."""
+    has its own thread, because a wait in one process group must not block operations in another."""
 
     def __init__(
         self,
@@ -841,7 +841,7 @@ class Follower:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the others are informed, or do not respond for ``FOLLOWED_S`` seconds."""
+        """Wait until other ranks are informed, or have not responded for ``FOLLOWED_S`` seconds."""
         while self._thread.is_alive() and time.monotonic() - self._answered < FOLLOWED_S:
             self._thread.join(0.01)
 

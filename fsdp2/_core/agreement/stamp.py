@@ -1,6 +1,6 @@
-"""Stamps: the numbers that collectives send after their data, and the check of received ones.
+"""Stamps: numbers that collectives send after their data, and the check of received numbers.
 
-Contains the agreement code that runs in every step; see [Note: agreement] in ``agreement``. Sends
+Contains the agreement code that runs in every step; see [Note: agreement] in ``agreement``. Issues
 no collectives: owners of buffers call ``Stamp.register``.
 """
 
@@ -63,7 +63,7 @@ class Stamp:
         self.operation: Operation | None = None  # as registered
         self.code = [0.0] * (GATHER_STAMP_NUMEL if kind == "gather" else STAMP_NUMEL)
         self._group = group
-        # for a gather: this rank's row and length, received rows, expected bytes of each rank
+        # for a gather: this rank's row and its length, received rows, bytes expected from each rank
         self._row = torch.empty(0, dtype=torch.float32, device=HOST)
         self._width = 0
         self._landed = torch.empty(0, dtype=torch.uint8, device=HOST)
@@ -77,13 +77,13 @@ class Stamp:
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:
-        """Take a number, and a name for errors. All ranks must do this in the same order."""
+        """Number and name the operation. All ranks must do this in the same order."""
         self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
         self.number = self.agreement.number(self.name)
         self.code = stamp_of(self.kind, self.number)
 
     def update_signature(self, signature: Signature) -> bool:
-        """Add the operation's traits to its number; return whether the number changed."""
+        """Add the operation's traits to its number; return True if the number has changed."""
         before = self.number
         if before != NO_NUMBER:
             own = before % (1 << NUMBER_BITS)
@@ -149,7 +149,7 @@ class Stamp:
     # Stamps of gathers.
 
     def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """Set the rows to send and to expect: the current number, zero-padded to ``numel``."""
+        """Set the row to send and to expect: the current number, zero-padded to ``numel``."""
         row = torch.zeros(numel, dtype=torch.float32, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         self._row, self._dtype, self._width = row, dtype, numel
@@ -164,7 +164,7 @@ class Stamp:
         row.copy_(self._row)
 
     def landing(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory for all ranks' rows. On a host, all stamps of an axis share it."""
+        """Return memory for all ranks' rows. On a CPU, all stamps of an axis share this memory."""
         if device.type not in ("cpu", "meta"):
             return self._look_late().view(torch.uint8)
         landed = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -174,16 +174,16 @@ class Stamp:
         return landed
 
     def arrived(self) -> None:
-        """Compare the stamps received in a gather. On a device, this happens later."""
+        """Compare the stamps received in a gather. On a device, they are compared later."""
         if self.seen is not None:
             return
-        expected = self._expected * self.axis.size  # not cached: large for many ranks
+        expected = self._expected * self.axis.size  # not cached: large with many ranks
         # string_at takes a fifth of the instructions of torch.equal
         if string_at(self._landed.data_ptr(), len(expected)) != expected:
             self.check(self._landed.view(self._dtype).view(self.axis.size, -1))
 
     def _look_late(self) -> Tensor:
-        """Return a device gather's memory for stamps ``[W, numel]``, and check it later."""
+        """Return device memory for a gather's stamps ``[W, numel]``, which is checked later."""
         shape = self.axis.size, self._width
         # copied from the host, synchronously: gathers may be in flight in a lane
         row = torch.zeros(self._width, dtype=self._dtype, device=HOST)
@@ -195,7 +195,7 @@ class Stamp:
         return self.seen
 
     def check(self, seen: Tensor) -> None:
-        """Check the stamps ``[W, n]`` of a gather, of which some differ from this one."""
+        """Check the stamps ``[W, n]`` of a gather, some of which differ from this stamp."""
         if self.is_checked:
             numbers = [number_of_digits(row) for row in seen[:, :GATHER_STAMP_NUMEL].tolist()]
             self.agreement.compare(self.number, numbers, self.axis)
@@ -208,11 +208,11 @@ class Stamp:
             self.agreement.compare_sum(known, seen.tolist(), self.axis)
 
     def see_sum(self, total: Tensor) -> None:
-        """Check a device's sum of stamps later, for the last reduction of a step."""
+        """On a device, schedule a check of the sum of stamps of a step's last reduction."""
         self.agreement.look_late().see_sum(self, self.number, total)
 
     def silence(self, is_silent: bool) -> bool:
-        """Disable or enable checks for the process group; return whether they were disabled."""
+        """Disable or enable checks on the process group; return True if they were disabled."""
         before, self.agreement.is_silent = self.agreement.is_silent, is_silent
         return before
 
@@ -225,12 +225,12 @@ class Stamp:
 
 
 class ReductionStamps:
-    """The stamps of a group's reduce-scatter and all-reduce, for covered axes."""
+    """The stamps of a group's reduce-scatter and all-reduce, if ranks exchange real data."""
 
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
-        self.numel = len(self.all) * STAMP_NUMEL  # elements; they follow the counts of gradients
-        # converters for errors of the two collectives
+        self.numel = len(self.all) * STAMP_NUMEL  # elements, which follow the gradient counts
+        # converters for errors raised by the two collectives
         self.failed = self.all[0].failed if self.all else None
         self.failed_sum = self.all[-1].failed if self.all else None
         self._joined = b""  # the expected sum of all ranks' stamps, as bytes
@@ -242,7 +242,7 @@ class ReductionStamps:
         return [value for stamp in self.all for value in stamp.code]
 
     def number(self, signature_of: Callable[[bool], Signature]) -> bool:
-        """Add traits, ``signature_of(is_reduce)``, to all numbers; return whether any changed."""
+        """Add traits, ``signature_of(is_reduce)``, to all numbers; return True if any changed."""
         changed = [
             stamp.update_signature(signature_of(stamp.kind == "reduce")) for stamp in self.all
         ]
@@ -269,8 +269,8 @@ class ReductionStamps:
         pieces: tuple[int, ...] = (),
     ) -> None:
         """Register how reductions are sent. ``scattered``: elements of ``sent_as`` per rank, for
-        each collective of a reduce-scatter; the first one ends with the stamps. An all-reduce has
-        the ``numel`` of ``expect``. ``pieces``: see ``Operation``."""
+        each collective of a reduce-scatter; the first ends with the stamps. An all-reduce
+        sends the ``numel`` passed to ``expect``. ``pieces``: see ``Operation``."""
         numel, dtype = self._sum
         for position, stamp in enumerate(self.all):
             start = position * STAMP_NUMEL - self.numel
@@ -281,7 +281,7 @@ class ReductionStamps:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 
     def erase(self, partial: Tensor) -> None:
-        """Zero the stamps after kept sums ``[..., numel]``: the next stamps may differ."""
+        """Zero the stamps at the end of saved sums ``[..., numel]``: the next ones may differ."""
         if self.all:
             partial[..., -self.numel :] = 0
 
@@ -307,7 +307,7 @@ class ReductionStamps:
                 stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def arrived_late(self, reduced: Tensor) -> None:
-        """On a device, check the sum over replicas later, because gathers do not cover it."""
+        """On a device, check the sum over replicas later: stamps of gathers do not cover it."""
         if self.all and not reduced.is_cpu:
             self.all[-1].see_sum(reduced[-STAMP_NUMEL:])
 
@@ -344,7 +344,7 @@ class CollectiveIds:
         return next((why for why in found if why is not None), None)
 
     def covers(self, axis: MeshAxis) -> bool:
-        """Return True if ranks really exchange data over an axis."""
+        """Return True if ranks exchange real data over an axis."""
         is_sent = self._device.type != "meta" and torch_dtensor.has_real_memory()
         return is_sent and axis.size > 1 and axis.is_real
 
@@ -361,7 +361,7 @@ class CollectiveIds:
         return self.all
 
     def renew_reductions(self, data: DataMesh) -> None:
-        """Give the group's reductions, over the axes of ``data``, new numbers."""
+        """Give new numbers to the group's reductions over the axes of ``data``."""
         for stamp in self.reductions.all:
             stamp.retire()
         again = "all_reduce" if data.layers is None else "reduce_outer"
@@ -369,7 +369,7 @@ class CollectiveIds:
         self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])
 
     def enroll(self, fqn: str) -> None:
-        """Take numbers, and a name for errors. All ranks must do this in the same order."""
+        """Number all stamps, and name them for errors. All ranks must do this in the same order."""
         self.fqn = fqn
         for stamp in self.all:
             stamp.enroll(fqn)

@@ -1,4 +1,4 @@
-"""Sums over ranks that send their values as 8-bit codes. Contains no code for layouts or units.
+"""Sums over ranks, with values sent as 8-bit codes. Contains no code for layouts or units.
 
 A message consists of codes, a scale per block, and a tail of columns that are not rounded.
 Legend: W = ranks of the group, S = elements of a rank's part.
@@ -26,15 +26,15 @@ Exact = Sequence[tuple[int, int]]  # ranges of columns that are not rounded
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes of rows. ``errors``: rounding errors to add in the next call, or None."""
+    """Encodes rows as 8-bit codes. ``errors``: rounding errors to add to later rows, or None."""
 
     dtype: torch.dtype
     block: int
     errors: dict[Any, Tensor] | None
 
     def encode(self, rows: Tensor, what: str) -> Tensor:
-        """Return the codes of rows ``[n, k]``, as bytes, and keep the rounding errors. Computes in
-        fp32 or wider: scales and errors of small gradients underflow in fp16."""
+        """Return rows ``[n, k]`` encoded as bytes, and keep the rounding errors. Computes in fp32
+        or wider, because scales and errors of small gradients would underflow in fp16."""
         key, rows = (what, rows.shape), rows.to(_wide(rows.dtype))
         if self.errors is not None and key in self.errors:
             rows = rows + self.errors[key]
@@ -70,7 +70,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class CodedSum(Codes):
-    """A sum of gradients over ranks."""
+    """Sums gradients over ranks."""
 
     exact: Exact
     group: dist.ProcessGroup
@@ -85,7 +85,7 @@ class CodedSum(Codes):
 
     def all_reduce(self, packed: Tensor, reduced: Tensor) -> None:
         """Fill ``reduced`` ``[S]`` with the sum of all ``packed`` ``[S]``; they may share memory.
-        Each rank adds up one part and sends the sum as codes. All ranks use the decoded sums."""
+        Each rank sums one part and sends the result as codes. All ranks use the decoded results."""
         size = self.group.size()
         coded, kept = self._columns(packed.view(1, -1))
         numel = coded.shape[1]
@@ -102,7 +102,7 @@ class CodedSum(Codes):
         self._put(reduced.view(1, -1), sums, part[width:].unsqueeze(0))
 
     def _spans(self, width: int) -> list[tuple[int, int]]:
-        """Return the ranges of columns that are rounded: those between the exact ones."""
+        """Return the ranges of columns to round: all columns outside the exact ranges."""
         spans, end = [], 0
         for first, last in (*sorted(self.exact), (width, width)):
             if first > end:
@@ -111,7 +111,7 @@ class CodedSum(Codes):
         return spans
 
     def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns that are rounded, and those that are not."""
+        """Return the columns to round, and the exact columns."""
         return _columns(rows, self._spans(rows.shape[1])), _columns(rows, sorted(self.exact))
 
     def _put(self, rows: Tensor, coded: Tensor, kept: Tensor) -> None:

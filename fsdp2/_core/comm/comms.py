@@ -1,4 +1,4 @@
-"""Interfaces of user-supplied collectives: ``Comm``, ``AllGather`` and ``ReduceScatter``."""
+"""Interfaces for user-supplied collectives: ``Comm``, ``AllGather`` and ``ReduceScatter``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Comm(ABC):
-    """A collective and the memory that it works on.
+    """A collective that also allocates its own buffers.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -27,11 +27,11 @@ class Comm(ABC):
     ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        It may be the same buffer each time: a group first finishes its use of the previous one."""
+        It may always return the same buffer: a group finishes using it before the next call."""
 
 
 class AllGather(Comm):
-    """A custom all-gather: pass an instance of a subclass to ``set_custom_all_gather``.
+    """Base class of custom all-gathers. Pass an instance to ``set_custom_all_gather``.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -46,17 +46,17 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[W * C]`` with every rank's ``input_tensor`` ``[C]``.
 
-        W is the number of ranks in ``group``, and C is a number of elements. Both tensors are 1-D
-        and have the same dtype. ``input_tensor`` is this rank's slice of ``output_tensor``.
+        W is the number of ranks in ``group``, and C the number of elements per rank. Both tensors
+        are 1-D and have the same dtype. ``input_tensor`` is this rank's slice of ``output_tensor``.
 
         Returns:
-            A ``Work`` to wait for, if ``async_op`` is set. None is always allowed: then the output
-            is complete, or the work that fills it is ordered on the current stream.
+            A ``Work`` to wait for, if ``async_op`` is set. None is always allowed; it means that
+            the output is complete, or is filled by work ordered on the current stream.
         """
 
 
 class ReduceScatter(Comm):
-    """A custom reduce-scatter: pass an instance of a subclass to ``set_custom_reduce_scatter``.
+    """Base class of custom reduce-scatters. Pass an instance to ``set_custom_reduce_scatter``.
 
     Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
     """
@@ -72,19 +72,19 @@ class ReduceScatter(Comm):
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[S]`` with this rank's part of the reduced inputs ``[W * S]``.
 
-        W is the number of ranks in ``group``, and S is a number of elements. Both tensors are 1-D,
-        in the reduce dtype; complex gradients arrive as their real and imaginary parts. ``op`` is
-        the reduction: ``AVG``, or ``SUM`` if the group scales the gradients itself.
+        W is the number of ranks in ``group``, and S the number of elements per rank. Both tensors
+        are 1-D, in the reduce dtype. Complex gradients are passed as real and imaginary parts.
+        ``op`` is the reduction: ``AVG``, or ``SUM`` if the group scales the gradients itself.
 
         Returns:
-            A ``Work`` to wait for, if ``async_op`` is set. None is always allowed: then the output
-            is complete, or the work that fills it is ordered on the current stream.
+            A ``Work`` to wait for, if ``async_op`` is set. None is always allowed; it means that
+            the output is complete, or is filled by work ordered on the current stream.
         """
 
 
 @runtime_checkable
 class CustomComm(Protocol):
-    """Interface of objects that the setters of custom collectives accept, including torch's."""
+    """Objects that the setters for custom collectives accept, including torch's."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

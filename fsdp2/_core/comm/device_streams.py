@@ -1,4 +1,4 @@
-"""The lanes of a device: streams that events order, without host waits. See ``wire.Streams``."""
+"""The lanes of a device: streams ordered by events, without host waits. See ``wire.Streams``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DeviceStreams(Streams):
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        # Compute waits for gathers, and for the memory of reduce-scatters. It waits for all-reduces
-        # only at the end, so that these may run after compute kernels, as in torch.
+        # The compute stream waits for gathers, and for reduce-scatters to release their memory. It
+        # waits for all-reduces only at the end, so compute kernels may run first, as in torch.
         priority = capabilities(device).lane_priority
         priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
         self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}
@@ -45,7 +45,7 @@ class DeviceStreams(Streams):
         after: InFlight | None = None,
     ) -> InFlight:
         stream, retired = self._lanes[lane], self._retired[lane]
-        # except the last: compute may still read it during this launch
+        # skip the last: compute may still read its buffers during this launch
         for held in retired[:-1]:
             held.hold_back(stream)
         del retired[:-1]
@@ -53,9 +53,9 @@ class DeviceStreams(Streams):
             after.hold_back(stream)
         with stream, torch_autograd.without_packing():
             flight = issue(*args)
-            flight.wait()  # a user's collective may return a work without async_op
+            flight.wait()  # a custom collective may return a work even without async_op
             flight.end_with(stream.record_event())
-        if after is not None:  # this launch uses its buffers in another lane
+        if after is not None:  # keep its buffers: this launch uses them in another lane
             flight.buffers += after.buffers
         return flight
 
@@ -73,7 +73,7 @@ class DeviceStreams(Streams):
 
     def lane_of(self, stream: torch.Stream) -> str:
         name = f"stream {stream.stream_id}"
-        if name not in self._lanes:  # as torch.Stream: other lanes can wait for its events
+        if name not in self._lanes:  # as a torch.Stream: other lanes can wait for its events
             self._lanes[name] = torch.Stream(
                 stream_id=stream.stream_id,
                 device_index=stream.device_index,
@@ -117,7 +117,7 @@ def streams_for(device: torch.device) -> Streams:
 
 
 class FlightObserver(Protocol):
-    """Is called before and after each wait for one launch of a lane."""
+    """Called before and after each wait for one launch in a lane."""
 
     def before_wait(self, flight: InFlight) -> None: ...
 
@@ -125,7 +125,7 @@ class FlightObserver(Protocol):
 
 
 class ObservedFlight(InFlight):
-    """Replaces an observed launch, and calls observers at each wait for it."""
+    """Replaces the ``InFlight`` of an observed launch, and calls its observers at each wait."""
 
     __slots__ = ("__weakref__", "_observers")
 

@@ -1,4 +1,4 @@
-"""Collectives for large buffers from sends and receives, if faster than gloo's collectives.
+"""Collectives for large buffers, built from sends and receives where gloo's own are slower.
 
 gloo implements reduce-scatter as an all-reduce, which sends everything twice, and runs every
 collective in a separate thread. With few ranks, each part is sent directly from its source to its
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fsdp2._core.base import torch_comm
 
-LARGE_NBYTES = 32768  # minimum size at which this beats gloo (docs/decisions/0013)
+LARGE_NBYTES = 32768  # minimum size at which this is faster than gloo (docs/decisions/0013)
 MAX_RANKS = 4  # maximum number of ranks for sending parts individually
 GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
-"""Tags that user code is unlikely to use. Messages of one tag arrive in the order sent."""
+"""Tags that user code is unlikely to use. Messages with the same tag arrive in send order."""
 
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Return True if sends and receives are faster for a collective on a large ``tensor``."""
+    """Return True if sends and receives beat the collectives of gloo for a large ``tensor``."""
     return tensor.is_cpu and torch_comm.is_gloo(group)
 
 
@@ -53,7 +53,7 @@ class Several:
 
 
 class DirectGather(Several):
-    """An all-gather: ``rows[r]`` receives ``sent`` of rank r, of any length."""
+    """An all-gather: ``rows[r]`` receives ``sent`` from rank r. Lengths may differ by rank."""
 
     def __init__(
         self, rows: Sequence[Tensor] | Tensor, sent: Tensor, group: dist.ProcessGroup
@@ -68,10 +68,10 @@ class DirectGather(Several):
 
 
 class Exchange:
-    """A reduce-scatter: ``output`` ``[S]`` receives the sum or the mean of this rank's parts. Adds
-    in rank order and in the dtype of ``output``: equal parts have equal sums, and a narrower dtype
-    may be sent. Completes in ``wait``. ``sizes``: number of elements of each rank's output; None:
-    all equal."""
+    """A reduce-scatter: fills ``output`` ``[S]`` with the sum or mean of all ranks' parts for this
+    rank. Adds in rank order and in the dtype of ``output``, so equal parts give equal sums, and the
+    parts may be sent in a narrower dtype. Completes in ``wait``. ``sizes``: number of elements of
+    each rank's output, or None if all are equal."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ def _swap(
     group: dist.ProcessGroup,
     tag: int,
 ) -> list[dist.Work]:
-    """Send every other rank its item, and receive one from each."""
+    """Send each of the other ranks its item, and receive one item from each."""
     works, size, rank = [], group.size(), group.rank()
-    for step in range(1, size):  # ranks begin with different peers
+    for step in range(1, size):  # each rank starts with a different peer
         other = (rank + step) % size
         works.append(group.recv([received[other]], other, tag))
         works.append(group.send([sent[other]], other, tag))

@@ -1,6 +1,6 @@
-"""Received stamps, copied from the device to the host asynchronously.
+"""Copies received stamps (operation numbers) from the device to the host asynchronously.
 
-Owns these copies and the time of their check; ``Stamp`` compares the values. See
+Owns these copies, and decides when to check them; ``Stamp`` compares the values. See
 [Note: agreement] in ``_core.agreement.agreement``.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Seen(Protocol):
-    """A stamp. Its gathers write the stamps of all ranks to ``seen`` ``[W, n]``."""
+    """A stamp. Gathers write the stamps of all ranks to its ``seen`` ``[W, n]``."""
 
     seen: Tensor | None
 
@@ -23,34 +23,34 @@ class Seen(Protocol):
         """Compare the copied stamps."""
 
     def check_sum(self, seen: Tensor, number: int) -> None:
-        """Compare the sum of a reduction's stamps with this number."""
+        """Compare the sum of a reduction's stamps with the code of ``number``."""
 
 
 class LateLook:
-    """The stamps received in gathers over one process group of a device. One copy per
-    step sends them to the host. Its completion is polled: the check is usually a step later."""
+    """The stamps received in gathers over one process group of a device. Each step starts one copy
+    to the host, and polls the previous copy. Stamps are thus usually checked one step later."""
 
     count: ClassVar[int] = 0  # number of instances created, so that caches detect new ones
 
     def __init__(self) -> None:
-        # by stamp: the row expected from every rank, and the number of ranks
+        # for each stamp: the row expected from every rank, and the number of ranks
         self._expected = weakref.WeakKeyDictionary[Seen, tuple[bytes, int]]()
-        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # parts of ``_copied``
-        self._slots: list[Tensor] = []  # device memory of each part, as bytes
-        self._is_known = False  # both lists match the live stamps
+        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # contents of ``_copied``
+        self._slots: list[Tensor] = []  # their device memory, as bytes
+        self._is_known = False  # True if both lists match the live stamps
         self._copied: Tensor | None = None  # in pinned memory
         self._event: torch.Event | None = None  # after a copy that is not yet checked
-        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; keeps its memory
+        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; keeps its buffer
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
         LateLook.count += 1
 
     def add(self, stamp: Seen, row: bytes, ranks: int) -> None:
-        """Check ``stamp.seen`` from now on: it should contain ``row`` for each rank."""
+        """Start checking that ``stamp.seen`` contains ``row`` for each rank."""
         self._expected[stamp] = row, ranks
         self._is_known, self._event = False, None
 
     def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
-        """Also check a sum of stamps ``[n]``: a rank that gives up changes every sum."""
+        """Also check a reduction's sum of stamps ``[n]``: any rank that gives up changes it."""
         self._sum = stamp, number, total
 
     @torch.inference_mode(False)  # the tensors are reused outside inference mode
@@ -92,7 +92,7 @@ class LateLook:
         for known, row, ranks in self._parts:
             nbytes = len(row) * ranks
             at, begin = begin, begin + nbytes
-            if string_at(address + at, nbytes) == row * ranks:  # not stored: it is large
+            if string_at(address + at, nbytes) == row * ranks:  # too large to cache
                 continue
             stamp = known()
             if stamp is not None and stamp.seen is not None:

@@ -1,15 +1,15 @@
-"""Mesh axes over which groups communicate. A missing axis has size 1: callers need no special case.
+"""Mesh axes over which groups communicate. A missing axis has size 1, so callers need no branch.
 
 [Note: roles]
-Every dim of the mesh of sharded parameters has a role: parameters are sharded over it, replicated
-over it, or it is their *own* (tensor or expert parallelism) and unused by data parallelism. At most
-one dim is a shard dim; several shard dims are first flattened into one.
+Every mesh dim of sharded parameters has a role: *shard* or *replicate* (parameters are sharded or
+replicated over it), or *own* (tensor or expert parallelism uses it, data parallelism does not).
+Several shard dims are first flattened into one, so a mesh has at most one.
 
 [Note: layers]
 With ``shard_outer``, parameters and all persistent state are sharded over all ranks of a 2-D mesh,
 as one axis. Within a step, parameters (after forward) and summed gradients are sharded only over
-the inner dim. A gradient is therefore first reduce-scattered over the inner axis, where each rank
-gets the shards of all ranks on its outer axis, and at the end of the step over the outer axis.
+the inner dim. A gradient is therefore reduce-scattered twice: first over the inner axis, where each
+rank gets the shards of all ranks on its outer axis, and at the end of the step over the outer axis.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OWN = "own"
 @dataclass(frozen=True)
 class MeshAxis:
     """One axis of a mesh, as seen from this rank. ``whole``: the axis over which ranks agree on the
-    operations of this axis; None: this axis. See [Note: one order over several process
-    groups] in ``_core.agreement.agreement``."""
+    order of operations over this axis; None: this axis itself. See [Note: one order over several
+    process groups] in ``_core.agreement.agreement``."""
 
     name: str
     size: int
@@ -49,7 +49,7 @@ class MeshAxis:
     whole: MeshAxis | None = dataclasses.field(default=None, compare=False)
 
     def separate(self) -> MeshAxis:
-        """Return the axis with a second process group. The first call is collective."""
+        """Return this axis with a separate process group. The first call is collective."""
         assert self.pg is not None
         group = _separate.get(self.pg)
         if group is None:
@@ -60,12 +60,12 @@ class MeshAxis:
 
     @property
     def is_real(self) -> bool:
-        """Return True if torch.distributed sends its data; tests may simulate ranks."""
+        """Return True if torch.distributed sends the data: tests may simulate ranks."""
         return isinstance(self.pg, dist.ProcessGroup) and not self.is_imagined
 
     @property
     def is_imagined(self) -> bool:
-        """Return True if its ranks do not exist, as during planning."""
+        """Return True if the ranks do not exist, as during planning."""
         return isinstance(self.pg, torch_dtensor.ImaginedGroup)
 
     @property
@@ -83,9 +83,9 @@ ABSENT_AXIS = MeshAxis("", 1, 0, None)
 @dataclass(frozen=True)
 class DataMesh:
     """The mesh of sharded parameters: its shard axis and replicate axis, and the role of each dim
-    ([Note: roles]). ``full`` and ``dims`` are the user's mesh and ``dp_mesh_dims``, if given: then
-    parameters are DTensors on ``full``, which is the same as ``mesh`` unless there are several
-    shard dims."""
+    ([Note: roles]). With ``dp_mesh_dims``, ``dims`` is its value, and ``full`` the user's
+    mesh. Parameters are then DTensors on ``full``, which differs from ``mesh`` only if there are
+    several shard dims."""
 
     mesh: DeviceMesh
     shard: MeshAxis
@@ -106,12 +106,12 @@ class DataMesh:
 
     @cached_property
     def summed(self) -> MeshAxis:
-        """The axis over which the result is then reduced; ``ABSENT_AXIS`` if there is none."""
+        """The axis over which gradients are reduced next; ``ABSENT_AXIS`` if there is none."""
         return self.replicate if self.layers is None else self.layers.replicate
 
     @cached_property
     def rows_between(self) -> int:
-        """Number of shards of a gradient on each rank between these two reductions."""
+        """Number of shards of a gradient on each rank between the reductions over these axes."""
         return 1 if self.layers is None else self.layers.replicate.size
 
     @staticmethod
@@ -148,8 +148,8 @@ class DataMesh:
 
     @staticmethod
     def named(full: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
-        """Interpret a checked mesh by the names of its dims. If several dims have one role, they
-        are flattened, and the first call is collective."""
+        """Interpret a mesh from ``check_mesh`` by its dim names. If several dims have the same
+        role, they are flattened, and the first call is collective."""
         names = tuple(full.mesh_dim_names or ())
         shard = tuple(name for name in names if name in dims.shard_names)
         replicate = tuple(name for name in names if name in dims.replicate_names)
@@ -202,7 +202,7 @@ class DataMesh:
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return the ranks with this rank's coordinates on all own dims, shard dim innermost."""
+        """Return all ranks with this rank's coordinates on *own* dims, the shard dim innermost."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
@@ -229,7 +229,7 @@ class KeptOnMesh(dict[Any, DataMesh]):
 
 
 def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
-    """Return the axis of these dims, flattened if there are several; ``ABSENT_AXIS`` if none."""
+    """Return the axis of the named dims, flattened if several; ``ABSENT_AXIS`` without names."""
     if not names:
         return ABSENT_AXIS
     if len(names) == 1:
@@ -256,7 +256,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
 
 
 def _tell_of_timeout(axis: MeshAxis) -> None:
-    """Warn, once per default group, if the axis's process group has a longer timeout."""
+    """Warn once if the axis's process group has a longer timeout than the default group."""
     world, group = dist.group.WORLD, axis.pg
     if world is None or group is None or group is world or world in _told:
         return
@@ -292,7 +292,7 @@ def require_process_group(who: str) -> None:
         except ValueError as error:
             raise ConfigError(
                 "FS218",
-                f"{who} needs a process group, but none could be initialized ({error}). Start the "
+                f"{who} needs a process group, but none could be initialized ({error}). Run the "
                 "program with torchrun --nproc-per-node=N, or call "
                 "torch.distributed.init_process_group first.",
             ) from error
@@ -326,8 +326,8 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
         raise ConfigError(
             "FS216",
             f"fully_shard: expected a 1-D mesh (shard) or a 2-D mesh (replicate, shard), found "
-            f"{mesh.ndim} dims. Slice the data-parallel dims, mesh['replicate', 'shard'], or name "
-            "them with dp_mesh_dims.",
+            f"{mesh.ndim} dims. Pass a slice, such as mesh['replicate', 'shard'], or name the "
+            "data-parallel dims with dp_mesh_dims.",
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ConfigError(
@@ -340,8 +340,8 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
 
 def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
     """Reject a mesh whose ranks do not ascend along the shard dims ``dims``. torch sorts the ranks
-    of a process group, and collectives assign shards in this order, but a DTensor takes its
-    coordinate from the mesh. If the two differ, DCP silently writes the wrong rows (torch 2.13.0).
+    of a process group, and collectives assign shards in sorted order, but a DTensor takes its
+    coordinate from the mesh. If the orders differ, DCP silently writes wrong rows (torch 2.13.0).
     The check covers the full root mesh, so that ranks of other slices raise too."""
     if not dims:
         return
@@ -362,13 +362,13 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
             "FS230",
             f"fully_shard: found {whole}, whose ranks do not ascend along the sharded dim. torch "
             "sorts the ranks of a process group, so checkpoints would mix up rows. Sort the mesh's "
-            "ranks; to choose the machine of a rank, change which process gets this rank.",
+            "ranks. To move a rank to another machine, assign it to a process on that machine.",
         )
     known.add(at)
 
 
 _ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""By mesh: dims known to ascend. Cached, because a model has many units on one mesh."""
+"""The dims of each mesh that are known to ascend. Cached: many units share one mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
@@ -397,8 +397,8 @@ def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
 
 def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     """Return the data mesh for a parameter's ``mesh_info``; None means the mesh of its unit. Also
-    accepts objects with a ``mesh`` (and ``shard_mesh_dim`` and ``replicate_mesh_dim`` for another
-    order of dims), such as torch's mesh infos."""
+    accepts objects with a ``mesh`` attribute, such as torch's mesh infos. Their ``shard_mesh_dim``
+    and ``replicate_mesh_dim`` may specify another order of dims."""
     if found is None:
         return unit
     mesh = found if isinstance(found, DeviceMesh) else getattr(found, "mesh", None)
@@ -417,8 +417,8 @@ def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     if OWN in (roles or ()) or (roles is None and mesh.ndim not in (1, 2)):
         raise ConfigError(
             "FS215",
-            f"{fqn}: shard_placement_fn returned a mesh of {mesh.ndim} dims, {mesh}. Slice the "
-            "dims to replicate and to shard over.",
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.ndim} dims, {mesh}. Return a "
+            "slice of it with only the replicate and shard dims.",
         )
     if mesh.device_type != unit.mesh.device_type:
         raise ConfigError(

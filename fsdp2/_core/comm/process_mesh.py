@@ -1,11 +1,11 @@
-"""Communication between the ranks of a mesh outside of steps: objects, and failures.
+"""Exchange of objects and failures between the ranks of a mesh, outside steps.
 
 [Note: a failure reaches every rank]
 If one rank fails (a full disk, a missing file), the others would hang in their next collective. So
 local work runs inside ``Grid.together``: at its end, ranks exchange whether it failed, and all
 raise the error of the first rank that failed. An interrupted rank (Ctrl-C, ``sys.exit``) informs
 the others, then raises its interrupt. The exchange also compares arguments that must be equal on
-all ranks. During the rest of an ``operation``, Ctrl-C is deferred to the next exchange
+all ranks. Elsewhere in an ``operation``, Ctrl-C is deferred to the next exchange
 (``_core.base.interrupts``). A rank that stops a stream of tensors early calls ``Grid.leave``.
 """
 
@@ -43,7 +43,7 @@ FAULTS: tuple[type[Exception], ...] = (
     *(AssertionError, AttributeError, ImportError, MemoryError, NameError, RecursionError),
     torch.OutOfMemoryError,
 )
-"""Errors of a program or a machine, which callers may catch by class."""
+"""Errors in the program or the machine, which callers may catch by class."""
 
 _KINDS: dict[str, type[FSDPError]] = {
     kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
@@ -52,13 +52,13 @@ _KINDS: dict[str, type[FSDPError]] = {
 
 @contextlib.contextmanager
 def operation(what: str) -> Iterator[None]:
-    """Wrap a public function that communicates. A context manager or a decorator."""
+    """Wrap a public function that communicates. Use as a context manager or a decorator."""
     with named(what), kept_interrupts():
         yield
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``; if ``error`` is one of ``FAULTS``, as an instance of its class too."""
+    """Return ``failed``; if ``error`` is one of ``FAULTS``, make it an instance of that too."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed
@@ -68,7 +68,7 @@ def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
 
 
 class _Told(NamedTuple):
-    """A rank's error, as sent to others. ``kind``: its class name, if the class is from fsdp2."""
+    """A rank's error, as sent to others. ``kind``: its class name, if fsdp2 defines the class."""
 
     kind: str
     code: str
@@ -77,13 +77,13 @@ class _Told(NamedTuple):
 
 
 def _compared(value: object) -> str:
-    """Return an argument as text. A large int is described: Python formats up to 4300 digits."""
+    """Return an argument as text. Large ints are described: Python formats up to 4300 digits."""
     return described(value) if isinstance(value, int) else repr(value)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes of a mesh of ranks. Without axes, a single process."""
+    """The axes of a mesh of ranks. A grid without axes is a single process."""
 
     axes: tuple[MeshAxis, ...]
     device_type: str = "cpu"
@@ -117,7 +117,7 @@ class Grid:
 
     @property
     def is_first(self) -> bool:
-        """Return True on the rank that reads and writes for all."""
+        """Return True on the rank that reads and writes for all ranks."""
         return not any(self.place)
 
     def is_first_on(self, axes: Iterator[int] | range | tuple[int, ...]) -> bool:
@@ -133,7 +133,7 @@ class Grid:
         return held[0]  # type: ignore[no-any-return]  # the first rank's value
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return all ranks' objects on the first rank, its own first; None on the others."""
+        """On the first rank, return the objects of all ranks, its own first; elsewhere, None."""
         held: list[Any] | None = [value]
         for index, axis in reversed([*enumerate(self.axes)]):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -144,7 +144,7 @@ class Grid:
         return held
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """Return this rank's item of the first rank's list, which is in the order of ``gather``."""
+        """Return this rank's item from the first rank's list, which has the order of ``gather``."""
         held = values
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -163,15 +163,15 @@ class Grid:
         return own
 
     def collect(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, the first rank's first."""
+        """Return the objects of all ranks on every rank, starting with the first rank's."""
         return self._joined([value], lambda parts: [item for part in parts for item in part])
 
     def common(self, values: set[T]) -> set[T]:
-        """Return the intersection of the sets of all ranks."""
+        """Return the intersection of all ranks' sets."""
         return self._joined(values, lambda parts: set.intersection(*parts))
 
     def _joined(self, held: T, join: Callable[[list[Any]], T]) -> T:
-        """Join the objects of all ranks, axis by axis, the first rank's first."""
+        """Join the objects of all ranks, axis by axis, starting with the first rank's."""
         for axis in reversed(self.axes):
             if axis.size > 1:
                 gathered: list[Any] = [None] * axis.size
@@ -198,8 +198,8 @@ class Grid:
     def raise_together(
         self, error: BaseException | None, what: str, same: Mapping[str, object] = NOTHING
     ) -> None:
-        """Raise on every rank if any rank has an error, or if the arguments in ``same`` (by name)
-        differ as text. See [Note: a failure reaches every rank]."""
+        """Raise on every rank if any rank has an error, or if the text of an argument in ``same``
+        (keyed by name) differs. See [Note: a failure reaches every rank]."""
         error = error or take_interrupt()
         try:
             with named(what):
@@ -217,7 +217,7 @@ class Grid:
     def _tell(
         self, error: BaseException | None, what: str, same: Mapping[str, object]
     ) -> _Told | None:
-        """Return the error of the first rank that failed, or one for arguments that differ."""
+        """Return the error of the first rank that failed, or an error about differing arguments."""
         given = {name: _compared(value) for name, value in same.items()}
         digest = zlib.crc32(repr(given).encode())
         failed, most, least = self.highest(int(error is not None), digest, -digest)
@@ -235,7 +235,7 @@ class Grid:
         return found[0]
 
     def _difference(self, what: str, given: dict[str, str]) -> _Told:
-        """Return an error with the first argument that differs between ranks, and two values."""
+        """Return an error that shows the first differing argument, with its values on two ranks."""
         rank = dist.get_rank()
         ranks: list[tuple[int, dict[str, str]]] = self.collect((rank, given))
         first, one = ranks[0]
@@ -250,15 +250,15 @@ class Grid:
         return _Told(ConfigError.__name__, error.code, error.text, first)
 
     def leave(self, error: BaseException, what: str) -> None:
-        """Report ``error`` in the others' next ``raise_together``. Raises no ``Exception`` here."""
+        """Make other ranks raise ``error`` in ``raise_together``. Raises no ``Exception`` here."""
         with contextlib.suppress(Exception):  # other ranks may be gone
             if dist.is_initialized():
                 self.raise_together(error, what)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[dict[str, object]]:
-        """Run local work without collectives. Raise on all ranks if it failed on any rank, or if
-        values stored in the yielded dict differ."""
+        """Run local work without collectives. Raise on all ranks if it fails on any rank, or if
+        the values stored in the yielded dict differ between ranks."""
         error: BaseException | None = None
         same: dict[str, object] = {}
         try:
@@ -272,7 +272,7 @@ def wire_device(
     group: dist.ProcessGroup,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> torch.device:
-    """Return a device from which a process group can send: ``device`` if possible."""
+    """Return a device whose tensors a process group can send: ``device`` if possible."""
     kinds = [kind for kind in dist.get_backend_config(group).split(",") if kind]
     devices = [kind.split(":")[0] for kind in kinds]
     if device.type in devices or not devices:

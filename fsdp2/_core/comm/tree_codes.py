@@ -1,10 +1,10 @@
-"""Sums as in [Note: one tree] of ``tree_sum``, sent as 8-bit codes.
+"""Sums as in [Note: one tree] in ``tree_sum``, but with nodes sent as 8-bit codes.
 
-Owns the messages: coded columns, which belong to rows of parameters, and exact columns. Contains no
+Owns the message format: coded columns, which hold parameter rows, and exact columns. Contains no
 code for layouts; ``params.slot_sums`` rounds the sums within a rank with the same codes.
 
 [Note: rounded nodes]
-The number of ranks determines which sums of the tree are sent. Every sum except the root is
+The number of ranks determines which sums of the tree are sent. Every sum except the final one is
 therefore rounded before it is added to its neighbour, even if it is not sent. A block of codes lies
 in one row of a parameter, and rows are not split between ranks, so blocks do not depend on the
 number of ranks. Rows of fewer than ``LEAST_WIDTH`` elements, such as biases, are sent unrounded.
@@ -29,18 +29,18 @@ from fsdp2._core.comm.wire import Wire
 LEAST_WIDTH = 8
 
 Spans = Sequence[tuple[int, int, int]]
-"""Coded members in a rank's part: first column, end column, and the width of a row."""
+"""Coded columns of a rank's part: first column, end column, and the width of a row."""
 
 
 @dataclass(frozen=True)
 class RowCodes:
-    """Codes of rows of any width, in blocks of equal size."""
+    """Encodes rows of any width in blocks of equal size."""
 
     dtype: torch.dtype
     block: int  # maximum number of elements that share a scale
 
     def of(self, width: int) -> tuple[Codes, int]:
-        """Return the codes for rows of ``width`` elements, and the bytes of a coded row."""
+        """Return the ``Codes`` for rows of ``width`` elements, and the bytes per encoded row."""
         blocks = -(-width // self.block)
         block = -(-width // (2 * blocks)) * 2  # even, so that scales are aligned
         return Codes(self.dtype, block, None), blocks * (block + SCALE_DTYPE.itemsize)
@@ -81,7 +81,7 @@ class CodedTreeWire(TreeWire):
         axis: MeshAxis,
         async_op: bool,
     ) -> None:
-        """All-gather the codes, not a sum: the root is not rounded, so it would be sent in full."""
+        """All-gather codes instead of the sum, which is not rounded and would take more bytes."""
         packed = self._pack(tensor.view(1, -1))
         gathered = packed.new_empty((axis.size, packed.shape[1]))
         torch_comm.all_gather_single(gathered.view(-1), packed.view(-1), group=axis.pg)
@@ -105,7 +105,7 @@ class CodedTreeWire(TreeWire):
             end = last
 
     def _pack(self, rows: Tensor) -> Tensor:
-        """Return the message of each row ``[n, S]``, as bytes ``[n, nbytes]``."""
+        """Return the message for each row ``[n, S]``, as bytes ``[n, nbytes]``."""
         parts = []
         for first, last, width in self._parts(rows.shape[1]):
             part = rows[:, first:last]

@@ -1,15 +1,15 @@
-"""Sums over ranks in a fixed binary tree: the same bits for any number of ranks.
+"""Sums over ranks in a fixed binary tree, bitwise equal for any number of ranks.
 
 Owns the order of additions between ranks, and the wire that implements it. Contains no code for
 slots or layouts: ``params.slot_sums`` adds up the gradients within a rank.
 
 [Note: one tree]
-The G slots of a batch are numbered, and neighbours are added first: 0 and 1, 2 and 3, then their
-sums. Rank r of N has slots r * G / N up to (r + 1) * G / N. N and G are powers of two, so the slots
-of a rank form a full subtree, and their sum is a node of the tree. These nodes are added in rank
-order: first over the shard axis, whose ranks are neighbours, then over the replicate axis. Each
-addition thus has the same two operands for every N. Every node has the wire dtype: if that is
-narrower than the dtype of the sum, every rank rounds its nodes, even those that it does not send.
+A batch consists of G numbered *slots*. The gradients of neighbours (0 and 1, 2 and 3) are added
+first, then their sums. Rank r of N has slots r * G / N up to (r + 1) * G / N. N and G are powers of
+two, so a rank's slots form a full subtree, and their sum is a node of the tree. These nodes are
+added in rank order: first over the shard axis, whose ranks are neighbours, then over the replicate
+axis. Each addition thus has the same two operands for every N. Every node has the wire dtype: if
+that is narrower than the sum's dtype, every rank also rounds the nodes that it does not send.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _added(first: Tensor, second: Tensor, kept: Tensor) -> Tensor:
 class TreeAllReduce:
     """An all-reduce: each rank sums a part of ``tensor``, and sends the sum to all ranks.
 
-    ``wait`` issues the all-gather. All ranks must do this at the same point, so ``wait`` is called
-    only where reductions proceed, in the order of backward. ``is_completed`` must not depend on
-    timing, because ``free_if_done`` calls ``wait`` if the work is completed.
+    ``wait`` issues the all-gather, so all ranks must call it at the same point: reductions call it
+    in the order of backward. ``is_completed`` must not depend on timing, because ``free_if_done``
+    calls ``wait`` if the work is completed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TreeAllReduce:
 class TreeWire(Wire):
     """A wire that replaces ``plain`` and sums as in [Note: one tree].
 
-    ``slots``: number of gradients in a sum. ``hook_dtype``: dtype to which a hook casts them.
+    ``slots``: number of gradients in a sum. ``hook_dtype``: dtype to which a hook casts gradients.
     """
 
     adds_alike: ClassVar[bool] = True

@@ -2,19 +2,19 @@
 
 Defines how data is sent, not when. A group calls a ``Wire``, which has an all-gather and a
 reduce-scatter that users can replace (``_core.comm.comms``), and the all-reduce over replicas.
-Tests replace the ``Wire`` by one that simulates several ranks in a process.
+Tests use a ``Wire`` that simulates several ranks in one process.
 
 On a CPU, collectives are asynchronous (they return a ``Work``), and the stream-ordering methods of
 ``Streams`` are no-ops. On a device, each *lane* (``gather``, ``reduce``, ``all_reduce``) is a
 stream, and only events order accesses to the same memory from different streams.
 
 [Note: who frees a buffer]
-If two streams use a buffer, an ``InFlight`` owns it until the allocating stream waits for the other
-one, without ``record_stream`` or host synchronisation. Gather buffers are allocated in the gather
-lane and read by compute: ``retire`` records an event in the compute stream, and the second launch
-after it in that lane waits for the event and drops the buffers. The first launch does not wait, to
-overlap with unpacking. ``drain`` drops the rest at the end of a forward or backward. Reduce
-inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` makes compute wait.
+A buffer used by two streams is kept in an ``InFlight`` until the allocating stream has waited for
+the other one, without ``record_stream`` or host synchronisation. Compute reads gather buffers,
+which the gather lane allocates: ``retire`` records an event in the compute stream, and the second
+launch after it in that lane waits for the event and drops the buffers. The first launch does not
+wait, so that it overlaps with unpacking. ``drain`` drops the rest at the end of a forward or
+backward. The reduce lane reads inputs that compute allocates; compute waits in ``InFlight.wait``.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ class GroupMemoryReduceScatter(GroupMemory, DefaultReduceScatter):
 
 
 KEPT_NBYTES = 1 << 25
-"""Limit of ``KeptMemory``. malloc maps larger blocks separately, and free unmaps them."""
+"""Capacity of ``KeptMemory``. malloc maps larger blocks separately, and free unmaps them."""
 
 Cut = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Widths of columns, and the shapes of their views, which may have fewer rows."""
+"""Widths of a buffer's columns, and shapes of their views, which may have fewer rows."""
 
 
 class Kept:
-    """A kept buffer ``[W, C]``, initially zero, and its columns."""
+    """A reusable host buffer ``[W, C]``, initially zero, and views of its columns."""
 
     @torch.inference_mode(False)
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cut: Cut) -> None:
@@ -143,7 +143,7 @@ class Kept:
 
 class KeptMemory:
     """Host buffers that the param groups of one process group reuse, one group after another.
-    Allocating and freeing a few MB for each group would fragment malloc's heap, and the process
+    Allocating and freeing a few MB for each group would fragment malloc's heap, so that the process
     would grow with each group. Views of the columns are kept too, because creating them takes half
     as long as unpacking small parameters. Buffers live as long as any group that uses them."""
 
@@ -158,7 +158,7 @@ class KeptMemory:
         dtype: torch.dtype,
         cut: Cut,
     ) -> Kept:
-        """Return a free buffer. Outside its columns, only this ``use`` has written to it."""
+        """Return a free buffer. Its memory outside the columns was only written by this ``use``."""
         key = use, shape, dtype, cut
         for kept in self._buffers.get(key, ()):
             if kept.count_owners() == kept.at_rest:
@@ -178,7 +178,7 @@ _memories: weakref.WeakKeyDictionary[Any, weakref.ref[KeptMemory]] = weakref.Wea
 
 
 def memory_of(axis: MeshAxis) -> KeptMemory:
-    """Return the kept memory of an axis's process group. Fake tensors are not kept."""
+    """Return the ``KeptMemory`` of an axis's process group. Fake tensors are not kept."""
     if axis.pg is None or not torch_dtensor.has_real_memory():
         return KeptMemory(0)
     known = _memories.get(axis.pg)
@@ -201,14 +201,14 @@ class Wire:
     uses_group_memory: bool = False  # set in copies only
     is_separate: bool = False  # gradients are reduced over a separate process group
     scatter_group: dist.ProcessGroup | None = None
-    # sizes of parameters that are sent separately
+    # which parameters are large enough to be sent separately
     zero_copy: ZeroCopy | None = field(default_factory=lambda: ZeroCopy(ZERO_COPY_NBYTES))
     gradient_dtype: torch.dtype | None = None  # dtype of sent gradients; None: the reduce dtype
-    # the user's hook for each axis; also receives the exact columns
+    # the user's reduction hooks, one for each axis; they also receive the exact columns
     sum_rows: Callable[..., None] | None = None
     sum_replicas: Callable[..., None] | None = None
     exact: Exact = ()  # columns of a rank's part that must not be rounded
-    keeps_landing: bool = True  # on a host, gathered data may land in kept memory
+    keeps_landing: bool = True  # on a CPU, all-gathers may use ``KeptMemory``
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy all settings. The copy's group recreates objects that need a process group."""
@@ -257,7 +257,7 @@ class Wire:
 
     @property
     def only_sums(self) -> bool:
-        """Return True if the engine must compute means, because the wire only computes sums."""
+        """Return True if the wire only computes sums, so that the engine must compute means."""
         return self.sum_replicas is not None
 
     def summands(self, ranks: int) -> int:
@@ -278,7 +278,7 @@ class Wire:
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """Return True if the all-gather accepts any memory; custom ones need packed buffers."""
+        """Return True if the all-gather accepts any memory. Custom ones need packed buffers."""
         return type(self.gather) is DefaultAllGather
 
     @property
@@ -288,13 +288,13 @@ class Wire:
 
     @property
     def sends_kept(self) -> bool:
-        """Return True if a reduce-scatter on a host may send from kept memory."""
+        """Return True if a reduce-scatter on a CPU may send from ``KeptMemory``."""
         return self.keeps_landing and self.scatters_zero_copy and self.sum_rows is None
 
     def stage(self, sent: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor]:
-        """Return the output of an all-gather, and ``sent`` in the required memory. The output is
-        ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]`` and for custom
-        all-gathers. Their input is a slice of the output, as in torch's interface."""
+        """Return the output buffer of an all-gather, and its input, which holds ``sent``. For
+        ``[1, C]``, the output is ``[W, C]``, which saves a view. For ``[C]`` and for a custom
+        all-gather, it is ``[W * C]``. A custom all-gather's input is a slice of its output."""
         numel, gather = sent.numel(), self.gather
         if type(gather) is DefaultAllGather:
             shape = (axis.size, numel) if sent.dim() == 2 else (axis.size * numel,)
@@ -325,7 +325,7 @@ class Wire:
     def all_gather_uneven(
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``outputs[r]`` with ``sent`` of rank r. gloo's all-gather needs equal lengths."""
+        """Fill ``outputs[r]`` with ``sent`` from rank r. gloo's all-gather needs equal lengths."""
         assert axis.pg is not None
         if gloo_p2p.applies(axis.pg, sent):
             return gloo_p2p.run(gloo_p2p.DirectGather(outputs, sent, axis.pg), async_op)
@@ -340,7 +340,7 @@ class Wire:
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        """Fill ``output`` with this rank's reduced part of all ``sent``. ``sizes``: per rank."""
+        """Fill ``output`` with this rank's part of the reduction. ``sizes``: elements per rank."""
         group = self.scatter_group or axis.pg
         assert group is not None
         if sent.is_complex():
@@ -353,9 +353,9 @@ class Wire:
     def reduce_scatter(
         self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``output`` ``[S]`` with this rank's reduced part of all ``sent`` ``[W * S]``.
-        Complex numbers are sent as real pairs, even to a user's reduce-scatter: NCCL has no complex
-        dtypes, and torch's reduce-scatter does not convert them."""
+        """Fill ``output`` ``[S]`` with this rank's part of the reduced ``sent`` ``[W * S]``.
+        Complex numbers are passed as pairs of reals, also to custom reduce-scatters: NCCL has no
+        complex dtypes, and torch's reduce-scatter does not convert them."""
         group = self.scatter_group or axis.pg
         assert group is not None
         exact = self._exact_in(sent)
@@ -427,7 +427,7 @@ class InFlight:
         self,
         buffers: tuple[Tensor, ...],
         work: dist.Work | None = None,  # the asynchronous collective
-        lost: Callable[[Exception], Exception] | None = None,  # converts errors of the work
+        lost: Callable[[Exception], Exception] | None = None,  # converts errors raised by the work
     ) -> None:
         self.buffers = buffers
         self._work = work
@@ -448,7 +448,7 @@ class InFlight:
         return self._event is None and (self._work is None or self._work.is_completed())
 
     def wait(self) -> None:
-        """Make the current stream (a device) or the caller (a CPU) wait for the work."""
+        """Make the current stream (on a device) or the caller (on a CPU) wait for the work."""
         if self._work is not None:
             try:
                 self._work.wait()
@@ -461,14 +461,14 @@ class InFlight:
             torch.accelerator.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Make the host wait for the work, before it uses host memory of the work."""
+        """Make the host wait for the work, before the host uses memory that the work uses."""
         self.wait()
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def runs(self) -> bool:
-        """Return True if an asynchronous work has not been waited for."""
+        """Return True if the work is asynchronous and has not been waited for."""
         return self._work is not None
 
     def hold_back(self, stream: torch.Stream) -> None:
@@ -489,7 +489,7 @@ class Streams(Observable):
     current: torch.Stream | None = None  # for compute; None on a CPU
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Return a context that computes in ``stream``, an earlier value of ``current``."""
+        """Return a context manager to compute in ``stream``, an earlier value of ``current``."""
         return WHERE_IT_IS
 
     def launch(
@@ -511,7 +511,7 @@ class Streams(Observable):
         """Make a lane wait for all compute issued so far."""
 
     def retire(self, lane: str, buffers: tuple[Tensor, ...]) -> None:
-        """Free buffers of a lane after the compute issued so far, which reads them."""
+        """Free a lane's buffers after the compute issued so far, which reads them."""
 
     def drain(self, lane: str) -> None:
         """Free a lane's retired buffers before a pause in its launches."""
@@ -521,16 +521,16 @@ class Streams(Observable):
         event.synchronize()
 
     def hold_back(self, stream: torch.Stream | None) -> None:
-        """Make a stream wait for compute, which used memory of the stream."""
+        """Make a stream wait for compute, which used memory allocated in that stream."""
 
     def finish_host_reads(self) -> None:
-        """Make the host wait for all pending reads of its memory, before the user writes to it."""
+        """Make the host wait for all pending reads of host memory, before the user writes to it."""
         if self.host_read is not None:
             self.host_read.synchronize()
             self.host_read = None
 
     def note_late(self, looks: Iterable[LateLook]) -> None:
-        """Copy received stamps from the device to the host. A CPU checks them on arrival."""
+        """Copy received stamps from the device to the host. On a CPU, they are already checked."""
 
     def look_late(self, looks: Iterable[LateLook]) -> None:
         """Check the copied stamps, without waiting. StateError: ranks gathered different data."""
@@ -543,7 +543,7 @@ class Streams(Observable):
         """Wait for the device, and drop all buffers."""
 
     def forget(self) -> None:
-        """Drop all buffers without a wait: no enqueued operation uses them."""
+        """Drop all buffers without waiting: no enqueued operation uses them."""
 
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"launch": launch}
 

@@ -1,5 +1,5 @@
-"""Initialisation of a tree of units in the root's first forward: everything that requires the full
-tree, such as names, the common runtime, owning units, and errors for invalid trees.
+"""Initialises a tree of units in the root's first forward. Does everything that requires the full
+tree: names, the common runtime, owning units, and errors for invalid trees.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _told: weakref.WeakSet[Unit] = weakref.WeakSet()  # enclosing units for which FS
 
 
 def attach(root: Unit) -> Runtime:
-    """Make ``root`` the root of every unit below it. StateError: the tree is invalid, for example
-    because a unit ran before the root, or no unit contains all uses of a tied parameter."""
+    """Make ``root`` the root of all units below it. StateError: the tree is invalid. For example, a
+    unit ran before the root, or no unit contains all uses of a tied parameter."""
     if root.fqn:  # set by ``fully_shard`` of an enclosing module
         _tell_of_outer(root)
     names: dict[Unit, str] = {}
@@ -103,7 +103,7 @@ def _tell_of_outer(root: Unit) -> None:
 
 
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
-    """Map units to the conditional units that they own: [Note: conditional units] in ``tree``.
+    """Map each owning unit to its conditional units. See [Note: conditional units] in ``tree``.
     StateError: a conditional unit has no enclosing unconditional unit, or several."""
     above: dict[Unit, set[Unit | None]] = {}
 
@@ -151,7 +151,7 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
 
 
 def _take_over(owner: Unit, units: list[Unit]) -> None:
-    """Move groups of conditional units to their owner: [Note: conditional units] in ``tree``."""
+    """Move groups of conditional units to the owner. See [Note: conditional units] in ``tree``."""
     owner.groups = owner.own_groups + [group for unit in units for group in unit.own_groups]
     for unit in units:
         unit.owner, unit.groups = owner, []

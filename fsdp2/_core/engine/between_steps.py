@@ -9,43 +9,43 @@ code for the sequence of a step.
 ``fully_shard.state(module)`` and torch's getters return a ``TorchState``. It derives from
 ``FSDPState``, because torch's getters return only this type. Since torch 2.15, a stage of
 ``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
-``set_manual_backward_finalization``, ``finalize_backward``, and settings. With
-``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages. Up to torch
+``set_manual_backward_finalization``, ``finalize_backward``, and setters. With
+``defer_reduce_grad_wait``, it compares ``_get_fsdp_state()._comm_ctx`` between stages. Up to torch
 2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
-False before each backward of a microbatch, so gradients stay on the unsharded parameters. After the
-last one it sets all three to True, calls ``post_backward`` on each group under
+False before the backward of each microbatch, so gradients stay on the unsharded parameters. After
+the last backward, it sets all three to True, calls ``post_backward`` on each group under
 ``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward runs at that
-time, so our hooks do not run either. The runtime chooses the order of reductions: ``all_states`` is
-empty, and the callback does all the work of the end of a backward.
+time, so our hooks do not run either. The runtime chooses the order of reductions, so ``all_states``
+is empty, and the callback does all the work of the end of a backward.
 
 [Note: attributes that tools may read]
 Torch's FSDP2 stores a state with parameter groups on each module, and programs read parts of it:
 the number of ranks that shard a parameter, the compute dtype of a unit, whether a module is already
 sharded (docs/clients.md lists the names and the programs). We support these reads. All other access
-to torch's internals, and every write, is an error. As in torch, one group contains all parameters
-of a unit on one mesh, including the large parts of a root. The objects live as long as the unit,
-because programs use them as keys.
+to torch's internals, and every write, raises an error. As in torch, one group contains all
+parameters of a unit on one mesh, including the large parts of a root. The objects live as long as
+the unit, because programs use them as dict keys.
 
 [Note: optimizer steps are counted]
-Versions of shards show whether unsharded parameters kept from an earlier step are still valid. But
+The versions of shards show whether unsharded parameters kept from an earlier step are valid. But
 torch's multi-tensor and fused kernels write to DTensors without incrementing the version of the
 DTensor or of its local tensor (torch 2.13.0). Every step of an optimizer that holds shards or their
-memory therefore counts as a write. Steps of other optimizers, such as a probe on one rank, do not:
-whether a forward gathers must depend only on information that is equal on all ranks.
+memory therefore counts as a write. Steps of other optimizers, such as a probe on one rank, do not
+count: whether a forward gathers may depend only on information that is the same on all ranks.
 
 [Note: an optimizer that trains nothing]
-An optimizer created at the wrong time holds parameters that never get a gradient: those from before
-``fully_shard``, or unsharded ones. Its first step raises an error on every rank.
+An optimizer created at the wrong time holds parameters that never get a gradient: those from
+before ``fully_shard``, or unsharded parameters. Its first step raises an error on every rank.
 
 [Note: forgotten parameters]
 It is easy to forget ``fully_shard`` on the outermost module. Parameters in no unit are trained, but
-their gradients are not averaged over ranks, so ranks silently diverge. The first step of an
-optimizer that holds both such parameters and sharded ones warns.
+their gradients are not averaged over ranks, so ranks silently diverge. If an optimizer holds both
+such parameters and sharded ones, its first step warns.
 
 [Note: unreduced gradients at an optimizer step]
-Gradients of a backward without sync are reduced in the next backward with sync of the same root. An
+Gradients of a backward without sync are reduced by the same root's next backward with sync. An
 optimizer step in between does not use them. This may be intended (one optimizer, several roots), so
-the step only warns, once. Gradients that will never be reduced are an error.
+the step only warns, once. Gradients that will never be reduced raise an error.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ from fsdp2._core.params.registration import GATHERING, SHARDED, Site
 
 
 def units_below(module: nn.Module) -> list[Unit]:
-    """Return the units of a module and its submodules, without duplicates."""
+    """Return the units of a module and of its submodules, without duplicates."""
     found = (unit_of(part) for part in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def refuse_other_thread(module: object, what: str) -> None:
-    """Raise StateError if another live thread runs the steps: only that thread may issue collective
-    operations. Ranks raise together. See [Note: threads] in ``tree``."""
+    """Raise StateError if another live thread runs the steps: only that thread may issue
+    collectives. All ranks raise. See [Note: threads] in ``tree``."""
     if threading.active_count() == 1 or not isinstance(module, nn.Module):
         return
     for unit in units_below(module):
@@ -107,9 +107,9 @@ def refuse_other_thread(module: object, what: str) -> None:
         if has_other and max(ranks, default=1) > 1:
             raise StateError(
                 "FS301",
-                f"{what}: called in a different thread from the one that runs steps of "
-                f"{unit.fqn or '<root>'}. Collectives of two threads may have a different order on "
-                "each rank. Call it in the thread that runs steps, between steps.",
+                f"{what}: called outside the thread that runs the steps of "
+                f"{unit.fqn or '<root>'}. Collectives issued by two threads may have a different "
+                "order on each rank. Call it in the thread that runs steps, between steps.",
             )
 
 
@@ -155,7 +155,7 @@ def reshard_if_idle(unit: Unit) -> None:
 @contextlib.contextmanager
 def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
     """Guard access to parameters between steps; yield True if another thread runs the steps.
-    StateError: it is inside a forward or a backward. See [Note: threads] in ``tree``."""
+    StateError: that thread is inside a forward or a backward. See [Note: threads] in ``tree``."""
     runtime = unit.runtime
     if runtime is None:
         yield False
@@ -183,7 +183,7 @@ def _require_sharded(unit: Unit) -> None:
 
 def adopt_if_idle(unit: Unit) -> None:
     """Adopt parameters registered by ``load_state_dict(assign=True)`` immediately, so that a new
-    optimizer holds shards. A group with parameters on the meta device waits for the last load."""
+    optimizer holds shards. Adopt a group only once none of its parameters is on the meta device."""
     if unit.summoned_on:
         return
     if unit.runtime is None or unit.runtime.context.phase is IDLE:
@@ -213,7 +213,7 @@ class StateHooks:
         reshard_if_idle(self.unit)
         if not local_metadata.get("assign_to_params_buffers", False):
             own = ((prefix + name, param) for name, param in module._parameters.items())
-            refuse_whole(own, state_dict, "The modules before it were loaded.")
+            refuse_whole(own, state_dict, "Modules before it have been loaded.")
 
     def after_load(self, *_: Any, **__: Any) -> None:
         adopt_if_idle(self.unit)
@@ -231,7 +231,7 @@ class StateHooks:
 
 @contextlib.contextmanager
 def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
-    """Restore the original dtypes of cast buffers inside the context, for a load."""
+    """Inside the context, restore the original dtypes of cast buffers, to load them."""
     found = [unit.precision.buffers for unit in units]
     on = [buffers for buffers in found if buffers is not None and buffers.is_on]
     for buffers in on:
@@ -276,7 +276,7 @@ def finish(runtime: Runtime) -> None:
             "FS315",
             f"{lost[0].fqn or '<root>'}: found no gradient after a pipeline step whose schedule "
             "splits the backward into input gradients and weight gradients. Such a schedule looks "
-            "up the parameters between forward and backward, when this unit had freed them "
+            "up the parameters between forward and backward, after this unit has freed them "
             f"(affected units in this stage: {len(lost)}). Apply fully_shard to the modules of a "
             "stage with reshard_after_forward=False.",
         )
@@ -310,7 +310,7 @@ def know(unit: Unit) -> None:
 
 
 def units_around(unit: Unit) -> list[Unit]:
-    """Return the units whose modules contain all modules of a unit."""
+    """Return the other units whose modules contain all modules of ``unit``."""
     return [
         other
         for other in alive(_units)
@@ -350,8 +350,7 @@ def _words(param: FSDPParam, site: Site, unit: Unit, error: RuntimeError) -> str
     names = {id(module): name for name, module in top.named_modules()}
     inside = names.get(id(site.module), "")
     ways = (
-        "Use it inside that forward (or in a method passed to "
-        "fsdp2.register_fsdp_forward_method)"
+        "Use it inside that forward (or in a method passed to fsdp2.register_fsdp_forward_method)"
     )
     if inside:
         called = f"{unit.fqn}.{inside}" if unit.fqn else inside
@@ -372,7 +371,7 @@ def _innermost_first(traceback: TracebackType | None) -> list[tuple[FrameType, i
 
 
 def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the parameters of a frame's ``self``, and those in the running expression."""
+    """Yield the parameters of a frame's ``self``, and those used in the running expression."""
     own = frame.f_locals.get("self")
     if isinstance(own, nn.Module):
         yield from ((own, name) for name in own._parameters)
@@ -385,7 +384,7 @@ def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, st
 
 
 def _expressions(frame: FrameType, instruction: int) -> Iterator[ast.AST]:
-    """Yield the nodes of the running expression, if its source is available."""
+    """Yield the AST nodes of the running expression, if its source is available."""
     code = frame.f_code
     first = last = frame.f_lineno
     begin: int | None = None
@@ -433,7 +432,7 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _explain_uncaught() -> None:
-    """Explain uncaught errors too: a direct call of an inner module does not run our code."""
+    """Explain uncaught errors too: calling an inner module directly does not run our code."""
     before = sys.excepthook
 
     def hook(
@@ -458,7 +457,7 @@ def missing(what: str, name: str, of: object) -> AttributeError:
     return AttributeError(
         coded(
             "FS910",
-            f"the {what} of a module sharded by fsdp2 differs from torch's: no {name!r}. {ADVICE}",
+            f"unlike torch's, the {what} of a module sharded by fsdp2 has no {name!r}. {ADVICE}",
         ),
         name=name,
         obj=of,
@@ -525,7 +524,7 @@ class GroupView(View):
         vars(self).update(data=data, views={})
 
     def take(self, groups: list[ParamGroup]) -> None:
-        """Set the groups' current parameters; known parameters keep their views."""
+        """Set the groups' current parameters; parameters that have a view keep it."""
         known, params = self.views, [param for group in groups for param in group.params]
         vars(self)["views"] = {p: known.get(p) or ParamView(p, self.data) for p in params}
 
@@ -559,7 +558,7 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _comm_ctx(self) -> Streams:
-        """The streams: the same object for all roots that share them."""
+        """The streams. Roots that share streams return the same object."""
         unit = self._unit
         if unit.runtime is not None:
             return unit.runtime.context.streams
@@ -609,7 +608,7 @@ class TorchState(View, torch_modules.FSDPState):
         return views[0] if views else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the views: the copied unit has other groups."""
+        """Omit the views, because a copied unit has different groups."""
         return {"_unit": self._unit, "_views": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -636,13 +635,13 @@ def register_torch_state(module: nn.Module, unit: Unit) -> None:
 
 _states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.WeakKeyDictionary()
 
-# The number of optimizer steps, and checks of an optimizer's parameters.
+# Counting of optimizer steps, and checks of an optimizer's parameters.
 
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""By optimizer: the number of param groups that have been checked."""
+"""For each optimizer, the number of its param groups that have been checked."""
 _placed: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-"""By optimizer: the ``state`` dict whose tensors have the placements of their parameters."""
+"""For each optimizer, the ``state`` dict whose tensors have their parameters' placements."""
 
 
 def watch_optimizers() -> None:
@@ -677,7 +676,7 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _place_states(optimizer: Optimizer) -> None:
     """Give states the placements of their parameters if either is dealt, so that torch's helpers
-    can load them. fsdp2's optimizers do this themselves; others have a ``state`` dict."""
+    can load them. Optimizers without a ``state`` dict are fsdp2's, which do this themselves."""
     table = vars(optimizer).get("state")
     if table is None or _placed.get(optimizer) is table:
         return

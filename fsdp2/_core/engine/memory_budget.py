@@ -1,4 +1,4 @@
-"""Memory settings: translate a named setting or a byte budget to an ``Overlap``.
+"""Memory settings: translates a named setting or a byte budget into an ``Overlap``.
 
 Everything is computed from shapes and dtypes, so the result is the same on every rank.
 """
@@ -28,12 +28,12 @@ LADDER = (
     Overlap(prefetch=2, reductions=2, synchronizes=True),
     Overlap(prefetch=2, reductions=3, synchronizes=True),
 )
-"""Candidates for a budget, from the least memory to the most."""
+"""Candidates for a byte budget, in order of increasing memory use."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a group: unsharded parameters, their gradients, and inputs of its reduction."""
+    """Sizes in bytes of a group: unsharded parameters, gradients, and inputs of the reduction."""
 
     whole: int
     gradients: int
@@ -51,8 +51,8 @@ class Sizes:
 
 
 def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
-    """Return the overlap for the user's setting. ``units``: a tree of units, root first.
-    ConfigError: an invalid setting, or a budget that is too small even without overlap."""
+    """Return the ``Overlap`` for the user's setting. ``units``: a tree of units, root first.
+    ConfigError: the setting is invalid, or the budget is too small even without overlap."""
     if isinstance(memory, str) and memory in NAMED:
         return NAMED[memory]
     expected = f"{', '.join(map(repr, NAMED))} or a number of bytes"
@@ -65,21 +65,21 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
         raise ConfigError(
             "FS504",
             f"set_memory: {memory} bytes are not enough: even without overlap, the parameters and "
-            f"gradients that are unsharded at the same time take {needs[0]} bytes. Set at least "
-            "this many, or apply fully_shard to smaller modules.",
+            f"gradients that are unsharded at the same time take {needs[0]} bytes. Pass at "
+            "least that number, or apply fully_shard to smaller modules.",
         )
     return [overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory][-1]
 
 
 def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
-    """Return the peak bytes of unsharded parameters, gathers in flight, unreduced gradients and
-    inputs of reductions in a typical step; excludes shards, activations and reduced gradients.
+    """Return the peak size of unsharded parameters, gathers in flight, unreduced gradients and
+    reduction inputs in a typical step. Excludes shards, activations and reduced gradients.
     ``units[0]`` is the root, which is unsharded throughout."""
     root = [Sizes.of(group) for group in units[0].own_groups]
     others = []
     for unit in units[1:]:
         sizes = [Sizes.of(group) for group in unit.own_groups]
-        if unit.conditional:  # unsharded by the enclosing unit
+        if unit.conditional:  # the enclosing unit unshards it
             root += sizes
         else:
             others.append(sizes)

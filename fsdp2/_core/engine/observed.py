@@ -1,6 +1,6 @@
-"""Observers of a unit's forwards, eager or compiled.
+"""Observers of a unit's forwards, both eager and compiled.
 
-A unit without observers does not use this module.
+Units without observers do not use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CallsObserver(Protocol):
         """Called after the module's own forward has returned."""
 
     def drop_forward(self, unit: Unit) -> None:
-        """Called if the forward raises, as when activation recomputation stops early."""
+        """Called if the forward raises, for example if activation recomputation stops early."""
 
 
 class ObservedCalls(list[Any]):

@@ -1,28 +1,28 @@
-"""Large parts of roots: when to reduce each, and which ones backward does not need to gather.
+"""Large parts of roots: when to reduce each part, and which parts backward need not gather.
 
 A *part* is a separate group for the parameters of one large submodule (an embedding, a head) of a
 unit that contains other units. Owns each rank's facts about its parts, the small collective that
-combines them over ranks, and the decision when to reduce and free a part. Contains no hook code:
-the runtime reports the progress of a forward or backward.
+combines these facts, and the decision when to reduce and free a part. Contains no hook code: the
+runtime reports the progress of a forward or backward.
 
 [Note: reduced early]
-The gradient of a head is complete long before the root's backward ends. Each rank determines when,
-by checking ``grad`` at every *event* of a backward: a point in the order of collectives, which has
-the same number on every rank. At the end of a backward the ranks take the maximum of their events.
-Later backwards reduce and release the part at that event even if a gradient is missing, because all
-ranks must reduce at the same point. A rank whose backward took another path may get a gradient
-later. It reports this in the same exchange: all ranks reduce the part again, and use a later event
-from then on. The event thus affects memory and overlap, never the result. Without such an exchange
-(on a device, once all facts are known) nothing is reduced early: a part is handled like any group.
+The gradient of a head is complete long before the root's backward ends. To find out when, each rank
+checks ``grad`` at every *event* of a backward: a point in the order of collectives, which has the
+same number on every rank. When a backward ends, the ranks exchange the event of a part's last
+gradient, and take the maximum. Later backwards reduce and release the part at that event even if a
+gradient is missing, because all ranks must reduce at the same point. If a rank's backward takes
+another path, a gradient may arrive later. The exchange reports this; all ranks then reduce the part
+again, and use a later event from then on. The event thus affects memory and overlap, never the
+result. Without exchanges (on a device, once all facts are known), no part is reduced early.
 
 [Note: not read in backward]
 The same exchange reports whether a part's parameters were still referenced after forward (see
-[Note: released early] in ``buffers``). If they were not on any rank, later forwards release the
-part early. If a rank later finds a reference, it keeps the memory for that step and reports it;
-from then on the part is gathered, or kept, like other groups.
+[Note: released early] in ``buffers``). If no rank found a reference, later forwards release the
+part early. If a rank later finds one, it keeps the memory for that step and reports the reference.
+From then on, the part is gathered, or kept, like other groups.
 
-A part may be read without a call of its modules: a fused loss uses the head's weight and never
-calls the head. References are then inconclusive, so after a few such forwards the part counts as
+Backward may read a part whose modules were not called: a fused loss uses the head's weight but does
+not call the head. References are then inconclusive, so after a few such forwards the part counts as
 read. Otherwise ranks would repeat the exchange in every step, which blocks the host of a device.
 """
 
@@ -45,7 +45,7 @@ from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import GATHERING
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
-UNSEEN = 3  # a part counts as read after this many forwards without a call of its modules
+UNSEEN = 3  # a part counts as read after this many forwards that do not call its modules
 FACTS = 3
 """Facts per part: the event of its last gradient, whether that was late, whether it is read."""
 
@@ -80,7 +80,7 @@ class Part:
         self._last_event = 0
         self._present = 0
         self._is_pending = False
-        self._unseen = 0  # number of forwards without a call of its modules
+        self._unseen = 0  # number of forwards that did not call its modules
 
     def begin(self) -> None:
         self.is_reduced = False
@@ -89,7 +89,7 @@ class Part:
         self._present = 0
 
     def count_gradients(self, event: int) -> None:
-        """Record the event if another gradient has arrived since the previous event."""
+        """Record the event if a gradient has arrived since the previous event."""
         present = 0
         for param in self.group.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -144,7 +144,7 @@ class Parts:
 
     @property
     def can_agree(self) -> bool:
-        """Return False if tensors are fake but ranks are real."""
+        """Return True if ranks can exchange facts, which real ranks with fake tensors cannot."""
         return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
 
     @property
@@ -161,7 +161,7 @@ class Parts:
             part.note_reduced()
 
     def end_forward(self, unit: Any, with_grad: bool) -> None:
-        """After a unit's forward, release the parts that backward does not read on any rank."""
+        """After a unit's forward, release the parts that no rank reads in backward."""
         for group in unit.own_groups:
             if group.early.readers is not None:
                 self._end_forward_of(group, with_grad)
@@ -185,7 +185,7 @@ class Parts:
             part.begin()
 
     def pass_event(self) -> None:
-        """Process one event of a backward: reduce the parts that are due at it."""
+        """Process an event of a backward: reduce the parts that are due at this event."""
         self._event += 1
         due = []
         for part in self._of.values():
@@ -212,7 +212,7 @@ class Parts:
 
     @property
     def _agrees(self) -> bool:
-        """Return True if ranks report late gradients, which on a device blocks the host."""
+        """Return True if ranks report late gradients. On a device, reporting blocks the host."""
         tree = self._tree
         return bool(tree.context.streams.async_op or tree.root.settings.overlap.synchronizes)
 
@@ -222,12 +222,12 @@ class Parts:
         return not self._is_idle and (self._agrees or not self.are_known) and self.can_agree
 
     def tells_of_more(self, group: ParamGroup) -> bool:
-        """Return True for a reduced part, if an exchange will report its late gradients."""
+        """Return True for a reduced part whose late gradients will be reported in an exchange."""
         part = self._of.get(group)
         return part is not None and part.is_reduced and self._will_agree
 
     def end(self) -> None:
-        """End a backward: exchange facts, and reduce parts again if a gradient was late on a rank.
+        """End a backward: exchange facts, and reduce a part again if a gradient was late on a rank.
         With gradient sync, this is collective over the meshes of all parts."""
         if self._will_agree:
             self._event += 1
@@ -250,7 +250,7 @@ class PartExchange:
         self._parts = parts
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
-        self._axes = [] if self.is_imagined else axes  # imagined ranks have equal facts
+        self._axes = [] if self.is_imagined else axes  # imagined ranks have the same facts
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
 
@@ -270,7 +270,7 @@ class PartExchange:
         return self._stamps.values()
 
     def run(self, streams: Streams) -> list[Part]:
-        """Reduce the facts over every axis; return the parts that were reduced too early."""
+        """All-reduce the facts over every axis; return the parts that were reduced too early."""
         found = [fact for part in self._parts for fact in part.facts]
         for axis in self._axes:
             found = self._join(found, axis, streams)

@@ -1,13 +1,13 @@
-"""Host state of the engine before and after the replay of a captured step.
+"""The engine's host state before and after replaying a captured step.
 
 Owns the preconditions of a replay and its effects on host state: unreduced gradients, the predicted
 sequence of collectives, and received stamps. Contains no capture code.
 
 [Note: a replay is a step]
 A device graph runs kernels and collectives, but no Python code. A replay is therefore allowed only
-if an eager step would issue the same operations on the same addresses, and needs no extra exchange
-between ranks. Some ranks can then replay a step while others run it eagerly: all issue the same
-collectives with the same stamps. The stamp buffers are part of the capture: as in eager steps,
+if an eager step would issue the same operations on the same addresses and need no extra exchange
+between ranks. Some ranks can then replay a step while others run it eagerly, because all issue the
+same collectives with the same stamps. The stamp buffers are part of the capture: as in eager steps,
 other ranks' stamps are copied to the host after each replay and checked before the next one
 (``LateLook``).
 """
@@ -53,13 +53,13 @@ class Waiting:
         return cls(grads, dataclasses.replace(reducer.unreduced), reducer.has_waited)
 
     def is_in(self, group: ParamGroup) -> bool:
-        """Return True if the group has the same gradient tensors."""
+        """Return True if the group still has these gradient tensors."""
         now = Waiting.of(group)
         same = all(mine is its for mine, its in zip(self.grads, now.grads, strict=True))
         return same and now.unreduced.partial is self.unreduced.partial
 
     def put(self, group: ParamGroup) -> None:
-        """Restore these gradients in a group."""
+        """Restore these gradients in the group."""
         for param, grad in zip(group.params, self.grads, strict=True):
             if param.unsharded is not None and param.unsharded.grad is not grad:
                 param.unsharded.grad = grad
@@ -75,7 +75,7 @@ class Trees:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
-        self.params = list(model.parameters())  # sharded ones, and those in no unit
+        self.params = list(model.parameters())  # sharded parameters, and parameters in no unit
         self.groups = [group for unit in units for group in unit.own_groups]
         self.runtimes: list[Runtime] = list(
             dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None)
@@ -85,7 +85,7 @@ class Trees:
 
     @property
     def are_current(self) -> bool:
-        """Return True if every unit has run in one of the runtimes found at construction."""
+        """Return True if every unit with parameters still has a runtime found at construction."""
         return all(unit.runtime in self.runtimes for unit in self.units if unit.own_groups)
 
     @property
@@ -93,7 +93,7 @@ class Trees:
         return any(group.reducer.unreduced.is_waiting for group in self.groups)
 
     def why_not(self) -> str:
-        """Return why the next step must run eagerly, or "" if it may be replayed."""
+        """Return the reason why the next step must run eagerly, or "" if a replay is allowed."""
         if any(unit.runtime is None for unit in self.units if unit.own_groups):
             return "the model has not run yet"
         if events.listeners or any(runtime.is_observed for runtime in self.runtimes):
@@ -119,7 +119,7 @@ class Trees:
 
     @property
     def objects(self) -> list[Any]:
-        """The objects that a captured step depends on. A change to one creates a new object."""
+        """The objects that a captured step depends on. Changes replace them with new objects."""
         found: list[Any] = []
         for group in self.groups:
             reducer = group.reducer
@@ -142,7 +142,7 @@ class Trees:
         """Wait for external events that a step depends on, and check the stamps received in earlier
         steps. A graph cannot contain these waits, because each step has different events.
         StateError: ranks issued different gathers."""
-        wait_for_copies()  # of background saves; a replay runs no optimizer hooks
+        wait_for_copies()  # for background saves: a replay runs no optimizer hooks
         for runtime in self.runtimes:
             runtime.context.streams.look_late(runtime.looks.all)
             event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
@@ -191,7 +191,7 @@ class Replayed:
 
     @property
     def finds_gradients(self) -> bool:
-        """Return True if earlier micro-batches left their gradients at the captured addresses."""
+        """Return True if gradients of earlier micro-batches are at the captured addresses."""
         pairs = zip(self._before, self._trees.groups, strict=True)
         return all(waiting.is_in(group) for waiting, group in pairs)
 
@@ -207,7 +207,7 @@ class Replayed:
         return same and self._values == self._trees.values
 
     def why_not(self) -> str:
-        """Return why this step cannot be replayed, or "" if it can."""
+        """Return the reason why this step cannot be replayed, or "" if it can."""
         if not self.finds_gradients:
             return GRADIENTS_ELSEWHERE
         return "" if self.is_expected else OTHER_COLLECTIVES

@@ -14,68 +14,68 @@
     pre_backward(call)    at a marked output: unshard, wait, prefetch the previous call
       ... autograd through the module ...     mark its gradients   (create_graph)
     post_backward(call)   at a marked input: reshard, reduce
-    end_backward          at the end of autograd's run: all events that no mark triggered
+    end_backward          at the end of autograd's run: process events that no mark triggered
 
 Owns every module hook, and every hook on an autograd node (``Call``: the *marks* of one forward).
 Contains no buffer or collective code; delegates to the runtime.
 
 [Note: memory of parameters in outputs]
-A forward may return the unit's weight, or a view of it. That memory is freed after forward, so we
-return a differentiable copy instead. If the containing object cannot be rebuilt with a copy (a
-function, slots, a set), we raise an error, because later reads would access freed memory.
+A forward may return the unit's weight, or a view of it. Its memory is freed after forward, so we
+return a differentiable copy instead. If the output is in an object that cannot be rebuilt with the
+copy (a function, slots, a set), we raise an error: later reads would access freed memory.
 
 [Note: one reduction per backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
 post-backward or the end of the next backward. The unit reduces its gradients when no call is open,
-or else at the end of backward: each parameter gets one gradient per backward, as in an unsharded
-model. We count calls rather than track object lifetimes, because garbage collection runs at
+or else at the end of backward. Each parameter thus gets one gradient per backward, as without
+sharding. We count calls rather than track object lifetimes, because garbage collection runs at
 different times on each rank, and collectives must have the same order on all ranks.
 
 [Note: compiled modules]
 This code is never compiled: graphs should contain no collectives, streams or freed storages. The
 compiler breaks the graph at a unit, and compiles the unit's forward separately.
 ``module.compile()`` also compiles the code that calls module hooks. We therefore run our hooks
-around the compiled call, and the registered hooks, which are traced, return immediately. Nested
-modules of the same unit need no hooks: all parameters of a unit are gathered together.
+around the compiled call. The registered hooks are traced, but return immediately. Nested modules of
+the same unit need no hooks, because all parameters of a unit are gathered together.
 
 [Note: marks]
-A mark is a pre-hook on an autograd node. An output mark is on the output's ``grad_fn`` and, if the
-output is a view, also on its base's: an in-place update of a view moves its history to the base. An
+A mark is a pre-hook on an autograd node. An output mark is on the ``grad_fn`` of the output and, if
+that is a view, also of its base: an in-place update of a view moves its history to the base. An
 input mark is on the node of a ``view_as`` (or of the dtype cast) that we insert between the
 caller's tensor and the module. This node is older than the module's nodes, and autograd runs
-younger nodes first: when it reaches the mark, the module's backward is complete. The view is a
-plain autograd view, so the module may update it, or a view of it, in place; the output of a custom
-``autograd.Function`` would not allow this.
+younger nodes first. When autograd reaches the mark, the module's backward is therefore complete.
+The view is a plain autograd view, so the module may update it, or a view of it, in place. With a
+custom ``autograd.Function``, this would not be allowed.
 
 An in-place update of that view, or of another view of the same base, bypasses the mark: the base's
-new history leads from the update to the base's old node, which is therefore marked after forward.
+new history leads from the update to the base's old node. We therefore mark this node after forward.
 
-A backward with ``create_graph`` creates nodes that read parameters. A second backward enters them
-at a gradient that a node of the module computed, so each node of the module gets a hook that marks
-its results like outputs.
+A backward with ``create_graph`` creates nodes that read parameters. A second backward enters these
+nodes through gradients that the module's nodes computed. Each node of the module therefore gets a
+hook that marks the computed gradients in the same way as outputs.
 
 If a backward reaches no mark of a unit on some rank, the order of forward determines when the unit
 is processed: see [Note: the order of backward] in ``_core.engine.tree``. The order also separates
-marks on the same node: a unit may return the output of an inner unit, or its own input.
+multiple marks on one node: a unit may return the output of an inner unit, or its own input.
 
 [Note: hidden outputs]
 A forward may store a loss in an attribute, a list argument or elsewhere, and return another tensor.
-A backward from a stored tensor younger than every marked output would read freed parameters,
-because autograd runs younger nodes first. So would a backward from an older tensor that runs before
-the output's backward, or without it. We search for such tensors in three steps:
+Autograd runs younger nodes first, so if the stored tensor is younger than every marked output, its
+backward would read freed parameters. So would the backward of an older tensor, if it runs before or
+without the backward of the output. We search for such tensors in three steps:
 
 - After a unit's first forward, we search the attributes of its modules. Tensors that the forward
   created are marked, and the attributes that hold them are checked after each later forward.
-- If the youngest node does not belong to a marked output, there are more such tensors: we search
+- If the youngest node does not belong to a marked output, there are more such tensors, so we search
   all attributes and the arguments.
 - If the youngest node is still unmarked, the tensor's location is unknown. The unit is resharded,
   as on other ranks, but its memory is kept while the graph lives. In later forwards of all units
   with these module classes, our saved-tensor hooks save the parameters (``saved_by_hooks``).
-  Unpacking one acts as a mark, so no memory is kept. This costs a call for each saved tensor. Our
-  hooks would override the user's saved-tensor hooks: if there are any, the memory is kept.
+  Unpacking a parameter acts as a mark, so no memory is kept. This costs a call per saved tensor. If
+  the user has saved-tensor hooks, which ours would override, the memory is kept instead.
 
-Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them: the
-next forward, or the optimizer, raises an error.
+Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them. The
+next forward or optimizer step then raises an error.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Saved:
 
 
 class SavedByHooks:
-    """Saved-tensor hooks of one forward of a unit, active from construction until ``end``. They
+    """Saved-tensor hooks for one forward of a unit, active from construction until ``end``. They
     call ``read`` before unpacking a parameter. ``around``: the hooks of the enclosing forward."""
 
     def __init__(
@@ -133,7 +133,7 @@ class SavedByHooks:
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.grad_fn is not None:  # else a node that saves its own output forms a cycle
+        if tensor.grad_fn is not None:  # otherwise a node that saves its own output forms a cycle
             tensor = tensor.detach()
         hooks: SavedByHooks | None = self
         while hooks is not None:
@@ -155,7 +155,7 @@ _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGI
 """Attributes of a module that never hold outputs of its forward."""
 
 
-Comes = Callable[[tuple[Tensor | None, ...]], None]  # called when backward reaches a module
+Comes = Callable[[tuple[Tensor | None, ...]], None]  # called when backward reaches an output
 
 
 class Call:
@@ -183,7 +183,7 @@ class Call:
         self.first_node = torch_autograd.sequence_number()
         self.last_marked = self.first_node - 1
         self.given: Any = None  # the arguments, during the forward
-        self.has_leaf = False  # an output is a leaf or requires no gradient
+        self.has_leaf = False  # an output is a leaf or does not require grad
         self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
         self.saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
         self.saved_by_hooks = False  # our hooks saved the parameters of this forward
@@ -211,7 +211,7 @@ class Call:
 
     @torch_compiler.always_eager
     def come_back(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Handle a later backward that reaches a gradient computed by the module's nodes."""
+        """Handle a later backward that reaches a gradient computed by nodes of the module."""
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number != visit.closed_in:
@@ -221,14 +221,14 @@ class Call:
         _aside(self.runtime.arrive, self.visit, is_in_order)
 
     def _follow_gradients(self) -> None:
-        """Register hooks on the module's nodes, from the running one on, to mark their results."""
+        """Register hooks that mark the results of the module's nodes, from the running node on."""
         node = torch_autograd.current_node()
         for inner in torch_autograd.nodes_between(self.first_node, self.last_marked, node, self):
             inner.register_hook(self.mark_gradients)
 
     @torch_compiler.always_eager
     def post_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Handle the last gradient that leaves the unit: its parameters have their gradients."""
+        """Handle the last gradient that leaves the unit, when its parameters have gradients."""
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
@@ -262,7 +262,7 @@ class Call:
                     before.register_prehook(self.post_backward)
 
     def save_by_hooks(self) -> None:
-        """Make unpacking a saved parameter act as a mark, unless the user's hooks prevent this."""
+        """Let unpacking a saved parameter act as a mark, unless the user's hooks prevent this."""
         hidden = self.runtime.hidden
         around: SavedByHooks | None = hidden.saving
         if torch_autograd.may_pack_saved_tensors(None if around is None else around.pack):
@@ -286,7 +286,7 @@ class Call:
             self._arrive(is_in_order=True)
 
     def let_go(self) -> None:
-        """Drop all tensors: they own the graph, which owns the call."""
+        """Drop all tensors, because they own the graph, which owns the call."""
         self.given = self.views = None
         self.end_saving()
 
@@ -381,8 +381,8 @@ class Call:
 
 
 def _tensors_at(value: Any) -> list[Tensor]:
-    """Return a tensor as a list, or the tensors in a list, tuple or dict. Other objects are not
-    searched: they may contain anything, including the model."""
+    """Return, as a list, a single tensor or the tensors in a list, tuple or dict. Other objects are
+    not searched, because they may contain anything, including the model."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -391,8 +391,8 @@ def _tensors_at(value: Any) -> list[Tensor]:
 
 
 class Beginning:
-    """Begins a backward at the outputs of a root without parameters. The callback for its end is
-    queued where it begins: in a nested backward, run by a hook, the callback would end both."""
+    """Begins a backward at the outputs of a root without parameters, and queues the callback for
+    its end. If a nested backward, run by a hook, queued the callback, it would end both."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -415,11 +415,11 @@ def _aside(function: Callable[..., object], *args: Any) -> None:
 
 
 def _has_layers() -> bool:
-    """Return True if tensors may be wrapped: by functorch transforms or as dual tensors."""
+    """Return True if tensors may be wrapped by functorch transforms, or as dual tensors."""
     return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
 
 
-# Hooks of modules.
+# Module hooks.
 
 
 @torch_compiler.always_eager
@@ -522,7 +522,7 @@ def _end_recorded(
     calls, visit = unit.calls, call.visit
     if calls.kept_on != []:
         call.mark_kept()
-    # usually the youngest node is an output's
+    # usually the youngest node belongs to an output
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
         runtime.hidden.note_hidden(unit, runtime.units, not call.saved_by_hooks)
     if not call.is_marked:
@@ -554,7 +554,7 @@ def _without_parameters(
     call: Call | None,
     recomputing: bool,
 ) -> Any:
-    """Copy outputs in the unit's own memory. See [Note: memory of parameters in outputs]."""
+    """Copy outputs that alias parameters. See [Note: memory of parameters in outputs]."""
 
     def apart(tensor: Tensor) -> Tensor:
         if not unit.holds(tensor):
@@ -596,9 +596,9 @@ def _refuse_lazy(unit: Unit, module: nn.Module, output: Any) -> None:
 
 @torch_compiler.always_eager
 def forward_raised(unit: Unit, depth: int) -> None:
-    """Handle an exception in a unit's forward. ``depth`` calls were running before it. The caller
-    may catch the exception, and recomputation stops early with one. If the exception leaves the
-    outermost unit, the next forward recovers."""
+    """Handle an exception in a unit's forward. ``depth`` calls were running before this forward.
+    The caller may catch the exception; recomputation raises one to stop early. If the exception
+    leaves the outermost unit, the next forward recovers."""
     unit.calls.give_up(depth)
     runtime = unit.runtime
     if runtime is None or unit.calls.running or runtime.is_recomputing:
@@ -646,7 +646,7 @@ def call_compiled(
 
 @torch_compiler.inlined_or_eager
 def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a sharded module: the implementation of ``FSDPModule.__call__``."""
+    """Run a sharded module. Implements ``FSDPModule.__call__``."""
     unit = self.__dict__.get(UNIT_ATTRIBUTE)
     if unit is not None and unit.runner is not None:
         return unit.runner.call(self._call_original, args, kwargs)
@@ -734,7 +734,7 @@ class ForwardMethod:
 
 
 def register_hooks(unit: Unit) -> None:
-    """Register a unit's module hooks, which run first before forward, and last after it."""
+    """Register a unit's module hooks: first among pre-forward hooks, last among forward hooks."""
     hooks = ForwardHooks(unit)
     for module in unit.modules:
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)

@@ -2,7 +2,7 @@
 
 A ``Unit`` is the result of one ``fully_shard`` call. A ``Runtime`` is the shared state of all units
 below one root: phases, prefetch, the end of backward, recovery. Contains no code for autograd nodes
-or module hooks: ``step`` decides when each operation runs. ``attach`` creates a runtime.
+or module hooks: ``step`` decides when each operation runs. ``attach`` creates the runtime.
 
 Phases of a runtime::
 
@@ -11,54 +11,54 @@ Phases of a runtime::
     FORWARD, BACKWARD ──recover (after an exception)──▶ IDLE
 
 [Note: conditional units]
-Some ranks may skip a conditional unit, so its hooks run no collectives. Its *owning unit*, the
-nearest enclosing unit that is not conditional, gathers, frees and reduces its groups together with
-its own, on every rank. ``own_groups`` are the groups of the ``fully_shard`` call, and ``groups``
-those that the unit's hooks manage. A unit inside a conditional unit is conditional too.
+Some ranks may skip a conditional unit, so its hooks run no collectives. Its groups are gathered,
+freed and reduced by its *owning unit*, the nearest enclosing unit that is not conditional, together
+with that unit's own groups, on every rank. ``own_groups`` are the groups of the ``fully_shard``
+call, ``groups`` those that the hooks manage. Units inside a conditional unit are conditional too.
 
 [Note: the order of backward]
 All ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so
-each rank's backward reaches these events in reverse order. It may miss some: a unit gets no
+each rank's backward reaches these events in reverse order. It may miss some events: a unit gets no
 gradient if the rank uses no parameter, returns the unit's input, detaches an output, or updates an
-input in place. When a backward reaches an event, it therefore first processes all missed events
-before it, as if they had received zero gradients. Every rank thus gathers and reduces the same
-units in the same order, wherever its graph is cut. The end of backward processes all other events.
+input in place. When a backward reaches an event, it therefore first processes all events that it
+has missed, as if their gradients were zero. Every rank thus gathers and reduces the same units in
+the same order, wherever its graph is cut. The end of backward processes the remaining events.
 
-*Within one root.* Each root has separate orders. If a rank's graph through several roots is cut,
-the events of two roots may be processed in another order than on other ranks. All ranks then raise
-the error for different collectives.
+*Within one root.* Each root has separate orders. If a graph through several roots is cut on one
+rank, this rank may process the events of two roots in a different order from other ranks. All ranks
+then raise the error for different collectives.
 
-*The first backward* of a forward processes all missed events. A later one (``retain_graph``, a
-second derivative, separate weight gradients of a pipeline stage) may visit few nodes, in another
-order, and processes only those that the first one also processed as missed (``Order._made_up``).
+*The first backward* of a forward processes all missed events. A later backward (``retain_graph``, a
+second derivative, separate weight gradients of a pipeline stage) may visit few nodes in a different
+order. It only processes events that the first backward also missed (``Order._made_up``).
 
-*Entered first.* If the inputs of the first unit of a forward, and of its enclosing units, require
-no gradient, no mark shows where backward leaves these units. It leaves them at its end, or when it
+*Entered first.* The inputs of the first unit, and of its enclosing units, often do not require
+grad. No mark then shows where backward leaves these units, so it leaves them at its end, or when it
 reaches another forward (a sum of two losses). ``Order.rest`` finds the lowest event with a mark;
-units entered before it stay open. The outermost unit stays unsharded until the end, because the
-other forward usually begins with it too.
+units entered before this event stay open. The outermost unit stays unsharded until the end, because
+the other forward usually begins with the same unit.
 
 [Note: manual finalization]
 By default, the end of backward reduces the remaining gradients, and waits for reductions. In manual
-mode, ``finalize_backward`` does both. A unit whose post-backward did not run keeps its memory until
-then, and its gradients remain due. The caller may wait for the reductions later; until then, no
-tree that shares the streams may start a step, because lanes hold the buffers in flight.
+mode, ``finalize_backward`` does both. Until then, a unit whose post-backward did not run keeps its
+memory, and its gradients remain to be reduced. The caller may wait for the reductions later. Before
+that, no tree that shares the streams may start a step, because lanes hold the buffers in flight.
 
 [Note: a step is a transaction]
 An exception leaves no state that affects the next step. An exception in a forward passes through
 the unit that began the forward, which marks the runtime as failed. If a backward raises, autograd
-destroys the end-of-backward callback without calling it. Its ``__del__`` registers shards
-immediately, and later a dead reference to it shows the failure. The next forward waits for work in
-flight, reshards, and drops unreduced gradients. If all ranks failed, all of them recover.
+destroys the end-of-backward callback without calling it. The callback's ``__del__`` registers
+shards immediately, and later a dead weak reference to it shows the failure. The next forward waits
+for work in flight, reshards, and drops unreduced gradients. If all ranks failed, they all recover.
 
 [Note: threads]
-One thread runs steps. Another thread may read the state between steps (``state_dict``). It holds
-the lock meanwhile, and a new step waits for the lock. During a step, reads raise an error. All
+One thread runs steps. Another thread may read the state between steps (``state_dict``). It holds a
+lock while it reads, and a new step waits for this lock. During a step, reads raise an error. All
 ranks must issue collectives in the same order, so only the thread that runs steps may issue them.
 
 [Note: until the next step]
-After a backward without gradient sync, another backward follows before the optimizer's step. Until
-then parameters may stay unsharded (``shard``), or sharded over a smaller mesh. The first forward
+After a backward without gradient sync, another backward follows before the optimizer step. Until
+then, parameters may stay unsharded (``shard``) or sharded over a smaller mesh. The first forward
 after an optimizer step gathers the updated shards.
 
 Writes through ``.data``, a NumPy array or a local tensor do not increment a version, and neither do
@@ -66,12 +66,12 @@ fused kernels on DTensors. A forward thus uses kept parameters only if all of th
 
 - a backward without gradient sync kept them, and this forward is recorded by autograd;
 - that backward left gradients, and these are still the same objects with the same versions. (A
-  backward for gradients of inputs only, as for forces, leaves none: it may be an evaluation);
-- no optimizer has stepped, and no shard has another version.
+  backward that only computes gradients of inputs, such as forces, may belong to an evaluation);
+- no optimizer has stepped, and no shard has changed its version.
 
-Otherwise the memory is freed when the forward begins, and gathered again unit by unit. Only a write
-that increments no version, in the middle of an accumulation that then continues, is not detected.
-These conditions have the same value on all ranks that run the same program.
+Otherwise the parameters are freed when the forward begins, and gathered again unit by unit. One
+case is not detected: a write that increments no version, in the middle of an accumulation that then
+continues. All conditions have the same value on all ranks that run the same program.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Staying:
         self.groups = groups  # including frozen groups, which have no gradients
         self._may_keep = any(group.may_stay for group in groups)
         self._kept: dict[ParamGroup, None] = {}  # an ordered set
-        self._before: list[tuple[int, int]] = []  # gradients at the start of the last backward
+        self._before: list[tuple[int, int]] = []  # gradients when the last backward began
         self._gradients: list[tuple[int, int]] | None = None  # at its end; None: no new gradients
 
     def __bool__(self) -> bool:
@@ -157,8 +157,8 @@ class Staying:
             del self._kept[group]
 
     def _look(self) -> list[tuple[int, int]]:
-        """Return ids and versions of all gradients, including unreduced ones. Changes at the same
-        points on all ranks that run the same program."""
+        """Return ids and versions of all gradients, including unreduced ones. They change at the
+        same points on all ranks that run the same program."""
         found: list[tuple[int, int]] = []
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of DTensor attributes
             for group in self.groups:
@@ -168,7 +168,7 @@ class Staying:
                 for param in group.params:
                     for form in (param.sharded, param.unsharded):
                         grad = None if form is None else form.grad
-                        if grad is not None:  # an id: a reference prevents buffer reuse
+                        if grad is not None:  # not a reference, which would prevent buffer reuse
                             found.append((id(grad), version_of(grad)))
                 if len(found) > before:  # adding to a DTensor does not increment its version
                     found.append((0, reducer.deliveries))
@@ -176,7 +176,7 @@ class Staying:
 
 
 class Looks:
-    """Late checks of the stamps that the ranks of a tree sent; none on a CPU."""
+    """The late checks of stamps received in a tree; none on a CPU."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
@@ -195,7 +195,7 @@ class StepThread:
     """The thread that runs the steps of one tree. See [Note: threads]."""
 
     def __init__(self) -> None:
-        self.ident = 0  # of the thread that ran the last forward; 0: none
+        self.ident = 0  # ident of the thread that ran the last forward; 0: none
         self.lock = threading.RLock()  # protects reads of parameters between steps
 
     @property
@@ -213,7 +213,7 @@ UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 class Runner(Protocol):
     """Temporarily replaces the engine's hooks of a unit. A compiler that traces the module also
-    traces ``call``, unless that is ``never_traced``."""
+    traces ``call``, unless ``call`` is ``never_traced``."""
 
     def call(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,11 +230,11 @@ class Calls:
     ran: set[nn.Module] = field(default_factory=set)  # modules that ran in this forward
     recorded: int = 0  # number of forwards with a live graph
     open: int = 0  # number of recorded forwards without a post-backward yet
-    active: int = 0  # number of forwards that the running backward is inside
+    active: int = 0  # number of forwards that the running backward has entered but not left
     # attributes that hold outputs; None until the first forward has been inspected
     kept_on: list[tuple[nn.Module, str]] | None = None
-    hides: bool = False  # keep parameter memory: a backward may start at an unmarked tensor
-    saves_by_hooks: bool = False  # our hooks save parameters: each unpack acts as a mark
+    hides: bool = False  # keep parameter memory, because a backward may start at an unmarked tensor
+    saves_by_hooks: bool = False  # our hooks save parameters, and unpacking one acts as a mark
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
         """Replace tensors in the caller's containers during the innermost call."""
@@ -315,13 +315,13 @@ class Unit:
                         break
 
     def configure(self, **changes: Any) -> None:
-        """Replace settings; a misspelt name raises TypeError."""
+        """Replace settings. A misspelt name raises TypeError."""
         self.settings = dataclasses.replace(self.settings, **changes)
         for group in self.own_groups:
             group.settings = self.settings
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
-        """Return True if parameters stay unsharded: by default only a root's, for backward."""
+        """Return True if parameters stay unsharded after forward: by default, only a root's."""
         settings, choice = self.settings, self.settings.reshard_after_forward
         if settings.sharding.keeps_whole and not with_grad:
             return settings.keeps_in_evaluation
@@ -360,13 +360,13 @@ class Unit:
             group.reshard()
 
     def show_shards(self) -> None:
-        """Register sharded parameters; free nothing. See [Note: between steps] in ``group``."""
+        """Register sharded parameters, but free nothing. See [Note: between steps] in ``group``."""
         for group in self.groups:
             if group.state is not SHARDED:
                 group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
-        """Reshard after a failure. Do not wait for gathers: other ranks may not issue them."""
+        """Reshard after a failure. Do not wait for gathers, which other ranks may not issue."""
         for group in self.groups:
             group.registration.forget_placeholders()
             group.registration.forget_whole_writes()
@@ -381,9 +381,9 @@ class Unit:
         return all(group.is_unsharded for group in self.groups)
 
     def note_unsynced_backward(self) -> None:
-        """Check a backward without sync that found this unit's parameters sharded. If it computes
-        gradients of inputs only, a pipeline stage later computes those of the parameters that were
-        registered in between: if these were the shards, gradients are lost."""
+        """Check a backward without sync that found this unit's parameters sharded. If it only
+        computes gradients of inputs, a pipeline stage later computes gradients of the parameters
+        that were registered after forward. If these were the shards, gradients are lost."""
         trainable = [p.unsharded for g in self.groups for p in g.params if p.trainable]
         if trainable and not any(
             p is not None and torch_autograd.computes_gradient(p) for p in trainable
@@ -410,7 +410,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 class Schedule:
     """Predicts the order of units from the last forward that began at the same unit. If a forward
-    deviates, prediction stops, and the new order replaces the recorded one."""
+    deviates, prediction stops, and this forward's order replaces the recorded one."""
 
     def __init__(self) -> None:
         self._recorded: dict[int, list[Unit]] = {}
@@ -480,26 +480,26 @@ class Visit:
         self.policy: MixedPrecisionPolicy = unit.precision.policy
         # units whose forwards ended before this one, latest first
         self.previous: tuple[Unit, ...] = ()
-        self.marks_input = False  # an input has a mark, which shows where backward leaves
+        self.marks_input = False  # an input has a mark, at which backward leaves the unit
         self.opened_in = 0  # number of the backward that is inside this visit; 0: none
         self.closed_in = 0  # number of the last backward that left this visit
         self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
         self.stream = stream  # stream of the forward, and so of its backward
         self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in the order; left: -1 if no backward comes
+        self.entered = self.left = -1  # positions in the order; left: -1 if no backward can come
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
 
     def was_passed(self) -> bool:
         """Return True if the current autograd run has closed this visit. Another gradient in this
-        run comes from a node with two marks, and needs no parameters. In another run, nested in
-        the closing run or enclosing it, a gradient means a new backward through the forward."""
+        run comes from a node with two marks, and needs no parameters. In a different run, nested
+        in the first or enclosing it, a gradient belongs to a new backward through the forward."""
         return self.closed_by == torch_autograd.graph_task_id()
 
 
 class Order:
-    """The order in which one outermost forward entered and left visits."""
+    """The order in which visits began and ended in one outermost forward."""
 
     __slots__ = ("_made_up", "backward", "events", "is_first", "place")
 
@@ -545,8 +545,8 @@ class Order:
 
 
 class EndOfBackward:
-    """Callback that autograd runs at the end of the running backward, and then destroys. If it is
-    destroyed without a call, the backward failed."""
+    """A callback that autograd calls at the end of the running backward, and then destroys. If it
+    is destroyed without being called, the backward failed."""
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
         self._ended, self._failed = ended, failed
@@ -572,7 +572,7 @@ class Backward:
         self.with_graph = False  # the backward creates a graph (create_graph=True)
         # whether backwards since the last finalization began in manual mode; None: no backward
         self.began_manual: bool | None = None
-        # None or dead if no backward is running
+        # None or a dead reference if no backward is running
         self.callback: weakref.ref[EndOfBackward] | None = None
         self.dropping = threading.RLock()  # an autograd thread may destroy a failed backward
 
@@ -588,7 +588,7 @@ class Prefetches(Observable):
         self._context = context
         self._schedule = Schedule()
         self._last: tuple[Unit, ...] = ()  # units that ran before this point, latest first
-        self._gathered: list[Unit] = []  # prefetched, and maybe not used
+        self._gathered: list[Unit] = []  # prefetched, but possibly not used
 
     def begin(self, entry: Unit) -> None:
         self._last = ()
@@ -619,7 +619,7 @@ class Prefetches(Observable):
                 self.gather(other)
 
     def gather(self, unit: Unit) -> None:
-        if unit.calls.active:  # in use: do not gather again parts that were released early
+        if unit.calls.active:  # in use: do not gather parts again that were released early
             return
         is_backward = self._context.phase is BACKWARD
         for group in unit.groups:
@@ -633,7 +633,7 @@ class Prefetches(Observable):
         self._gathered.append(unit)
 
     def follow(self, unit: Unit) -> tuple[Unit, ...]:
-        """End a recorded forward of a unit; return the units before it, latest first."""
+        """End a recorded forward of a unit; return the units that ran before, latest first."""
         before, depth = self._last, unit.settings.overlap.prefetch
         self._last = (unit,) if depth < 2 else (unit, *before[: depth - 1])
         return before
@@ -729,7 +729,7 @@ class Runtime(Observable):
             self.hidden.refuse()
         if not self.is_pipelined:
             for unit in self.units:
-                # its backward may run before another forward checks requires_grad
+                # the unit's backward may run before its next forward checks requires_grad
                 if unit.calls.open:
                     for group in unit.groups:
                         toggled = [param for param in group.params if param.is_toggled]
@@ -748,7 +748,7 @@ class Runtime(Observable):
             if not self.context.streams.async_op:
                 for group in self.staying.groups:
                     group.reducer.release_gradients()
-        else:  # an overlapping optimizer may still read unreferenced gradients
+        else:  # the optimizer may still read gradients that are no longer referenced
             self.context.streams.order_after_event("gather", event)
         self.thread.ident = threading.get_ident()
         with self.thread.lock:
@@ -780,7 +780,7 @@ class Runtime(Observable):
             self.context.streams.note_late(self.looks.all)
 
     def lose_graph(self, unit: Unit) -> None:
-        """Handle the destruction of a recorded forward's graph: no backward can reach it now."""
+        """Handle the destruction of a recorded forward's graph, which no backward can reach now."""
         unit.calls.recorded -= 1
         if not unit.calls.recorded:
             unit.stop_hiding()
@@ -816,8 +816,8 @@ class Runtime(Observable):
             self.parts.begin()
 
     def arrive(self, visit: Visit, is_in_order: bool = True) -> None:
-        """Make a unit's parameters available when backward reaches one of its forwards. A backward
-        through gradients that another backward computed is not ``is_in_order``."""
+        """Make a unit's parameters available when backward reaches one of its forwards.
+        ``is_in_order``: False in a backward through gradients that another backward computed."""
         number = self.backward.number
         if visit.opened_in == number:
             return
@@ -848,7 +848,7 @@ class Runtime(Observable):
             group.unshard()
         for group in wanted:
             group.wait_for_unshard()
-        if not is_again:  # an implicit layer may reach one unit many times
+        if not is_again:  # an implicit layer may reach the same unit many times
             self.prefetches.backward(unit, visit.previous)
         if loses:
             unit.note_unsynced_backward()
@@ -962,7 +962,7 @@ class Runtime(Observable):
         is_manual: bool,
     ) -> None:
         """Reduce the remaining gradients, and reshard, unless manual mode does this later. ``ran``:
-        units of this backward, to be reduced with or without gradients."""
+        the units of this backward, which are reduced even without gradients."""
         for unit in reversed(self.units):
             has_to = bool(unit.groups) and self._has_to_reduce(unit, unit in ran)
             is_late = has_to and is_manual and unit.settings.reduce_grads
@@ -995,8 +995,8 @@ class Runtime(Observable):
             pending.refuse(who, self)
 
     def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
-        """Return True if a unit ran, which is equal on all ranks, but no post-backward reduced it.
-        A rank that used none of the unit's parameters reduces zeros."""
+        """Return True if a unit ran (on all ranks), but no post-backward reduced its gradients. A
+        rank that used none of the unit's parameters reduces zeros."""
         for group in unit.groups:
             if self.parts is None or not self.parts.tells_of_more(group):
                 owes = has_run or group.reducer.unreduced.is_owed
@@ -1067,8 +1067,8 @@ class Runtime(Observable):
                 self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """Handle an exception in backward: reshard now; the next forward recovers. Does not wait: a
-        gather in flight has not registered its parameters."""
+        """Handle an exception in backward: reshard now; the next forward recovers. Does not wait,
+        because a gather in flight has not registered its parameters."""
         for unit in self.units:
             unit.reshard_unless_gathering()
 
@@ -1082,7 +1082,7 @@ class Runtime(Observable):
         return phase is FORWARD or (callback is not None and callback() is not None)
 
     def forget_flights(self) -> None:
-        """Drop all work in flight without a wait: it was captured, but never ran."""
+        """Drop all work in flight without waiting: it was captured, but never ran."""
         self.reductions.forget()
         self.context.streams.forget()
         for group in self.staying.groups:
@@ -1108,7 +1108,7 @@ class Runtime(Observable):
                 group.reducer.discard()
                 group.registration.forget_placeholders()
             raise StateError("FS401", broken)
-        with self.backward.dropping:  # then a late autograd thread drops nothing
+        with self.backward.dropping:  # so that a late autograd thread drops nothing
             self.backward.number += 1
         self.reductions.drop()
         self.backward.forget_places()
