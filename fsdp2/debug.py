@@ -1,4 +1,4 @@
-"""Debugging tools: execution order, cost of communication, bitwise comparison. Free if unused.
+"""Debugging tools: execution order, cost of communication, bitwise comparison. No cost if unused.
 
 Also exports the result types of ``fsdp2.units``. A training step does not import this module.
 """

@@ -196,7 +196,7 @@ def check_optimizer(
 
 
 def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with these names. A tensor with several of them is under the first."""
+    """Return the tensors with these names, by name. Tied tensors are under the first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name in names:
         if name in tensors:
@@ -359,7 +359,7 @@ class Source:
         return told
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
-        """Read non-tensor values. Called only if everything matches. ``extra`` has the model's."""
+        """Read non-tensor values, if everything matches. ``extra`` contains the model's values."""
         return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:

@@ -5,7 +5,7 @@ A launcher ends all processes when it restarts a job, so copies are files in a m
 of the host. ``NeighbourCopies.save`` copies a rank's part of the state to host memory. A thread
 then writes it to the folder as a checkpoint's data file and a complete report (see ``_files``), and
 exchanges both files with the neighbours over a separate process group, so each part is on two
-hosts. The files of one such save are a *generation*. It is valid once both copies of every part
+hosts. The files of one save are a *generation*. It is valid once both copies of every part
 exist. All ranks check this in the next ``save``, which then removes older generations.
 
 After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation
@@ -354,7 +354,7 @@ def _mapped(path: Path, nbytes: int) -> Tensor:
 
 
 def _made(path: Path, nbytes: int) -> Tensor:
-    """Create and map a file. Allocates it first: if memory is short, a write would be fatal."""
+    """Create and map a file. OSError if memory is short, because a later write would crash."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return _mapped(path, nbytes)

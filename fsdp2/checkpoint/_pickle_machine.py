@@ -14,14 +14,14 @@ No instruction uses more memory than the size of the pickle. A length is compare
 bytes before anything is allocated, and the memo is a dict, so a large index costs nothing. The
 arguments of a call, including containers, and the state of an object are copied. Each copied
 element is charged against a budget of the pickle's size in bytes, because a memo reference can
-repeat a long container in two bytes. A key is hashed completely on each use, so a tuple may have at
-most a thousand elements as a key, and a number a thousand 64-bit words.
+repeat a long container in two bytes. A key is hashed completely on each use, so a tuple key may
+have at most a thousand elements, and an int key a thousand 64-bit words.
 
 [Note: names that a pickle may use]
 A name outside the table is refused, unless the caller trusts the pickle. The table entry of a class
 is a function, created for one unpickling, that accepts only the arguments found in pickles of plain
 data. Names that the user allowed with ``torch.serialization.add_safe_globals`` are in the table
-too. Names that torch allows are not: unpickling a ``DeviceMesh`` would create process groups.
+too. Names that torch itself allows are not: unpickling a ``DeviceMesh`` creates process groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp2._core.base.names import printable
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)
 STATEFUL = (OrderedDict, Counter)  # types that may have attributes, as torch's state dicts do
-# Types from which a container may be created, without range: few bytes can encode a huge one.
+# Types from which a container may be created, except range: a few bytes encode a huge one.
 ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
 KEY_NELEMENTS = 1000  # elements of a tuple key, or words of an int key: see [Note: bounds]
 # Python 2 names, which protocol 2 (written by torch) uses.

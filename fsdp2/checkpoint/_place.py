@@ -323,7 +323,7 @@ def require_written(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def give_name(workspace: Workspace, place: Path) -> None:
-    """Rename a checkpoint to its place, with retries if saves interfere: [Note: atomic saves]."""
+    """Rename a checkpoint to its place; retry if a save interferes. See [Note: atomic saves]."""
     sync(workspace.path)
     with exclusive(place):
         workspace.release()
@@ -354,8 +354,8 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 
 def retire(old: Path, heir: Path) -> None:
-    """Remove a replaced checkpoint, after moving its folder's other files to the new one, ``heir``.
-    Without locks, another save may do this too, or rename ``heir``. Then the rest is kept."""
+    """Remove a replaced checkpoint, after moving other files in its folder to ``heir``, the new
+    one. Without locks, another save may do this too, or rename ``heir``. Then the rest is kept."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"

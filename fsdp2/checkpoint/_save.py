@@ -1,6 +1,6 @@
 """Write a sharded checkpoint, immediately or in the background.
 
-``_files`` defines the formats, ``_contents`` assigns writers, ``_place`` renames folders.
+``_files`` defines the formats, ``_contents`` assigns writers, and ``_place`` renames folders.
 
 [Note: no collective]
 The background thread uses no collectives, so it cannot interfere with training, and continues after
@@ -73,7 +73,7 @@ class Room:
         self._kept: list[Tensor] = []
 
     def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
-        """Copy the pieces' tensors to host memory; return the new pieces and the copies' event."""
+        """Return pieces with tensors copied to host memory, and the event recorded afterwards."""
         kept, event = self.copies_of([p.value for p in pieces if isinstance(p.value, Tensor)])
         kept_ones = iter(kept)
         copied = [
@@ -181,7 +181,7 @@ class Saving:
             keep_newest(self.place, self.keep_last, self.workspace.token)
 
     def give_up(self) -> None:
-        """Remove all files, metadata first because its presence means success to other ranks."""
+        """Remove all files, metadata first, because it indicates success to other ranks."""
         with contextlib.suppress(OSError):
             (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
@@ -493,7 +493,7 @@ def save(
             ``load`` returns it, with tensors on the CPU. DTensors in it (from an ``EMA``) are saved
             as shards and loaded unsharded. Data that is not plain needs ``trust=True`` in ``load``.
         background: write while the program continues.
-        keep_last: make the checkpoint part of a series: all checkpoints that were saved to the
+        keep_last: add the checkpoint to a series, which is all checkpoints that were saved to the
             parent folder of ``path`` with ``keep_last``. Only the newest ``keep_last`` of them are
             kept. A link ``latest`` next to them points to the last complete checkpoint.
         when_busy: what to do if a save in the background is still running: ``"wait"`` for it, or

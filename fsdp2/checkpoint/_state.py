@@ -434,7 +434,7 @@ def rekey(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state keyed by name or by id. Copies no tensors; no communication.
+    """Return an optimizer's state keyed by name or by id. Shares its tensors; no communication.
 
     Args:
         optim_state: from ``optimizer.state_dict()``, this module, or torch's FSDP1 and DCP helpers.

@@ -120,7 +120,7 @@ def _entries(file: View) -> dict[str, _Stored]:
 
 
 def shared(places: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Sort byte ranges (file, offset, length), and yield each that begins in the one before it."""
+    """Yield the byte ranges (file, offset, length) that, when sorted, overlap the previous one."""
     for (file, offset, length), place in itertools.pairwise(sorted(places)):
         if file == place[0] and offset + length > place[1]:
             yield place

@@ -283,7 +283,7 @@ class Route:
         return min(caps) // ALIGNED * ALIGNED
 
     def buffers(self, engine: int, trainer: int | None = None) -> dict[int, list[Buffer]]:
-        """Return the buffers of an engine rank by sender; given a ``trainer``, only its buffers."""
+        """Return an engine rank's buffers by sender, or only those that ``trainer`` sends."""
         parts: dict[int, list[Piece]] = defaultdict(list)
         for piece, cells, senders in self._cells[engine]:
             for (region, _), sender in zip(cells, senders, strict=True):
@@ -370,7 +370,7 @@ class Figures:
     Attributes:
         sent_nbytes: bytes of values that each trainer sends.
         received_nbytes: bytes of values that each engine rank receives.
-        least_nbytes: the bytes that engine ranks need, as a lower bound.
+        least_nbytes: lower bound of the bytes on the wire: the bytes that engine ranks need.
         travels_nbytes: bytes on the wire (values, and a header per buffer).
         messages: the number of buffers.
         rounds: the number of rounds; two are in memory at a time.

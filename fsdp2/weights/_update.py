@@ -91,7 +91,7 @@ def plan(
         max_bytes: limit for the buffers on each trainer and engine rank. Two rounds are in memory
             at a time, and share this limit.
         nodes: the node number of each trainer, followed by those of the engine ranks. If several
-            trainers hold the same values, one on the engine rank's node sends them.
+            trainers hold the same values, a trainer on the engine rank's node sends them.
         hardware: a machine, as for ``fsdp2.plan``; ``print(plan)`` then also estimates seconds.
 
     Raises:
@@ -195,9 +195,9 @@ class Plan:
 
         For each engine rank, ``of`` contains its ``tensors`` (name, shape, dtype, and whether some
         elements are zeros that are not sent), and a list of buffers for each trainer that sends to
-        it. A buffer is its size in bytes, and entries of tensor, start, shape, dtype and offset.
-        An entry's values are at its offset in the buffer, in row-major order. They belong to the
-        box of the tensor with this start and shape. A reader therefore needs only numpy.
+        it. A buffer is a size in bytes, and a list of entries (tensor, start, shape, dtype,
+        offset). An entry's values are at its offset in the buffer, in row-major order, and belong
+        to the tensor's box with this start and shape. A reader therefore needs only numpy.
 
         Args:
             index: an engine rank; None includes all engine ranks.
@@ -224,10 +224,10 @@ class Plan:
         complete version.
 
         Args:
-            group: a process group of exactly the trainers and the engine ranks, with no other use
-                during the call; or an object with ``send`` and ``receive`` (``Transport``).
+            group: a process group of exactly the trainers and the engine ranks, which nothing else
+                uses during the call; or an object with ``send`` and ``receive`` (``Transport``).
             receivers: the global rank of each engine rank, in the order of the destination. None
-                uses the ranks that engine ranks report or, with a transport, the next numbers.
+                uses the ranks that they report or, with a transport, the numbers after trainers.
             version: a positive number for this version; None increments the last version.
             since: a version, such as ``plan.version``. Engine ranks that have it receive only the
                 blocks of 256 B that changed, unless over half did. Others receive everything.
@@ -240,7 +240,7 @@ class Plan:
             ConfigError: an argument of a wrong type or value.
             StateError: the group or a rank's plan does not match; the call is inside a step; the
                 version arrived incomplete, and engine ranks keep the previous one.
-            LostRank: another rank is gone.
+            LostRank: another rank exited or cannot be reached.
         """
         with operation(SEND):
             if self._last is not None:
@@ -463,7 +463,7 @@ class Receiver:
         tensors: the tensors by name. ``receive`` replaces them and never writes to them.
 
     Raises:
-        ConfigError: ``text`` is not the text of a plan, or lacks this engine rank.
+        ConfigError: ``text`` is not the result of ``Plan.to_json``, or lacks this engine rank.
     """
 
     def __init__(self, text: str, index: int, device: torch.device | str = "cpu") -> None:
@@ -501,7 +501,7 @@ class Receiver:
         Raises:
             StateError: the version is incomplete on some engine rank, a checksum is wrong, or the
                 group or the plan does not match. The previous version is unchanged.
-            LostRank: another rank is gone. The previous version is unchanged.
+            LostRank: another rank exited or cannot be reached. The previous version is unchanged.
         """
         link = wire.link_of(RECEIVE, group, (), self._device, *self._ranks)
         with named(RECEIVE), torch.no_grad():
