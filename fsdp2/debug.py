@@ -68,8 +68,8 @@ def check_order(
     Raises:
         ConfigError: ``model`` contains no unit; ``steps`` is not a positive int;
             ``process_group`` is not a process group.
-        StateError: raised by a forward, on every rank, if ranks run different units. Lists the
-            order of each rank.
+        StateError: raised by a forward, on every rank, if ranks run different units. The message
+            lists the order of each rank.
 
     On a CPU, ranks compare their collectives before each exchange of data even without this check
     (docs/architecture.md). On a device, they compare only with this check.

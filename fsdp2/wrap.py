@@ -166,7 +166,7 @@ def _check_keywords(choice: Choice, what: str) -> None:
             hint = f"Pass {instead} instead." if instead else f"Use one of {sorted(DEFAULTS)}."
             raise ConfigError(
                 "FS214",
-                f"shard_model: found {name!r} in {what}, not a keyword of fully_shard. {hint}",
+                f"shard_model: {name!r} in {what} is not a keyword of fully_shard. {hint}",
             )
 
 

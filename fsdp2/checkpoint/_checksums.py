@@ -32,7 +32,7 @@ def damaged(what: str, problem: str) -> StateError:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of an error's message, after its class if other code raised it."""
+    """Return the first line of an error's message. The class precedes it unless we raised it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])

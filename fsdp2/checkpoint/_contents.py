@@ -9,9 +9,9 @@ blocks of every tensor, and their writers, from the list. A block that several r
 assigned round-robin, by the index of its content. The first rank writes unsharded values. Before a
 save, ranks therefore exchange only a checksum of their lists, to check that they are equal.
 
-If the lists differ (a rank has optimizer states that others lack), ranks exchange hashes of their
-contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each rank
-writes its remaining contents itself, and describes them in its report (see ``_files``).
+If the lists differ (for example, some ranks lack an optimizer state), ranks exchange hashes of
+their contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each
+rank writes its remaining contents, and describes them in its report (see ``_files``).
 """
 
 from __future__ import annotations

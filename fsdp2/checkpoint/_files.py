@@ -2,7 +2,7 @@
 
 The format is that of ``torch.distributed.checkpoint``, with checksums after the metadata. Each rank
 writes its data file and a *report* about it; the first rank creates the metadata from all reports.
-To read a region of a tensor, the saved blocks are loaded one at a time. Independent of models.
+A read loads the saved blocks that it needs, one at a time. Independent of models.
 
 [Note: reports]
 A data file is a sequence of values, each written by ``torch.save``. For each common value, in the
@@ -74,7 +74,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Part:
-    """The location in a file of an object, or of a block of a tensor."""
+    """The location of an object, or of a block of a tensor, in a file."""
 
     region: Region | None
     file: str
@@ -158,7 +158,7 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
         ) from error
     except (ConfigError, UnsupportedError, MemoryError):
         raise
-    except Exception as error:  # a damaged pickle may raise any exception
+    except Exception as error:  # unpickling damaged data may raise anything
         raise damaged("load", f"{folder / METADATA} is damaged: {said(error)}.") from error
     # use SHA-256: a CRC is constant for data that ends with its own CRC
     return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest(), stamp)
@@ -347,13 +347,13 @@ class Reader(contextlib.ExitStack):
             raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
-        except Exception as error:  # a damaged file may raise any exception
+        except Exception as error:  # reading a damaged file may raise anything
             raise self._damaged_part(entry, part, said(error)) from error
         view = io.BufferedReader(View(file, part.offset, part.length))
         try:
             return torch.load(view, map_location="cpu", weights_only=False)
         except Exception as error:
-            if is_summed:  # the file is intact: the error is from code in it
+            if is_summed:  # the file is intact, so code in it raised the error
                 raise
             raise self._damaged_part(entry, part, said(error)) from error
 
@@ -486,8 +486,8 @@ def _description(piece: Piece) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[list[OSError]]:
-    """Add the file's name to OSErrors. If the yielded list contains errors, the first of them is
-    raised in place of the caught one, because torch's zip writer raises a misleading error."""
+    """Add the file's name to OSErrors. If the yielded list contains errors, raise the first of them
+    in place of the caught error, because torch's zip writer raises a misleading error."""
     told: list[OSError] = []
     try:
         yield told

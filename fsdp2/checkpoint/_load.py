@@ -1,6 +1,6 @@
 """Load states of any form into a model and an optimizer: all or nothing.
 
-Values are each rank's shards, or full tensors on all ranks or only on the first. Independent of
+Values are full tensors (on all ranks, or only on the first) or each rank's shards. Independent of
 files.
 
 [Note: all or nothing]
@@ -625,8 +625,8 @@ def _require_same_place(
     if tuple(map(tuple, then)) != here:
         raise ConfigError(
             "FS621",
-            f"{what}: {name} is {here} here and {layout.get(name)} in the state (full shape, "
-            "start, size). A rank-local state loads only on the same ranks and meshes; use the "
+            f"{what}: {name} has full shape, start and size {here} here, but {layout.get(name)} "
+            "in the state. A rank-local state loads only on the same ranks and meshes; use the "
             "sharded state otherwise. Nothing was changed.",
         )
     if tuple(value.shape) != held.own.sizes:
@@ -659,8 +659,8 @@ def _wrapped(
         if not isinstance(like, DTensor) or tuple(like.shape) != shape:
             raise ConfigError(
                 "FS621",
-                f"{what}: {full} was a DTensor of shape {shape}, but its parameter is not. Use the "
-                "sharded state. Nothing was changed.",
+                f"{what}: {full} was a DTensor of shape {shape}, but its parameter is not a "
+                "DTensor of that shape. Use the sharded state. Nothing was changed.",
             )
         _require_same_place(what, full, grids.hold(name, like), layout, value)
         return torch_dtensor.placed_like(like, value.clone())

@@ -75,7 +75,7 @@ class NeighbourCopies:
 
     Call ``save`` every few steps: it returns once the state is copied, and a thread sends the copy
     to a neighbour. After a restart, ``load_latest(..., copies=copies)`` loads the newest state from
-    these copies or the checkpoints in files. All parts survive the loss of one host. If two
+    these copies or from checkpoint files. All parts survive the loss of one host. If two
     neighbours are lost at the same time, the state is loaded from files, with a warning.
 
     Every rank of the job must construct a ``NeighbourCopies``, and models must be on all ranks. A
@@ -241,7 +241,7 @@ class NeighbourCopies:
             self._error = error
 
     def _swap(self, mine: Path, its: Path, to: int, of: int) -> None:
-        """Send a file and receive another, which gets its final name when it is complete."""
+        """Send a file and receive another, which is renamed to its final name once complete."""
         nbytes = mine.stat().st_size if mine.exists() else 0
         told, coming = (torch.tensor([n], dtype=torch.int64, device="cpu") for n in (nbytes, 0))
         self._move([(told, to)], [(coming, of)])

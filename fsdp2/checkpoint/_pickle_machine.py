@@ -6,8 +6,8 @@ names of plain data, names that the user allows and, with ``trust``, all names.
 [Note: objects that a pickle may call and modify]
 A pickle is a program. Here it may call only objects from a table of names, and modify only objects
 that it created: lists, dicts and sets from its own instructions, placeholders, and instances that
-one of its calls returned and that have no other reference. Whatever the table contains, it cannot
-modify an existing object of this process.
+one of its calls returned and that have no other reference. Whatever the table contains, a pickle
+cannot modify an existing object of this process.
 
 [Note: bounds]
 No instruction uses more memory than the size of the pickle. A length is compared with the remaining
@@ -44,7 +44,7 @@ from fsdp2._core.base.names import printable
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)
 STATEFUL = (OrderedDict, Counter)  # types that may have attributes, as torch's state dicts do
-# Types from which a container may be created, except range: a few bytes encode a huge one.
+# Types from which a container may be created. Excludes range: few bytes can encode a huge range.
 ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
 KEY_NELEMENTS = 1000  # elements of a tuple key, or words of an int key: see [Note: bounds]
 # Python 2 names, which protocol 2 (written by torch) uses.
@@ -58,7 +58,7 @@ FLOAT = struct.Struct(">d")
 
 
 class RefusedError(UnpicklingError):
-    """Raised if a pickle uses a name outside its table or modifies an object it did not create."""
+    """Raised if a pickle uses a name outside the table or modifies an object it did not create."""
 
 
 class Placeholder:
@@ -95,7 +95,7 @@ class Machine:
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []  # stacks below marks
         self._memo: dict[int, Any] = {}
-        self._callable: dict[int, Any] = {}  # fetched objects, by id
+        self._callable: dict[int, Any] = {}  # objects fetched from ``names``, by id
         self._own: dict[int, Any] = {}  # new instances, returned by calls of allowed names
         self._foreign: dict[int, Any] = {}  # results of these calls that have other references
         self._left = len(data) + 1000  # see [Note: bounds]

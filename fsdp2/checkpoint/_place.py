@@ -405,7 +405,7 @@ def keep_newest(place: Path, count: int, token: str) -> None:
         for one in series[count - 1 :]:
             gone = neighbour(one, f"{GONE}-{token}")
             os.rename(one, gone)
-        for remains in folder.glob(f".*.{GONE}-*"):  # including those of interrupted saves
+        for remains in folder.glob(f".*.{GONE}-*"):  # including remains of interrupted saves
             shutil.rmtree(remains, ignore_errors=True)
         for remains in folder.glob(".*.tmp-*"):  # remains of dead saves to any place
             if is_dead(remains / OWNER):

@@ -167,7 +167,7 @@ class Saving:
         self.pieces = []
 
     def finish(self) -> None:
-        """Rename the checkpoint to its place. Called on the first rank, after all ranks wrote."""
+        """Complete and rename the checkpoint. Called on the first rank, after all have written."""
         folder = self.workspace.path
         sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
         require_written(folder, sizes)

@@ -5,7 +5,7 @@ that wrap other tensors, see [Note: parts of wrapped parameters] in ``_core.para
 
 An optimizer's state is keyed by name or id. Ids are those of ``torch.optim``: a parameter's index
 over all param groups. Names are those of ``named_parameters()`` without wrapper prefixes
-(``_core.base.names``). A tied parameter has its first name.
+(``_core.base.names``). A tied parameter uses its first name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def checked(
     max_bytes: object = MAX_BYTES,
     **flags: object,
 ) -> Iterator[dict[str, object]]:
-    """Check a collective function's arguments, and yield the dict of ``checked_together``."""
+    """Check a collective function's arguments, and yield the dict from ``checked_together``."""
     with checked_together(who, model) as same:
         check_module(who, "model", model)
         check_optimizer(who, optimizer)
@@ -132,7 +132,7 @@ def full_state(
 
     Args:
         optimizer: an optimizer over the model's parameters.
-        rank0_only: only the first rank of the mesh gets the state, the others get an empty dict.
+        rank0_only: only the first rank of the mesh gets the state; the others get an empty dict.
         cpu_offload: return the tensors in host memory.
         max_bytes: maximum size of the communication buffers; 256 MiB by default.
         optim_keys: ``"name"``: identify parameters by name, as torch's FSDP1 and DCP helpers do;
@@ -434,7 +434,7 @@ def rekey(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state keyed by name or by id. Shares its tensors; no communication.
+    """Return an optimizer's state keyed by name or by id. Shares the tensors; no communication.
 
     Args:
         optim_state: from ``optimizer.state_dict()``, this module, or torch's FSDP1 and DCP helpers.

@@ -370,7 +370,7 @@ class Figures:
     Attributes:
         sent_nbytes: bytes of values that each trainer sends.
         received_nbytes: bytes of values that each engine rank receives.
-        least_nbytes: lower bound of the bytes on the wire: the bytes that engine ranks need.
+        least_nbytes: the bytes that engine ranks need, a lower bound of the bytes on the wire.
         travels_nbytes: bytes on the wire (values, and a header per buffer).
         messages: the number of buffers.
         rounds: the number of rounds; two are in memory at a time.
@@ -384,7 +384,7 @@ class Figures:
         self.sent_nbytes, self.received_nbytes = list(route.sent), list(route.received)
         self.least_nbytes = least = sum(route.received)
         self.messages = 0
-        sizes: Counter[tuple[int, int, int]] = Counter()  # bytes keyed by side, rank and round
+        sizes: Counter[tuple[int, int, int]] = Counter()  # bytes by (is_engine, rank, round)
         for engine in range(len(route.received)):
             for trainer, buffers in route.buffers(engine).items():
                 self.messages += len(buffers)
@@ -401,7 +401,7 @@ class Figures:
             self.peaks[side][rank] = max(self.peaks[side][rank], now)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the estimated seconds of the slowest rank, considering links only.
+        """Return the estimated seconds of the slowest rank, considering only its links.
 
         Without ``nodes``, all traffic is assumed to cross nodes.
         """
@@ -415,7 +415,7 @@ class Figures:
         return max(busy.values(), default=0.0) + self.rounds * hardware.latency
 
     def gathered_seconds(self, hardware: Hardware) -> float:
-        """Return the estimated seconds of the alternative: gather, then broadcast.
+        """Return the estimated seconds of a full gather and broadcast, for comparison.
 
         Every trainer gathers all parameters (``full_params``), and one trainer broadcasts them to
         the engine ranks.

@@ -117,7 +117,7 @@ def plan(
 
 
 def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, LocalShard]]:
-    """Return the local shards of the named tensors of a model; tied ones have the first name."""
+    """Return the local shards of a model's tensors with these names; ties have the first name."""
     params = cleaned(dict(model.named_parameters(remove_duplicate=False)))
     found: dict[str, Tensor] = cleaned(dict(model.named_buffers())) | params
     first = {id(tensor): name for name, tensor in reversed(found.items())}
@@ -227,7 +227,7 @@ class Plan:
             group: a process group of exactly the trainers and the engine ranks, which nothing else
                 uses during the call; or an object with ``send`` and ``receive`` (``Transport``).
             receivers: the global rank of each engine rank, in the order of the destination. None
-                uses the ranks that they report or, with a transport, the numbers after trainers.
+                uses the reported ranks or, with a transport, the numbers after the trainers'.
             version: a positive number for this version; None increments the last version.
             since: a version, such as ``plan.version``. Engine ranks that have it receive only the
                 blocks of 256 B that changed, unless over half did. Others receive everything.

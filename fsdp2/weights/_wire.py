@@ -1,4 +1,4 @@
-"""Links between trainers and engine ranks: a process group, files, or the caller's transport.
+"""Links between trainers and engine ranks: process groups, files, or the caller's transport.
 
 Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensor names,
 parameters and plans.
@@ -309,8 +309,8 @@ class GroupLink(Link):
             raise StateError(
                 "FS634",
                 f"weights: the group has the ranks {ranks}, but the plan has "
-                f"{len(self.trainers)} trainers and {len(self.engines)} engine ranks, found at "
-                f"{self._names}. On all ranks, pass a group of exactly the planned ranks. Pass as "
+                f"{len(self.trainers)} trainers and {len(self.engines)} engine ranks (found: "
+                f"{self._names}). On all ranks, pass a group of exactly the planned ranks. Pass as "
                 "`receivers` the global rank of each engine rank, in the order of the destination.",
             )
         return found
@@ -338,7 +338,7 @@ def link_of(
 
 
 class Files:
-    """A transport over files in a folder, for jobs on one node; ``/dev/shm`` is shared memory.
+    """A transport over files in a folder, for jobs on one node. Use ``/dev/shm`` for shared memory.
 
     A rank writes a buffer for a peer into the folder, and continues when the peer has read it.
 
