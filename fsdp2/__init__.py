@@ -1,4 +1,4 @@
-"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and its companions.
+"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and related functions.
 
 [Note: names that load later]
 Every rank and every worker process imports this file, so it imports only the code that a training
@@ -43,7 +43,7 @@ from fsdp2._core.base.policy import (
 )
 from fsdp2._core.comm.comms import AllGather, Comm, ReduceScatter
 
-if _typing.TYPE_CHECKING:  # shows type checkers and editors the lazily imported names
+if _typing.TYPE_CHECKING:  # declares the lazily imported names to type checkers and editors
     from fsdp2 import checkpoint as checkpoint
     from fsdp2 import debug as debug
     from fsdp2 import optim as optim
@@ -62,7 +62,7 @@ if _typing.TYPE_CHECKING:  # shows type checkers and editors the lazily imported
     from fsdp2.optim._clip import clip_grad_norm_
     from fsdp2.optim._graphed import GraphedStep, graphed
 
-_sys.modules[_pickles.PLACE] = _pickles  # old pickles refer to this module name
+_sys.modules[_pickles.PLACE] = _pickles  # old pickles contain this module name
 
 __all__ = [
     "Aligned",
@@ -111,9 +111,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-for _name in __all__:  # show a class in tracebacks and reprs under its public name
+for _name in __all__:  # show classes under their public names in tracebacks and reprs
     _value = globals().get(_name)
-    if isinstance(_value, type) and _value is not FSDPModule:  # annotations resolve in its module
+    if isinstance(_value, type) and _value is not FSDPModule:  # its type hints need __module__
         _value.__module__ = __name__
 
 _SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "weights", "wrap")

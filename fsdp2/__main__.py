@@ -5,12 +5,12 @@ launchers, ``multiprocessing`` with spawn) inherit the replacement. With a launc
 ``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
 
 ``python -m fsdp2 plan module:factory --mesh 8x64`` predicts the time and memory of a sharded model,
-and ``python -m fsdp2 report folder`` summarises recordings of ``fsdp2.record``; both accept
+and ``python -m fsdp2 report folder`` summarises recordings made with ``fsdp2.record``. Both accept
 ``--help``. ``python -m fsdp2 compare run1 run2`` reports the first difference between two runs that
 ``fsdp2.debug.record_bits`` recorded.
-``python -m fsdp2 explain FS104`` explains the code of an error or warning, and
+``python -m fsdp2 explain FS104`` explains an error or warning by its code, and
 ``torchrun --nproc-per-node 8 -m fsdp2 doctor`` checks the launched ranks for problems. If a program
-has the name of a command, pass its path: ``./plan``.
+has the name of a command, pass the program's path: ``./plan``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{__doc__}\n{USAGE}")
         return
     if program in COMMANDS and not is_module:
-        # Imported lazily: ranks of a program also call `main`, and use no plans or recordings.
+        # Imported lazily: every rank of a program calls `main`, but runs no command.
         from fsdp2._tools import commands
 
         commands.run(program, rest)

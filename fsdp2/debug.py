@@ -1,4 +1,4 @@
-"""Debugging tools: execution order, cost of communication, bitwise comparison. Free while unused.
+"""Debugging tools: execution order, cost of communication, bitwise comparison. No cost if unused.
 
 Also exports the result types of ``fsdp2.units``. A training step does not import this module.
 """
@@ -52,9 +52,9 @@ def check_order(
 ) -> OrderCheck:
     """Check that a model's units run in the same order on all ranks.
 
-    In the first ``steps`` forwards, ranks compare each unit before it communicates, so a difference
-    is an error rather than a hang. In later forwards, each rank compares its order with the last
-    compared one, and warns once for each unit out of order. Recomputation in backward is ignored.
+    In the first ``steps`` forwards, ranks compare their orders before each unit communicates, so a
+    difference raises an error rather than causing a hang. Later, each rank compares its order with
+    that of the last compared forward, and warns once per unit out of order. Ignores recomputation.
 
     Args:
         model: a model that contains units; all of them are checked.
@@ -68,11 +68,11 @@ def check_order(
     Raises:
         ConfigError: ``model`` contains no unit; ``steps`` is not a positive int;
             ``process_group`` is not a process group.
-        StateError: raised by a forward, on every rank, if ranks run different units. Lists the
-            order of each rank.
+        StateError: raised by a forward, on every rank, if ranks run different units. The message
+            lists the order of each rank.
 
-    On a CPU, ranks always compare their collectives before they exchange data
-    (docs/architecture.md). On a device, they do so only with this check.
+    On a CPU, ranks compare their collectives before each exchange of data even without this check
+    (docs/architecture.md). On a device, they compare only with this check.
 
     Source: the execution-order check of torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
     """
@@ -141,8 +141,8 @@ class OrderCheck:
             self._entered = None
             raise StateError(
                 "FS401",
-                f"{self._running[-1]}: ranks run different units, or in different orders ({did}; "
-                f"| marks the start of a forward). No data was corrupted. {SAME_ON_EVERY_RANK}",
+                f"{self._running[-1]}: ranks run different units, or the same units in a different "
+                f"order ({did}; | begins a forward). No data was corrupted. {SAME_ON_EVERY_RANK}",
             )
 
     def _warn(self) -> None:
@@ -153,13 +153,13 @@ class OrderCheck:
             warn(
                 "FS408",
                 f"fsdp2: {name} runs where {expected} ran before (forward {self._forwards + 1}, "
-                f"unit {position + 1}). Prefetching follows the recorded order, so changes to it "
-                "cause useless gathers.",
+                f"unit {position + 1}). Prefetching follows the recorded order, so another order "
+                "causes useless gathers.",
             )
 
 
 class _Hook:
-    """A forward pre-hook if it has a name, else a forward hook. Copied with its module."""
+    """A forward pre-hook if ``name`` is given, else a forward hook. Copied with the module."""
 
     def __init__(
         self,
@@ -188,10 +188,10 @@ def without_communication(
 ) -> Iterator[None]:
     """Skip the collectives of a model's units, to measure their cost.
 
-    The rest of a step runs: packing, copies, casts, scaling. Shards of other ranks, and reduced
-    gradients, are uninitialised memory, so results are wrong; a warning states this. Do not step
-    the optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
-    skipped too; collectives of ``clip_grad_norm_`` and of your own code still run. All ranks must
+    The rest of a step runs: packing, copies, casts, scaling. Other ranks' shards and all reduced
+    gradients are uninitialised memory, so results are wrong; a warning says so. Do not step the
+    optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
+    skipped too. Collectives in ``clip_grad_norm_`` and in your own code still run. All ranks must
     enter and leave the context together.
 
     Args:
@@ -245,14 +245,14 @@ REDUCTIONS = ("reduce_scatter", "reduce_scatter_uneven", "all_reduce")
 
 
 class _NoWire(Wire):
-    """A wire that skips some or all collectives. Uses the buffers of the wire that it replaces."""
+    """A ``Wire`` that skips some or all collectives. Uses the buffers of the replaced wire."""
 
     carries: ClassVar[bool] = False
 
     def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
         super().__init__()
         self.take_over(wire)
-        self.is_separate = False  # otherwise copies of the model would create process groups
+        self.is_separate = False  # otherwise copying the model would create process groups
         skipped: tuple[str, ...] = GATHERS if gathers else ()
         if reductions:
             skipped += REDUCTIONS

@@ -1,14 +1,14 @@
-"""Shard a model by a wrap policy (``shard_model``); meshes for FSDP1's sharding strategies.
+"""Shard a model with a wrap policy (``shard_model``); meshes for FSDP1's sharding strategies.
 
 Interprets wrap policies and the launcher's environment variables, and applies ``fully_shard``.
 
 [Note: modules that a policy selects]
-A policy is applied once to each module below the root, even if the module has several names. It is
-a collection of classes; a function of a module that returns a bool or keywords of ``fully_shard``;
-or a recursive FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``, which is called before a
-module's children to decide whether to recurse, and after them to decide whether to shard the rest
-of the module. A module without parameters is never selected. A container without a ``forward`` is
-never called, so no hook could gather its parameters: its choice applies to each child instead.
+A policy runs once for each module below the root, even if the module has several names. It is a
+collection of classes, a function of a module that returns a bool or keywords of ``fully_shard``, or
+a recursive FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``. A recursive policy decides
+before a module's children whether to recurse, and after them whether to shard the rest of the
+module. A module without parameters is never selected. A container without a ``forward`` is never
+called, so no hook could gather its parameters: the choice for it applies to each child instead.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def shard_model(
             - a set (or list) of module classes, or torch's ``ModuleWrapPolicy``;
             - a function of a module that returns a bool, or a dict of keywords of ``fully_shard``
               that override ``fully_shard_kwargs`` (an empty dict means False), or torch's
-              ``CustomPolicy`` of a function like this;
-            - a recursive policy of FSDP1: ``functools.partial(size_based_auto_wrap_policy,
+              ``CustomPolicy`` with a function like this;
+            - a recursive FSDP1 policy: ``functools.partial(size_based_auto_wrap_policy,
               min_num_params=...)``.
         fully_shard_kwargs: keywords of ``fully_shard`` for all units, including the root.
             ``ignored_params`` and ``ignored_states`` apply to every unit, and the policy is not
@@ -100,18 +100,18 @@ def shard_model(
     A module with several names is one unit. Parameters tied across several units belong to the
     first unit that contains all of them. The choice for a container without a ``forward``
     (``ModuleList``) applies to its children. Modules without parameters and modules that are
-    already sharded are not selected. Classes that match no module cause a warning.
+    already sharded are not selected. A class that matches no module triggers a warning.
 
     Raises:
-        ConfigError: ``policy`` is not a policy; unknown keywords of ``fully_shard``; any error of
-            ``fully_shard``. Nothing was changed.
+        ConfigError: ``policy`` is not a policy; unknown keywords of ``fully_shard``; any error that
+            ``fully_shard`` raises. Nothing was changed.
 
     Source: ``auto_wrap_policy`` of torch's ``FullyShardedDataParallel``.
     """
     check_module("shard_model", "model", model)
     _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
     names = {module: name for name, module in children_first(model)}
-    kwargs = {  # an iterator, such as `model.head.parameters()`, would be empty at the second unit
+    kwargs = {  # the first unit would exhaust an iterator, such as `model.head.parameters()`
         name: list(value) if isinstance(value, Iterator) else value
         for name, value in fully_shard_kwargs.items()
     }
@@ -166,7 +166,7 @@ def _check_keywords(choice: Choice, what: str) -> None:
             hint = f"Pass {instead} instead." if instead else f"Use one of {sorted(DEFAULTS)}."
             raise ConfigError(
                 "FS214",
-                f"shard_model: found {name!r} in {what}, not a keyword of fully_shard. {hint}",
+                f"shard_model: {name!r} in {what} is not a keyword of fully_shard. {hint}",
             )
 
 
@@ -176,7 +176,7 @@ def _choose(
     ignored: Ignored,
     chosen: Chosen,
 ) -> None:
-    """Record a choice for a module. See [Note: modules that a policy selects]."""
+    """Record the policy's choice for a module. See [Note: modules that a policy selects]."""
     if module in ignored.modules or not any(p not in ignored for p in module.parameters()):
         return
     if is_container(module):
@@ -210,9 +210,9 @@ def strategy(
     Args:
         name: the strategy's name, or the member of torch's enum.
         mesh: 1-D for the first two strategies, ``(n, 1)`` for ``NO_SHARD``, 2-D for the last two.
-            Default: a mesh over all ranks (``hybrid_mesh`` for the last two), whose creation is
+            Default: a mesh over all ranks (``hybrid_mesh`` for the last two); creating it is
             collective.
-        device_type: of the default mesh. Default: the accelerator, else the CPU.
+        device_type: device type of the default mesh. Default: the accelerator, else the CPU.
 
     Raises:
         ConfigError: an unknown strategy; a mesh that does not fit the strategy; no such device.
@@ -238,7 +238,7 @@ def strategy(
         raise ConfigError(
             "FS222",
             f"strategy: {key} needs a mesh that is {wanted}, found one of shape "
-            f"{tuple(mesh.shape)}. Omit it to use all ranks.",
+            f"{tuple(mesh.shape)}. Omit mesh to use all ranks.",
         )
     return {"mesh": mesh, "reshard_after_forward": False if keeps else None}
 
@@ -262,7 +262,7 @@ def _waiting_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = None) -> DeviceMesh:
-    """Return a mesh ``("replicate", "shard")`` that shards in a node and replicates across nodes.
+    """Return a mesh ``("replicate", "shard")`` that shards within nodes and replicates across them.
 
     Nodes are identified from the launcher's environment: ``GROUP_RANK`` (torchrun),
     ``SLURM_NODEID``, or else the host name. Ranks of a node need not be consecutive. Collective

@@ -12,8 +12,8 @@ rank-local   this rank's shards, as plain tensors         the same ranks of the 
 ============ ============================================ =====================================
 
 Every function is collective over the ranks of the model's meshes. If one rank fails, all ranks
-raise. A load that raises has changed nothing, and a load executes no code from files unless you
-pass ``trust=True``: see ``docs/checkpoints.md``.
+raise. If a load raises, nothing was changed. A load executes no code from files unless you pass
+``trust=True``: see ``docs/checkpoints.md``.
 """
 
 import sys as _sys

@@ -1,6 +1,6 @@
 """CRC-32 checksums of tensors, of byte ranges of files, and of whole files.
 
-A file's checksum is in its *tail*: JSON and a footer after the content, ignored by other readers.
+A file's checksum is in its *tail*: JSON and a footer after the content, which other readers ignore.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def damaged(what: str, problem: str) -> StateError:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of an error's message, with its class if fsdp2 did not raise it."""
+    """Return the first line of an error's message. The class precedes it unless we raised it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])
@@ -50,7 +50,7 @@ def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
 
 
 def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
-    """Return the checksum of a byte range of a file; DamagedError if the file is too short."""
+    """Return the checksum of a file's byte range. DamagedError if the file is too short."""
     found, left = 0, length
     buffer = memoryview(bytearray(min(BLOCK_NBYTES, max(length, 1))))
     file.seek(offset)
@@ -64,14 +64,14 @@ def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
 
 
 def tail_of(content: bytes, told: Any) -> bytes:
-    """Return the tail for a file with this content. ``split`` reads ``told`` from it."""
+    """Return the tail to append to ``content``. ``split`` recovers ``told`` from it."""
     body = json.dumps(told, separators=(",", ":")).encode()
     length = struct.pack("<Q", len(body))
     return body + FOOTER.pack(len(body), zlib.crc32(content + body + length), MAGIC)
 
 
 def split(data: bytes, *, verify: bool = True) -> tuple[bytes, Any]:
-    """Split a file into content and tail data (None without a tail). DamagedError on a mismatch."""
+    """Return a file's content and its tail's ``told``, or None. DamagedError on a mismatch."""
     if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
         return data, None
     length, found, _ = FOOTER.unpack(data[-FOOTER.size :])

@@ -1,17 +1,17 @@
-"""The contents of a checkpoint, and which rank writes each of them.
+"""The contents of a checkpoint, and the rank that writes each of them.
 
-Flattens a state into paths, compares the contents of ranks before a save, assigns writers, and
-pickles ``extra``. Independent of files.
+Flattens a state into paths, compares contents across ranks before a save, assigns writers, and
+pickles ``extra``. Accesses no files.
 
 [Note: assignment of writers]
-If all ranks have the same list of contents, they exchange no descriptions: each rank computes from
-the list the blocks of every tensor and their writers. A block that several ranks have is assigned
-round-robin, by the index of its content. The first rank writes unsharded values. So before a save
-the ranks exchange only a checksum, to determine whether their lists are equal, rather than plans.
+If all ranks have the same list of contents, they exchange no descriptions: each rank computes the
+blocks of every tensor, and their writers, from the list. A block that several ranks have is
+assigned round-robin, by the index of its content. The first rank writes unsharded values. Before a
+save, ranks therefore exchange only a checksum of their lists, to check that they are equal.
 
-If the lists differ (a rank has optimizer states that others lack), ranks exchange hashes of their
-contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each rank
-writes its remaining contents itself, and describes them in its report (see ``_files``).
+If the lists differ (for example, some ranks lack an optimizer state), ranks exchange hashes of
+their contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each
+rank writes its remaining contents, and describes them in its report (see ``_files``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SLOTS = "fsdp2_slots"  # the seed and the step count of ``fsdp2.reproducible``
 
 
 def problem_of(path: Any) -> str:
-    """Return why a value with this path can be neither saved nor loaded, or "" if it can."""
+    """Return why a value at this path cannot be saved or loaded, or "" if it can."""
     if type(path) not in (tuple, list):
         return "is not a list of keys"
     if not 0 < len(path) <= DEPTH:
@@ -65,8 +65,8 @@ def problem_of(path: Any) -> str:
 
 
 def flat(state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Return a state's values, keyed by path. Like ``torch.distributed.checkpoint``, this converts
-    keys to strings, traverses lists only if they contain a tensor or a dict, and tuples never."""
+    """Return a state's values by path. As in ``torch.distributed.checkpoint``, keys become strings,
+    lists are traversed only if they contain a tensor or a dict, and tuples are never traversed."""
     found: dict[Path, Any] = {}
 
     def visit(path: Path, value: Any) -> None:
@@ -102,7 +102,7 @@ class Content:
     path: Path  # the value's path in the saved dict
     value: Any  # this rank's block of a tensor, or any object
     blocks: Blocks | None = None  # a DTensor's blocks; None: unsharded, saved by the first rank
-    place: tuple[int, ...] = ()  # this rank's coordinates among the blocks
+    place: tuple[int, ...] = ()  # this rank's coordinates in the grid of blocks
     own_block: Region = NOTHING
     ranks: tuple[int, ...] = ()  # the ranks that have blocks, ordered by coordinates
 
@@ -180,7 +180,7 @@ class Contents:
 
     @staticmethod
     def of(state: Mapping[str, Any], grids: Grids) -> Contents:
-        """List a state's contents, all as ``common``: ranks have not compared them yet."""
+        """List a state's contents, all as ``common`` because ranks have not compared them yet."""
         main = grids.main
         ranks = grids.ranks_of(main) or list(range(main.size))
         lines: dict[Grid, tuple[int, ...]] = {main: tuple(ranks)}
@@ -212,7 +212,7 @@ class Contents:
         return [content.digest(lines[content.ranks]) for content in self.common]
 
     def agreed(self, main: Grid, digests: list[int], is_equal: bool) -> Contents:
-        """Separate common contents from the rest. Collective, except with ``is_equal``."""
+        """Separate common contents from the rest. Collective unless ``is_equal``."""
         if is_equal:
             return self
         shared = main.common(set(digests))
@@ -249,7 +249,7 @@ class Contents:
 
 
 def _name(path: Path) -> str:
-    """Return a tensor's name for messages: a parameter's name and, in a state, the state's key."""
+    """Return a tensor's name for messages: the parameter's, plus the key of an optimizer state."""
     own = path[1:] if path[0] == "model" else path[2:]
     return ".".join(map(str, own or path))
 
@@ -285,8 +285,8 @@ def agree(
     number: int,
     require: Callable[[], None] = lambda: None,
 ) -> tuple[Grid, Contents, int]:
-    """Return the saving ranks, their contents, and the first rank's ``number`` (at most 63 bits).
-    If ``require`` raises on one rank, all ranks raise. Collective."""
+    """Return the saving ranks, this rank's contents, and the first rank's ``number`` (at most 63
+    bits). If ``require`` raises on one rank, all ranks raise. Collective."""
     grids = Grids([*state["model"].values()])
     main = grids.main
     settle_state(optimizer)
@@ -341,8 +341,8 @@ class _Pickler(pickle.Pickler):
 
 
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
-    """Return the entries of ``extra``: DTensors from all ranks, everything else from the first.
-    DCP would save a dict's values from any rank, convert keys to strings, and lose empty dicts."""
+    """Return the entries to save for ``extra``: DTensors on all ranks, the rest on the first. DCP
+    itself would save a dict's values from any rank, make keys strings, and lose empty dicts."""
     file, kept = io.BytesIO(), io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -360,8 +360,8 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
 
 
 def unpacked(kept: Any, whole: Any, *, trust: bool) -> Any:
-    """Return ``extra`` from its entries, with full tensors in place of DTensors. ConfigError if it
-    is not plain data; DamagedError or UnpicklingError if it is damaged."""
+    """Rebuild ``extra`` from its entries, with full tensors in place of DTensors. Raises
+    ConfigError if it is not plain data, DamagedError or UnpicklingError if it is damaged."""
     if not isinstance(kept, bytes) or not isinstance(whole, dict):
         raise DamagedError("extra has an unexpected type")
     try:

@@ -37,7 +37,7 @@ from fsdp2.checkpoint._state import checked, is_extra, map_state, model_tensors,
 
 
 def _read(path: str | os.PathLike[str], *, verify: bool, trust: bool) -> Saved:
-    """Read a checkpoint's metadata; retry if another save renames the folder meanwhile."""
+    """Read a checkpoint's metadata; retry if a concurrent save renames the folder."""
     for _ in range(RENAMES):
         with contextlib.suppress(FileNotFoundError):
             return read(find(path), verify=verify, trust=trust)
@@ -60,11 +60,11 @@ def load(
     verify: bool = True,
     trust: bool = False,
 ) -> Any:
-    """Load a sharded checkpoint, written on any mesh; return its ``extra``.
+    """Load a sharded checkpoint that was saved on any mesh, and return its ``extra``.
 
     Loads checkpoints written by ``save``, or by ``torch.distributed.checkpoint`` for torch's FSDP1
     or FSDP2. Parameters on the meta device are allocated. During the load, a rank needs additional
-    memory of the size of its shards.
+    memory equal to the size of its shards.
 
     Args:
         path: the checkpoint's folder.
@@ -73,10 +73,10 @@ def load(
         model_key: key of the model's state in the saved dict. None: the saved dict is the model's
             state.
         optim_key: key of the optimizer's state.
-        strict: every name of the model must be in the checkpoint, and vice versa.
-        verify: verify the checksums that ``save`` wrote, of all data read.
-        trust: allow files that contain more than plain data; loading them can execute code in them.
-            Only for files that you wrote.
+        strict: require every name in the model to be in the checkpoint, and vice versa.
+        verify: verify all data read against the checksums that ``save`` wrote.
+        trust: allow data that is not plain. Loading it can execute code from the files, so pass
+            True only for files that you wrote.
 
     Raises:
         ConfigError: no checkpoint at ``path``; names, shapes or the optimizer's class differ; a
@@ -160,7 +160,7 @@ class _Content(Source):
         return _lists(_tree(inside, self._reader.whole)[""])
 
     def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, keyed by name, with meta tensors. ConfigError if none."""
+        """Return the optimizer's state by name, with meta tensors. ConfigError if it is missing."""
         own = [entry for entry in self._reader.entries if entry.is_under(self._optim_key)]
         if not any(entry.path[1] == "param_groups" for entry in own):
             keys = {str(entry.path[0]) for entry in self._reader.entries}
@@ -188,7 +188,7 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
-        # older saves lack empty tensors: skip the states of empty parameters without such tensors
+        # older saves omitted empty tensors: drop an empty parameter's state if it contains none
         named["state"] = {
             name: fields
             for name, fields in named["state"].items()
@@ -223,7 +223,7 @@ def _is_one(found: list[Entry]) -> bool:
 
 
 def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
-    """Convert a parameter's id in an entry's path, saved as a string, to an int."""
+    """Convert the parameter id in an entry's path, which was saved as a string, to an int."""
     path = entry.path
     is_id = len(path) > 2 and path[1] == "state" and str(path[2]).isdecimal()
     if not is_id or path[2] in params:
@@ -268,21 +268,21 @@ def load_latest(
     verify: bool = True,
     trust: bool = False,
 ) -> Any:
-    """Load the newest intact checkpoint in a folder; return its ``extra``.
+    """Load the newest intact checkpoint in a folder, and return its ``extra``.
 
-    A restarted program calls it to continue from the last save::
+    A restarted program calls this function to continue from the last save::
 
         step = load_latest("run", model, optimizer, default={"step": 0})["step"]
 
     A damaged checkpoint is skipped, with a warning on every rank, and the next older one is loaded.
-    Waits until a save in the background has finished.
+    If a background save of this process is running, the call waits for it first.
 
     Args:
         folder: a folder of checkpoints, such as ``run/step-100``, or a single checkpoint that each
-            save replaces. It need not exist.
+            save replaces. The folder need not exist.
         model: a sharded model, or any other module.
         optimizer: an optimizer over the model's parameters, whose state is loaded too.
-        default: returned if the folder has no checkpoint; nothing is loaded then.
+        default: returned if the folder has no checkpoint. Nothing is loaded in this case.
         copies: copies in host memory, which are loaded if they are complete and newer than the
             checkpoints in the folder.
         strict, verify, trust: as for ``load``.

@@ -1,24 +1,24 @@
-"""The files of a sharded checkpoint: one data file per rank, and the metadata of all of them.
+"""The files of a sharded checkpoint: one data file per rank, and one metadata file.
 
 The format is that of ``torch.distributed.checkpoint``, with checksums after the metadata. Each rank
-writes its data file (its *part*) and a *report* about it; the first rank creates the metadata from
-all reports. A block is read from the saved parts, one at a time. Independent of models.
+writes its data file and a *report* about it; the first rank creates the metadata from all reports.
+A read loads the saved blocks that it needs, one at a time. Independent of models.
 
 [Note: reports]
-A part is a sequence of values in the format of ``torch.save``. For each common value, in the order
-of the list that all ranks have (see ``_contents``), the report contains its length and CRC-32, in
-twelve bytes. Values that only some ranks have are described completely, in JSON. A report ends with
-its own checksum, and gets its final name when it is complete.
+A data file is a sequence of values, each written by ``torch.save``. For each common value, in the
+order of the list that all ranks have (see ``_contents``), the report contains the value's length
+and CRC-32, in twelve bytes. Values that only some ranks have are described completely, in JSON. A
+report ends with its own checksum, and is renamed to its final name once it is complete.
 
 [Note: placeholders]
 The metadata is a pickle of a few small torch classes. Each is unpickled as a placeholder, which has
-the pickled data but no behaviour; ``read`` validates every value before use. So a pickle can use
-only the names in the table below, and torch's checkpoint module is not imported.
+the pickled data but no behaviour; ``read`` validates every value before use. A pickle can use only
+the names in the table that ``_names`` returns, and torch's checkpoint module is not imported.
 
 [Note: sums]
 The pickle is followed by the checksums of all values in all files, and by a checksum of the
-metadata file itself (see ``_checksums``). Other readers ignore them. A file that declares checksums
-but lacks them was truncated.
+metadata file itself (see ``_checksums``). Other readers ignore both. A metadata file that declares
+checksums but lacks them was truncated.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from fsdp2.checkpoint._pickle_machine import (
 from fsdp2.checkpoint._place import METADATA, Stamp, file_in, plain_name
 from fsdp2.checkpoint._torch_files import DEPTH, View, read_torch_file, shared
 
-SUMMED = "fsdp2-sums-"  # prefix of a save's id if its metadata has checksums
-DIMS = 64  # maximum number of dims of a tensor: the limit of torch's operations
+SUMMED = "fsdp2-sums-"  # prefix of the save id in metadata with checksums
+DIMS = 64  # maximum number of dims of a tensor, as in torch's operations
 CUT_DIMS = 5  # maximum number of dims that are split: a part has 2 ** dims corners
 
 # classes in pickled metadata
@@ -74,7 +74,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Part:
-    """The location in a file of an object, or of a block of a tensor."""
+    """The location of an object, or of a block of a tensor, in a file."""
 
     region: Region | None
     file: str
@@ -103,17 +103,17 @@ class Saved:
 
     folder: Path
     entries: tuple[Entry, ...]
-    sizes: dict[str, int] | None  # size of each file; None without checksums
+    sizes: dict[str, int] | None  # size of each file; None if there are no checksums
     digest: str  # hash of the metadata
     stamp: Stamp
 
 
 def _names() -> dict[tuple[str, str], Any]:
     def nothing(*args: Any) -> None:
-        """Replace an unused object by None: a layout, a memory format, the path of the save."""
+        """Replace an unused object by None: a layout, a memory format, the save's path."""
 
     where, plain = "torch.distributed.checkpoint", plain_names()
-    # the old module of TensorProperties, which torch still writes
+    # torch still writes TensorProperties under this old module name
     older = "torch.distributed._shard.sharded_tensor.metadata"
     classes = [(f"{where}.metadata", name) for name in CLASSES]
     classes.append((f"{where}.filesystem", "_StorageInfo"))
@@ -131,7 +131,7 @@ def _names() -> dict[tuple[str, str], Any]:
 
 
 def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
-    """Read a folder's metadata. FileNotFoundError if another save replaces it meanwhile."""
+    """Read a folder's metadata. FileNotFoundError if a concurrent save replaces it."""
     path = file_in(folder, METADATA, "load", trust=trust)
     stamp = Stamp.of(path)
     try:
@@ -153,12 +153,12 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
     except RefusedError as error:
         raise ConfigError(
             "FS616",
-            f"load: {folder / METADATA} needs {error}, which no checkpoint metadata needs: loading "
-            "it could run arbitrary code. Pass trust=True if you trust its author.",
+            f"load: {folder / METADATA} needs {error}, which checkpoint metadata never uses. "
+            "Loading it could run arbitrary code. Pass trust=True if you trust its author.",
         ) from error
     except (ConfigError, UnsupportedError, MemoryError):
         raise
-    except Exception as error:  # a damaged pickle may raise any exception
+    except Exception as error:  # unpickling damaged data may raise anything
         raise damaged("load", f"{folder / METADATA} is damaged: {said(error)}.") from error
     # use SHA-256: a CRC is constant for data that ends with its own CRC
     return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest(), stamp)
@@ -171,7 +171,7 @@ class _Metadata:
         self._metadata = metadata
         self._told = told
         self._where = where
-        self._left = len(metadata.storage_data)  # limit on the number of parts not yet listed
+        self._left = len(metadata.storage_data)  # number of parts that may still be listed
         self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.storage_data.items():
             offset = getattr(index, "offset", None)
@@ -248,7 +248,7 @@ class _Metadata:
 
 
 def _require_tree(entries: list[Entry]) -> None:
-    """Raise if two values have the same path, or the path of one is a prefix of another's."""
+    """Raise if two values have equal paths, or one value's path is a prefix of another's."""
     paths = {entry.path for entry in entries}
     lengths = sorted({len(path) for path in paths})
     inside = (path[:end] in paths for path in paths for end in lengths if end < len(path))
@@ -257,7 +257,7 @@ def _require_tree(entries: list[Entry]) -> None:
 
 
 def _require_apart(entries: list[Entry]) -> None:
-    """Raise if two values share bytes: a small file could then declare any number of values."""
+    """Raise if values share bytes, which would let a small file declare any number of values."""
     parts = ((part.file, part.offset, part.length) for entry in entries for part in entry.parts)
     for file, offset, _ in shared(parts):
         raise DamagedError(f"two values share byte {offset} of {file}")
@@ -273,7 +273,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 class Reader(contextlib.ExitStack):
-    """Reads values of a checkpoint. A context manager. With ``trust``, a load may execute code."""
+    """Reads a checkpoint's values; a context manager. With ``trust``, reading may execute code."""
 
     def __init__(self, saved: Saved, *, verify: bool, trust: bool) -> None:
         super().__init__()
@@ -347,13 +347,13 @@ class Reader(contextlib.ExitStack):
             raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
-        except Exception as error:  # a damaged file may raise any exception
+        except Exception as error:  # reading a damaged file may raise anything
             raise self._damaged_part(entry, part, said(error)) from error
         view = io.BufferedReader(View(file, part.offset, part.length))
         try:
             return torch.load(view, map_location="cpu", weights_only=False)
         except Exception as error:
-            if is_summed:  # the file is intact: the error is from code in it
+            if is_summed:  # the file is intact, so code in it raised the error
                 raise
             raise self._damaged_part(entry, part, said(error)) from error
 
@@ -377,7 +377,7 @@ class Reader(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def making_sense(self) -> Iterator[None]:
-        """Convert errors in this context to StateError, except with ``trust``."""
+        """Convert errors in this context to StateError, unless ``trust`` is set."""
         try:
             yield
         except (FSDPError, MemoryError):
@@ -399,8 +399,8 @@ class Reader(contextlib.ExitStack):
 
 
 def corners(regions: Iterable[Region], dims: Sequence[int]) -> Counter[tuple[int, ...]]:
-    """Count the corners of regions, with sign -1 for corners at the end along an odd number of
-    dims: the differences of the coverage along all dims. Equal counts mean equal coverage."""
+    """Count the corners of regions; a corner at the end of an odd number of dims counts as -1.
+    The counts are finite differences of the coverage, so equal counts mean equal coverage."""
     found: Counter[tuple[int, ...]] = Counter()
     for region in regions:
         begins, sizes = region.starts, region.sizes
@@ -417,7 +417,7 @@ RANK = ".rank-"  # file name prefix of the files that ranks keep locked while th
 ROW = struct.Struct("<QI")
 HEAD = struct.Struct("<II")
 SUM = struct.Struct("<I")
-WRITE_NBYTES = 1 << 20  # maximum bytes per write: other threads may run between writes
+WRITE_NBYTES = 1 << 20  # maximum bytes per write, so that other threads can run in between
 
 
 def part_name(number: int) -> str:
@@ -436,7 +436,7 @@ def write_part(
     pieces: Sequence[Piece],
     told: Progress,
 ) -> None:
-    """Write this rank's part and its report; OSError names the file."""
+    """Write this rank's data file and report. An OSError contains the file's name."""
     common: list[bytes] = []
     rest: list[dict[str, Any]] = []
     path = folder / part_name(contents.number)
@@ -467,7 +467,7 @@ def write_part(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor whose storage has its size: ``torch.save`` writes entire storages."""
+    """Return a CPU tensor with no excess storage, because ``torch.save`` writes entire storages."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
         return tensor.clone()
@@ -486,8 +486,8 @@ def _description(piece: Piece) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[list[OSError]]:
-    """Add the file's name to OSErrors. If the yielded list contains errors, the first of them is
-    raised in place of the caught one, because torch's zip writer raises a misleading error."""
+    """Add the file's name to OSErrors. If the yielded list contains errors, raise the first of them
+    in place of the caught error, because torch's zip writer raises a misleading error."""
     told: list[OSError] = []
     try:
         yield told
@@ -533,15 +533,15 @@ def write_metadata(
     *,
     save_id: str = "",
 ) -> dict[str, int]:
-    """Write the metadata from all ranks' reports, on the first rank; return the files' sizes.
-    ``common``: blocks that the reports do not describe, in order, each with its writer."""
+    """On the first rank, write the metadata from all reports, and return the data files' sizes.
+    ``common`` lists the blocks that reports do not describe, in order, each with its writer."""
     reports = [_Report(folder, number) for number in range(ranks)]
     found: dict[str, tuple[Entry, dict[Any, Part]]] = {}
 
     def add(entry: Entry) -> None:
         (part,) = entry.parts
         first, parts = found.setdefault(entry.key, (entry, {}))
-        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # ignore a different value
+        if (first.shape, first.dtype) == (entry.shape, entry.dtype):  # ignore a conflicting value
             parts.setdefault(part.region and part.region.starts, part)
 
     for content, region, number in common:
@@ -578,9 +578,9 @@ class _Report:
         if len(data) < HEAD.size + SUM.size or SUM.pack(zlib.crc32(body)) != data[-SUM.size :]:
             raise StateError(
                 "FS613",
-                f"save: {path}, the report of a rank's files, is missing or damaged on the first "
-                "rank. Save to a file system that all ranks share. The previous checkpoint, if "
-                "any, is unchanged.",
+                f"save: {path}, a rank's report about its data file, is missing or damaged on the "
+                "first rank. Save to a file system that all ranks share. The previous checkpoint, "
+                "if any, is unchanged.",
             )
         count, _ = HEAD.unpack_from(body)
         end = HEAD.size + count * ROW.size
@@ -591,7 +591,7 @@ class _Report:
         return self._placed(region, *next(self._rows))
 
     def rest(self) -> Iterator[Entry]:
-        """Yield the entries that only some ranks have. Call it after reading all common ones."""
+        """Yield the entries that only some ranks have. Read all common entries first."""
         assert next(self._rows, None) is None, "ranks have different common contents"
         for told in self._rest:
             region = shape = dtype = None

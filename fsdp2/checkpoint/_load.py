@@ -1,17 +1,17 @@
 """Load states of any form into a model and an optimizer: all or nothing.
 
-Values are full tensors, possibly only on the first rank, or each rank's shards. Independent of
+Values are full tensors (on all ranks, or only on the first) or each rank's shards. Independent of
 files.
 
 [Note: all or nothing]
 1. *Compare.* Ranks with a state describe it by names, shapes and dtypes. Every rank compares the
    description with its own model and optimizer. Values in memory are validated too.
-2. *Read.* The optimizer's values, and model values whose reading may fail (files), are read into
-   separate buffers. These have the size of the rank's shards; ``max_bytes`` does not count them.
-3. *Agree.* All ranks raise unless every rank has all of its values. Only then user code runs
-   (``load_state_dict`` of the optimizer, ``set_extra_state``); its changes are undone if it raises.
+2. *Read.* The optimizer's values, and all values from files, are read into separate buffers, which
+   are as large as the rank's shards and do not count towards ``max_bytes``.
+3. *Agree.* All ranks raise unless every rank has all of its values. Only after this check does user
+   code run (``load_state_dict``, ``set_extra_state``); its changes are undone if it raises.
 4. *Write.* Values are copied into the model, from the separate buffers or from a state in memory.
-So a load that raises in steps 1 to 3 changes nothing, and step 4 only transfers values.
+A load that raises in steps 1 to 3 therefore changes nothing, and step 4 only transfers values.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from fsdp2.checkpoint._state import (
 class IncompatibleKeys(NamedTuple):
     """Names that a load with ``strict=False`` skipped. With ``strict=True`` both lists are empty.
 
-    ``missing_keys`` are names of the model that the state lacks, ``unexpected_keys`` names of the
-    state that the model lacks.
+    ``missing_keys`` are the names in the model that the state lacks, and ``unexpected_keys`` the
+    names in the state that the model lacks.
 
     Source: the result of ``nn.Module.load_state_dict``.
     """
@@ -135,7 +135,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names. A tied tensor needs one name, an empty one none."""
+    """Compare shapes and, if ``strict``, names. Tied tensors need one name, empty ones none."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -196,7 +196,7 @@ def check_optimizer(
 
 
 def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's tensors with these names, each once, under its first name."""
+    """Return the tensors with these names, by name. Tied tensors are under the first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name in names:
         if name in tensors:
@@ -213,11 +213,11 @@ def state_like(
     told: Tensor,
     is_number: bool,
 ) -> Tensor:
-    """Return an empty tensor for a value of a parameter's state, like the meta tensor ``told``.
+    """Return an empty tensor with the shape and dtype of ``told``, a value of an optimizer state.
 
-    It is placed like the current value, or else like the parameter, if the shapes are equal. Other
-    values are plain tensors, 0-dim ones on the CPU. Numbers (``is_number``) are not placed like the
-    parameter: the step count of a 0-dim parameter has the parameter's shape.
+    It gets the placements of the current value, or else of the parameter, if the shapes are equal.
+    Otherwise it is a plain tensor, on the CPU if 0-dim. Numbers (``is_number``) do not get the
+    parameter's placements, because the step count of a 0-dim parameter has the parameter's shape.
     """
     like: Tensor | None = None if is_number else param
     if isinstance(current, Tensor) and current.shape == told.shape:
@@ -230,7 +230,7 @@ def state_like(
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """Return an empty tensor with the placement of another, but never on the meta device."""
+    """Return an empty tensor with the placements of ``tensor``, but never on the meta device."""
     local = local_of(tensor)
     real = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     made = torch.empty_like(local, device=real if local.is_meta else local.device)
@@ -238,7 +238,7 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def with_memory(what: str, model: nn.Module, grids: Grids) -> dict[str, Tensor]:
-    """Allocate a model's meta tensors, on every rank or on none; return all of its tensors."""
+    """Allocate a model's meta tensors, on every rank or on none. Return all of its tensors."""
     tensors, _ = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         with grids.main.together(what):
@@ -269,7 +269,7 @@ def change(
     grids: Grids,
     write: Callable[[], None],
 ) -> None:
-    """Load everything except the model's tensors, then call ``write`` for them: steps 3 and 4."""
+    """Steps 3 and 4: load all but the model's tensors, then call ``write`` to copy these."""
     undo: list[Callable[[], None]] = []
     try:
         with grids.main.together(what):
@@ -279,7 +279,7 @@ def change(
             _set_extra(model, extra, undo)
     except BaseException:
         for back in reversed(undo):
-            with contextlib.suppress(Exception):  # an undo may call user code; run the others
+            with contextlib.suppress(Exception):  # user code may raise; run the other undos
                 back()
         raise
     write()
@@ -312,19 +312,19 @@ def load_full_state(
     strict: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
-    """Load a full state from ``full_state``, a plain model, or torch's FSDP1.
+    """Load a full state, created by ``full_state``, a plain model, or torch's FSDP1.
 
-    The first rank scatters each tensor to the ranks that have parts of it, so that no other rank
-    needs more than ``max_bytes`` in addition to its shards. Parameters on the meta device are
-    allocated first. The optimizer's state may be keyed by name or id; values of a parameter's shape
-    become DTensors placed like the parameter. Values are cast to the model's dtypes.
+    The first rank scatters each tensor to the ranks that have parts of it, so all other ranks need
+    at most ``max_bytes`` in addition to their shards. Parameters on the meta device are allocated
+    first. The optimizer's state may be keyed by name or id; values with a parameter's shape become
+    DTensors with the parameter's placements. Values are cast to the model's dtypes.
 
     Args:
         state: required only on the first rank of the mesh; the others may pass None. If its
-            ``"model"`` is not a plain dict, an access may read a value from a file: all values are
-            then first read into separate buffers, which ``max_bytes`` does not count.
-        from_rank0: False: each rank loads its own ``state``, and no values are sent.
-        strict: every name must be in the model and in the state; a tied parameter needs one name.
+            ``"model"`` is not a plain dict, accessing a value may read a file. All values are then
+            first read into separate buffers, which do not count towards ``max_bytes``.
+        from_rank0: if False, each rank loads its own ``state``, and no values are sent.
+        strict: require every name to be in model and state, but only one name of a tied parameter.
 
     Returns:
         Names of the model that the state lacks, and vice versa (empty if ``strict``).
@@ -355,11 +355,11 @@ class Source:
     def with_optimizer(
         self, told: StateManifest, model: nn.Module, optimizer: Optimizer
     ) -> StateManifest:
-        """Add the optimizer's description. Called if the model's names match."""
+        """Add the optimizer's description. Called only if the model's names match."""
         return told
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
-        """Read non-tensor values. Called if everything matches. ``extra``: the model's values."""
+        """Read non-tensor values, if everything matches. ``extra`` contains the model's values."""
         return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
@@ -490,7 +490,7 @@ def _scatter(
     source: Source,
     in_optimizer: bool,
 ) -> None:
-    """Fill shards from the first rank. All ranks raise its read errors after the scatter."""
+    """Fill shards from the first rank. If a read fails there, all ranks raise after the scatter."""
     error: Exception | None = None
 
     def read(held: LocalShard) -> Tensor:
@@ -573,7 +573,7 @@ def _load_parts(
     *,
     is_local: bool,
 ) -> IncompatibleKeys:
-    """Load each rank's shards: DTensors, or plain tensors with ``is_local``."""
+    """Load each rank's shards, which are DTensors, or plain tensors if ``is_local``."""
     with checked(what, model, optimizer, strict=strict):
         pass
     settle_state(optimizer)
@@ -618,15 +618,15 @@ def _load_parts(
 def _require_same_place(
     what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
-    """Raise ConfigError unless the shard in the state has the position and size of this rank's."""
+    """Raise ConfigError if the state's shard has another position or size than this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
     then = layout.get(name, whole)
     if tuple(map(tuple, then)) != here:
         raise ConfigError(
             "FS621",
-            f"{what}: {name} is {here} here and {layout.get(name)} in the state (full shape, "
-            "start, size). A rank-local state loads only on the same ranks and meshes; use the "
+            f"{what}: {name} has full shape, start and size {here} here, but {layout.get(name)} "
+            "in the state. A rank-local state loads only on the same ranks and meshes; use the "
             "sharded state otherwise. Nothing was changed.",
         )
     if tuple(value.shape) != held.own.sizes:
@@ -659,8 +659,8 @@ def _wrapped(
         if not isinstance(like, DTensor) or tuple(like.shape) != shape:
             raise ConfigError(
                 "FS621",
-                f"{what}: {full} was a DTensor of shape {shape}, but its parameter is not. Use the "
-                "sharded state. Nothing was changed.",
+                f"{what}: {full} was a DTensor of shape {shape}, but its parameter is not a "
+                "DTensor of that shape. Use the sharded state. Nothing was changed.",
             )
         _require_same_place(what, full, grids.hold(name, like), layout, value)
         return torch_dtensor.placed_like(like, value.clone())
@@ -669,11 +669,11 @@ def _wrapped(
 
 
 def _require_placed_alike(what: str, name: str, value: Tensor, own: Tensor) -> None:
-    here, there = (getattr(t, "placements", "no DTensor") for t in (own, value))
+    here, there = (getattr(t, "placements", "none") for t in (own, value))
     if here != there or local_of(value).shape != local_of(own).shape:
         raise ConfigError(
             "FS622",
-            f"{what}: {name} is {there} in the state, {tuple(local_of(value).shape)} on this rank, "
-            f"but {here}, {tuple(local_of(own).shape)}, in the model. Use save and load, or the "
-            "full state.",
+            f"{what}: {name} has placements {there} and local shape {tuple(local_of(value).shape)} "
+            f"in the state, but {here} and {tuple(local_of(own).shape)} in the model. Use save and "
+            "load, or the full state.",
         )

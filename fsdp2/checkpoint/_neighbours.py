@@ -1,16 +1,16 @@
-"""Copies of a state in host memory: each rank's part on its own host and on a neighbour's.
+"""Copies of a state in host memory: each rank's part is on its own host and on a neighbour's.
 
 [Note: copies on neighbours]
 A launcher ends all processes when it restarts a job, so copies are files in a memory-backed folder
-of the host. The call copies a rank's pieces of a save (see ``_contents``) to host memory. A thread
-then writes them to the folder, as a part of a checkpoint with a report that describes it
-completely, and exchanges both files with its neighbours over a separate process group. So each part
-is on two hosts. A *generation* is one save of this kind. It is valid once both copies of every part
-exist. All ranks check this at the next call, which then removes the previous generation.
+of the host. ``NeighbourCopies.save`` copies a rank's part of the state to host memory. A thread
+then writes it to the folder as a checkpoint's data file and a complete report (see ``_files``), and
+exchanges both files with the neighbours over a separate process group, so each part is on two
+hosts. The files of one save are a *generation*. It is valid once both copies of every part
+exist. All ranks check this in the next ``save``, which then removes older generations.
 
 After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation
 with all parts. Each rank fetches the parts that overlap its shards from hosts that have them, and
-reads them as a checkpoint, with checksums. So the number of ranks may change.
+loads them like a checkpoint, with checksums. The number of ranks may therefore change.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ class NeighbourCopies:
 
     Call ``save`` every few steps: it returns once the state is copied, and a thread sends the copy
     to a neighbour. After a restart, ``load_latest(..., copies=copies)`` loads the newest state from
-    these copies or the checkpoints in files. All parts survive the loss of one host. If two
+    these copies or from checkpoint files. All parts survive the loss of one host. If two
     neighbours are lost at the same time, the state is loaded from files, with a warning.
 
-    Every rank of the job must construct one, and models must be on all ranks. A host needs memory
-    for up to five times the data that its ranks write: the copy, and its own and its neighbour's
-    parts of two generations.
+    Every rank of the job must construct a ``NeighbourCopies``, and models must be on all ranks. A
+    host needs memory for up to five times the data that its ranks write: the copy, and its own and
+    its neighbour's parts of two generations.
 
     Args:
-        name: the job's name: the same after a restart, and unique among the jobs on these hosts.
-        memory: a memory-backed folder that outlives processes. ``/dev/shm`` of a container is often
-            small.
+        name: the job's name, the same after a restart, and not used by other jobs on the hosts.
+        memory: a memory-backed folder that outlives processes. In a container, ``/dev/shm`` is
+            often small.
         distance: the neighbour's offset in ranks, large enough to reach another host. None: the
             number of ranks per host (``LOCAL_WORLD_SIZE``), or half of the ranks on a single host.
 
     Raises:
-        ConfigError: a wrong argument; the folder cannot be created, or is another user's.
+        ConfigError: a wrong argument; the folder cannot be created, or belongs to another user.
     """
 
     @operation("NeighbourCopies")
@@ -148,7 +148,7 @@ class NeighbourCopies:
     ) -> None:
         """Copy the state; a thread then sends the copy to the neighbour. Collective.
 
-        Waits until the previous copies have arrived. If they failed, warns on every rank.
+        Waits until the previous copies have arrived. If one did not arrive, warns on every rank.
 
         Args:
             model, optimizer, extra: as for ``fsdp2.checkpoint.save``.
@@ -179,10 +179,10 @@ class NeighbourCopies:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the copies of the last ``save`` are sent to and received from neighbours.
+        """Wait until the last ``save`` has exchanged its copies with the neighbours.
 
         Raises:
-            Exception: they could not be written or sent.
+            Exception: the copies could not be written or exchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -217,7 +217,7 @@ class NeighbourCopies:
         )
 
     def _remove_but(self, *kept: Path | None) -> None:
-        """Remove all generations but ``kept``. Ranks of one host may do so concurrently."""
+        """Remove all generations but ``kept``. Ranks on one host may do this concurrently."""
         for entry in self._home.iterdir() if self._home.is_dir() else ():
             if entry not in kept and GENERATION.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -225,7 +225,7 @@ class NeighbourCopies:
     def _run(
         self, folder: Path, contents: Contents, pieces: list[Piece], copied: torch.Event | None
     ) -> None:
-        """Write and exchange copies, in a thread."""
+        """Write and exchange copies. Runs in a thread."""
         self._current = None
         try:
             if copied is not None:
@@ -241,7 +241,7 @@ class NeighbourCopies:
             self._error = error
 
     def _swap(self, mine: Path, its: Path, to: int, of: int) -> None:
-        """Send a file and receive another, which gets its final name when it is complete."""
+        """Send a file and receive another, which is renamed to its final name once complete."""
         nbytes = mine.stat().st_size if mine.exists() else 0
         told, coming = (torch.tensor([n], dtype=torch.int64, device="cpu") for n in (nbytes, 0))
         self._move([(told, to)], [(coming, of)])
@@ -270,7 +270,7 @@ class NeighbourCopies:
 
 
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
-    """Return the newest complete generation after a time; warn if none is complete. Collective."""
+    """Return the newest complete generation after a time; warn if all are partial. Collective."""
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):
@@ -295,8 +295,8 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
     if lost:
         warn(
             "FS630",
-            f"load_latest: the copies in host memory are incomplete: those {lost[0]} are "
-            "lost. The state is loaded from files.",
+            f"load_latest: the copies in host memory are incomplete: the parts {lost[0]} "
+            "are lost. The state is loaded from files.",
         )
     return None
 
@@ -354,7 +354,7 @@ def _mapped(path: Path, nbytes: int) -> Tensor:
 
 
 def _made(path: Path, nbytes: int) -> Tensor:
-    """Create and map a file. OSError if memory is short: a write would end the process instead."""
+    """Create and map a file. OSError if memory is short, because a later write would crash."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return _mapped(path, nbytes)

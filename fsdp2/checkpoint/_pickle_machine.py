@@ -1,27 +1,27 @@
-"""An interpreter for untrusted pickles, which checks each instruction.
+"""An interpreter for untrusted pickles that checks each instruction.
 
-Contains the instructions that Python 3 and torch write, the limits on each, and the names that a
-pickle may use: plain data, names that the user allows, and all names with ``trust``.
+Implements the instructions that Python 3 and torch write, with limits on each. A pickle may use
+names of plain data, names that the user allows and, with ``trust``, all names.
 
 [Note: objects that a pickle may call and modify]
 A pickle is a program. Here it may call only objects from a table of names, and modify only objects
 that it created: lists, dicts and sets from its own instructions, placeholders, and instances that
-one of its calls returned and that have no other reference. So it cannot modify any existing object
-of this process, whatever the table contains.
+one of its calls returned and that have no other reference. Whatever the table contains, a pickle
+cannot modify an existing object of this process.
 
 [Note: bounds]
 No instruction uses more memory than the size of the pickle. A length is compared with the remaining
 bytes before anything is allocated, and the memo is a dict, so a large index costs nothing. The
-arguments of a call (with containers among them) and the state of an object are copied. Each element
-is charged against a budget of the pickle's size in bytes, because a memo reference can repeat a
-long container in two bytes. A key is hashed completely on each use, so it may have at most a
-thousand elements, or words if it is a number.
+arguments of a call, including containers, and the state of an object are copied. Each copied
+element is charged against a budget of the pickle's size in bytes, because a memo reference can
+repeat a long container in two bytes. A key is hashed completely on each use, so a tuple key may
+have at most a thousand elements, and an int key a thousand 64-bit words.
 
 [Note: names that a pickle may use]
 A name outside the table is refused, unless the caller trusts the pickle. The table entry of a class
 is a function, created for one unpickling, that accepts only the arguments found in pickles of plain
 data. Names that the user allowed with ``torch.serialization.add_safe_globals`` are in the table
-too. Names that torch itself adds there are not: unpickling a ``DeviceMesh`` creates process groups.
+too. Names that torch itself allows are not: unpickling a ``DeviceMesh`` creates process groups.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from fsdp2._core.base.names import printable
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)
 STATEFUL = (OrderedDict, Counter)  # types that may have attributes, as torch's state dicts do
-# Types that a container may be created from. No range: a few bytes can encode a huge one.
+# Types from which a container may be created. Excludes range: few bytes can encode a huge range.
 ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
-KEY_NELEMENTS = 1000  # elements of a tuple key, or words of a number key: see [Note: bounds]
+KEY_NELEMENTS = 1000  # elements of a tuple key, or words of an int key: see [Note: bounds]
 # Python 2 names, which protocol 2 (written by torch) uses.
 OLD_MODULES = {"__builtin__": "builtins"}
 OLD_NAMES = {("builtins", "xrange"): "range", ("builtins", "long"): "int"}
@@ -58,7 +58,7 @@ FLOAT = struct.Struct(">d")
 
 
 class RefusedError(UnpicklingError):
-    """Raised if a pickle uses a name outside its table or modifies an object it did not create."""
+    """Raised if a pickle uses a name outside the table or modifies an object it did not create."""
 
 
 class Placeholder:
@@ -95,13 +95,13 @@ class Machine:
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []  # stacks below marks
         self._memo: dict[int, Any] = {}
-        self._callable: dict[int, Any] = {}  # fetched objects, by id
-        self._own: dict[int, Any] = {}  # instances made by a call of an allowed name
-        self._foreign: dict[int, Any] = {}  # results of such a call that have other references
+        self._callable: dict[int, Any] = {}  # objects fetched from ``names``, by id
+        self._own: dict[int, Any] = {}  # new instances, returned by calls of allowed names
+        self._foreign: dict[int, Any] = {}  # results of these calls that have other references
         self._left = len(data) + 1000  # see [Note: bounds]
 
     def run(self) -> Any:
-        """Return the object, or raise RefusedError, or UnpicklingError for a damaged pickle."""
+        """Return the unpickled object. Raises RefusedError, or UnpicklingError if damaged."""
         steps, data = STEPS, self._data
         try:
             while True:
@@ -281,7 +281,7 @@ class Machine:
 
 
 def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, int]:
-    """Return a function's result and its reference count, which is lowest for a new object."""
+    """Return a function's result, and the result's reference count: lowest for a new object."""
     made = function(*args, **named)
     return made, sys.getrefcount(made)
 
@@ -344,7 +344,7 @@ def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
     return step
 
 
-# Instructions by byte. Those that only protocols 0 and 1 use are unknown.
+# Instructions by opcode. Opcodes that only protocols 0 and 1 use are not supported.
 STEPS: list[Callable[[Machine], object]] = [_unknown] * 256
 for _code, _step in {
     pickle.PROTO: lambda m: m._take(1),

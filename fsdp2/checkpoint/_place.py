@@ -1,26 +1,26 @@
-"""Write a folder next to its final path (its *place*) and rename it, despite concurrent saves.
+"""Write a folder next to its final path (its *place*), and rename it safely to this path.
 
 Independent of the files' contents.
 
 [Note: concurrent saves]
-A save writes to a separate folder ``.NAME.tmp-TOKEN`` with a unique token. A file in it is locked
-as long as the process that created it is alive, so a later save removes only folders of dead saves.
-A lock file next to the place serialises renames: the place always has one complete checkpoint, that
-of the last save. Where locks are inconclusive (another host, a file system without locks), folders
-of other saves are kept for an hour. Without locks, a save retries if another save interferes.
+A save writes to a separate folder ``.NAME.tmp-TOKEN`` with a unique token. A file in the folder
+stays locked while the saving process is alive, so a later save removes only folders of dead saves.
+A lock file next to the place serialises renames, so the place always has one complete checkpoint,
+that of the last save. If locks are inconclusive (another host, a file system without locks), other
+saves' folders are kept for an hour. Without locks, a save retries if another save interferes.
 
 [Note: atomic saves]
 When every rank has reported its part, the first rank checks that it sees all files with the sizes
 that were written. It then renames the existing checkpoint to ``.NAME.old-TOKEN`` and the new one to
-``NAME``. Files of the old folder that do not belong to a checkpoint are moved to the new one, and
-the old folder is removed. If a save is interrupted before the renames, the old checkpoint keeps its
-name. If it is interrupted between them, ``load`` finds the old one under its temporary name.
+``NAME``. Files in the old folder that do not belong to a checkpoint are moved to the new folder,
+and the old folder is removed. If a save is interrupted before the renames, the old checkpoint keeps
+its name. If it is interrupted between the renames, ``load`` finds ``.NAME.old-TOKEN``.
 
 [Note: series]
 Checkpoints saved to one parent folder with ``keep_last`` are a series; each contains an empty file
 ``.series``. After the rename of a new checkpoint, the symlink ``latest`` next to it is updated, and
-the oldest checkpoints of the series are removed. Each is renamed before its files are deleted, so
-checkpoints under their own names are complete. Those saved without ``keep_last`` are kept. Folders
+the oldest checkpoints of the series are removed. Each is renamed before its files are deleted, so a
+checkpoint under its own name is complete. Checkpoints saved without ``keep_last`` are kept. Folders
 of dead saves are removed too, because a restarted program may never save to their places again.
 """
 
@@ -48,7 +48,7 @@ try:
 except ImportError:  # Windows has no fcntl
     fcntl = None
 
-METADATA = ".metadata"  # a folder with this file is a checkpoint; it is written last
+METADATA = ".metadata"  # written last: a folder with this file is a checkpoint
 OWNER = ".owner"
 ABANDONED_AFTER_S = 3600.0
 LOCK_WITHIN_S = 120.0
@@ -101,7 +101,7 @@ class Workspace:
             self._lock = None
 
     def remove(self) -> None:
-        """Remove the folder, after a rename: ranks that still write then create no files in it."""
+        """Rename and remove the folder, so that ranks still writing create no more files in it."""
         self.release()
         gone = self.path.with_name(f"{self.path.name}.gone")
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Workspace:
 
 
 def _host() -> str:
-    """Identify this host and its boot. Processes with the same result see the same locks."""
+    """Return this host's name and boot id. Processes with the same result see the same locks."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -126,9 +126,9 @@ def _lock(descriptor: int) -> None:
 
 
 def own(path: Path) -> int:
-    """Create and lock an owner's file; return its descriptor. It gets the name ``path`` once it is
-    locked and contains the host, so if another process can lock it, its owner is dead. On a file
-    system without locks it is empty."""
+    """Create and lock an owner's file; return its descriptor. The file is renamed to ``path`` once
+    it is locked and contains the host, so its owner is dead if another process can lock it. On a
+    file system without locks, the file is empty."""
     unnamed = path.with_name(f"{path.name}.new")
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o644)
     with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ def own(path: Path) -> int:
 
 
 def is_dead(path: Path) -> bool | None:
-    """Return whether a file's owner has exited; None if this host cannot determine it."""
+    """Return whether a file's owner has exited, or None if this host cannot determine that."""
     is_free, host = False, ""
     try:
         # do not block if the file is a pipe
@@ -164,7 +164,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def is_old(folder: Path, seconds: float) -> bool:
-    """Return True if no file in a folder was written for this number of seconds."""
+    """Return True if no file in a folder was written in the last ``seconds``."""
     with contextlib.suppress(OSError):
         times = [entry.stat().st_mtime for entry in (folder, *folder.iterdir())]
         return max(times) < time.time() - seconds
@@ -173,7 +173,7 @@ def is_old(folder: Path, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def exclusive(place: Path) -> Iterator[None]:
-    """Hold the lock for renames at a place. StateError if another process holds it for too long."""
+    """Hold the rename lock of a place. StateError if another process holds it for too long."""
     path = neighbour(place, "lock")
     descriptor = _acquire(path)
     try:
@@ -235,7 +235,7 @@ class Stamp:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the path now refers to another file, because another save has replaced it."""
+        """True if the path now refers to another file, because a save replaced the original."""
         return Stamp.of(self.path) != self
 
 
@@ -255,8 +255,8 @@ def plain_name(name: Any, where: str) -> str:
 
 
 def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path:
-    """Return the path of a file in a folder. ConfigError if it is outside, also through a link.
-    Links in a Hugging Face cache may point to the folder ``blobs`` next to ``snapshots``."""
+    """Return the path of a file in a folder. ConfigError if its name or a link leads outside. Links
+    in a Hugging Face cache may point to the folder ``blobs`` next to ``snapshots``."""
     path = folder / plain_name(name, where)
     if trust or not path.is_symlink():
         return path
@@ -274,7 +274,7 @@ def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path
 
 def require_room(place: Path) -> None:
     """Raise ConfigError if a save would replace something that is not a checkpoint. Other saves may
-    rename folders during the check, so it is repeated if the folder changed meanwhile."""
+    rename folders during the check, so the check is repeated if the folder changed."""
     for _ in range(RENAMES):
         try:
             found = os.stat(place)
@@ -296,12 +296,12 @@ def _in_the_way(place: Path, found: os.stat_result) -> str | None:
     is_here = os.path.samestat(found, os.stat("."))
     if is_here or os.path.ismount(place):
         what = "the working directory" if is_here else "a mount point"
-        return f"{place} is {what}, but a checkpoint replaces its folder. Pass a subfolder."
+        return f"{place} is {what}, but a save replaces the entire folder. Pass a subfolder."
     is_ours = (place / METADATA).exists() or any(neighbours(place, OLD))
     if not is_ours and any(place.iterdir()):
         return (
-            f"{place} is a folder with other files, not a checkpoint. A checkpoint replaces its "
-            "folder: pass one that is empty or does not exist."
+            f"{place} is a folder with other files, not a checkpoint. A save replaces the entire "
+            "folder, so pass one that is empty or does not exist."
         )
     return None
 
@@ -323,7 +323,7 @@ def require_written(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def give_name(workspace: Workspace, place: Path) -> None:
-    """Rename a checkpoint to its place, despite concurrent saves: see [Note: atomic saves]."""
+    """Rename a checkpoint to its place; retry if a save interferes. See [Note: atomic saves]."""
     sync(workspace.path)
     with exclusive(place):
         workspace.release()
@@ -337,7 +337,7 @@ def give_name(workspace: Workspace, place: Path) -> None:
             except FileNotFoundError:
                 if not workspace.path.exists():
                     raise
-            except OSError as error:  # another save has used the name meanwhile
+            except OSError as error:  # another save has taken the name
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             else:
@@ -354,8 +354,8 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 
 def retire(old: Path, heir: Path) -> None:
-    """Remove a replaced checkpoint, after moving other files in its folder to its successor, the
-    heir. Without locks, another save may do the same or rename the heir: then the rest is kept."""
+    """Remove a replaced checkpoint, after moving other files in its folder to ``heir``, the new
+    one. Without locks, another save may do this too, or rename ``heir``. Then the rest is kept."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"
@@ -369,7 +369,7 @@ def retire(old: Path, heir: Path) -> None:
 def find(path: str | os.PathLike[str]) -> Path:
     """Return a checkpoint's folder: ``path``, or its temporary name after an interrupted save."""
     place = Path(path).resolve()
-    for _ in range(2):  # another save may rename it between the two checks
+    for _ in range(2):  # another save may rename the folder between the two checks
         if (place / METADATA).exists():
             return place
         older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
@@ -377,7 +377,7 @@ def find(path: str | os.PathLike[str]) -> Path:
             return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
     hint = "Pass the folder that fsdp2.checkpoint.save or torch.distributed.checkpoint.save wrote."
     if place.is_file():
-        hint += " Load a file of torch.save by load_full_state(model, {'model': torch.load(path)})."
+        hint += " Load a torch.save file with load_full_state(model, {'model': torch.load(path)})."
     elif any(place.glob("*.safetensors")):
         hint += " Load the safetensors files in it with load_safetensors."
     raise ConfigError("FS612", f"load: no checkpoint at {place}. {hint}")
@@ -394,7 +394,7 @@ def require_series(place: Path) -> None:
 
 
 def keep_newest(place: Path, count: int, token: str) -> None:
-    """Point the link to a new checkpoint; remove all but the newest ``count`` of its series."""
+    """Point ``latest`` to a new checkpoint; remove all but the newest ``count`` of the series."""
     folder = place.parent
     with exclusive(folder / LATEST):
         link = neighbour(folder / LATEST, f"new-{token}")
@@ -405,7 +405,7 @@ def keep_newest(place: Path, count: int, token: str) -> None:
         for one in series[count - 1 :]:
             gone = neighbour(one, f"{GONE}-{token}")
             os.rename(one, gone)
-        for remains in folder.glob(f".*.{GONE}-*"):  # including those of interrupted saves
+        for remains in folder.glob(f".*.{GONE}-*"):  # including remains of interrupted saves
             shutil.rmtree(remains, ignore_errors=True)
         for remains in folder.glob(".*.tmp-*"):  # remains of dead saves to any place
             if is_dead(remains / OWNER):
@@ -413,7 +413,7 @@ def keep_newest(place: Path, count: int, token: str) -> None:
 
 
 def candidates(folder: Path) -> list[str]:
-    """Return the names of a folder's checkpoints, newest first; ``.`` if it is one itself."""
+    """Return the names of a folder's checkpoints, newest first, or ``.`` if it is one itself."""
     here = folder.resolve()
     if (here / METADATA).exists() or any(neighbours(here, OLD)):
         return ["."]
@@ -421,7 +421,7 @@ def candidates(folder: Path) -> list[str]:
 
 
 def newest_time(folder: Path) -> int:
-    """Return when the newest checkpoint of a folder was written, in nanoseconds; 0 without one."""
+    """Return the write time, in ns, of the newest checkpoint in a folder, or 0 if there is none."""
     files = [folder / name / METADATA for name in candidates(folder)]
     return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
 

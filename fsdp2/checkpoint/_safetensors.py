@@ -2,8 +2,8 @@
 
 [Note: sums of safetensors]
 The metadata of a file has one additional key, ``fsdp2``. Its value is JSON: the id of the save, and
-a checksum of each tensor with its name, dtype and shape. The index of several files has the same
-key, with a checksum of the index.
+a checksum of each tensor with its name, dtype and shape. If there are several files, their index
+has the same key, with a checksum of the index.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Writer:
         self.error: BaseException | None = None
 
     def take(self, name: str, tensor: Tensor | None) -> None:
-        """Add a tensor. ``finish`` raises errors, because other ranks are still sending here."""
+        """Add a tensor. Errors are raised by ``finish``, because other ranks are still sending."""
         if tensor is None or self.error is not None:
             return
         try:
@@ -109,8 +109,8 @@ class _Writer:
             self._workspace.remove()
 
     def _publish(self) -> None:
-        """Replace the existing files. If there are several new ones, none gets a name in use, so
-        the old index remains valid until it is replaced."""
+        """Replace the existing files. If there are several new files, none takes the name of an
+        existing file, so the old index remains valid until it is replaced."""
         before = _stale_files(self._folder)
         weight_map: dict[str, str] = {}
         if len(self._files) == 1:
@@ -131,7 +131,7 @@ class _Writer:
             (self._folder / stale).unlink(missing_ok=True)
 
     def _take_names(self) -> list[str]:
-        """Rename the files to the standard names if all are free, else to unique names."""
+        """Rename the files to the standard names if these are all unused, else to unique names."""
         count = len(self._files)
         finals = _names_of_several("model", count)
         taken: list[Path] = []
@@ -170,7 +170,7 @@ def _names_of_several(stem: str, count: int) -> list[str]:
 
 
 def _sum_of(name: str, tensor: Tensor) -> int:
-    """Return the checksum of a tensor and its description."""
+    """Return the checksum of a tensor with its name, dtype and shape."""
     told = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
     return sum_of_tensor(tensor.contiguous(), zlib.crc32(told.encode()))
 
@@ -180,7 +180,7 @@ def _told(save: str, sums: dict[str, int]) -> dict[str, Any]:
 
 
 def _checked(told: Any, save: str | None, names: set[str]) -> dict[str, int]:
-    """Return a file's checksums; DamagedError unless they belong to these names and this save."""
+    """Return a file's checksums. DamagedError unless they belong to these names and this save."""
     sums = {str(name): int(value) for name, value in told["crc32"].items()}
     if told != _told(str(told["save"]), sums) or set(sums) != names:
         raise DamagedError("its checksums are incomplete or do not match")
@@ -209,7 +209,7 @@ class _Index(NamedTuple):
 
 
 def _read_index(folder: Path, *, verify: bool = True, trust: bool = False) -> _Index:
-    """Read a folder's index, or build one for its single file. StateError if it is damaged."""
+    """Read a folder's index, or build one for a single file. StateError if the index is damaged."""
     path = file_in(folder, INDEX, "load_safetensors", trust=trust)
     if not path.exists():
         return _Index([SINGLE] if (folder / SINGLE).exists() else [], {}, None)
@@ -239,17 +239,17 @@ def save_safetensors(
 ) -> None:
     """Write a full model as safetensors, with the file names that ``transformers`` loads.
 
-    Writes one file, ``model.safetensors``, or several and an index. The first rank writes, and
-    holds one file's tensors at a time; the other ranks need at most ``max_bytes`` in addition to
-    their shards. A tied parameter is written once, under its first name. Existing files are
-    replaced once all new ones are written. Two jobs may save to the same folder: it then has the
-    complete files of the job that finished last.
+    Writes one file, ``model.safetensors``, or several files and an index. The first rank writes,
+    and holds one file's tensors at a time; the other ranks need at most ``max_bytes`` in addition
+    to their shards. A tied parameter is written once, under its first name. Existing files are
+    replaced once all new ones are written. If two jobs save to the same folder, it has the complete
+    files of the job that finished last.
 
     Args:
-        dtype: floating-point tensors are cast to it.
+        dtype: floating-point tensors are cast to this dtype; None keeps their dtypes.
         max_bytes: maximum size of the communication buffers; 256 MiB by default.
-        max_file_bytes: maximum bytes of tensors in a file, 5 GB by default. A larger tensor is in a
-            separate file.
+        max_file_bytes: maximum bytes of tensors in a file, 5 GB by default. A larger tensor is
+            written to a separate file.
 
     Raises:
         ConfigError: the package ``safetensors`` is not installed.
@@ -374,16 +374,16 @@ def load_safetensors(
 ) -> IncompatibleKeys:
     """Load a full model from safetensors: the first rank reads and scatters one tensor at a time.
 
-    During the load, a rank needs additional memory of the size of its shards.
+    During the load, a rank needs additional memory equal to the size of its shards.
 
     Args:
-        strict: every name of the model must be in the files, and vice versa.
+        strict: require every name in the model to be in the files, and vice versa.
         max_bytes: maximum size of the communication buffers; 256 MiB by default.
-        verify: verify the checksums that ``save_safetensors`` wrote.
+        verify: verify all data read against the checksums that ``save_safetensors`` wrote.
         trust: follow links to files outside the folder.
 
     Raises:
-        ConfigError: no such files; names or shapes differ; a name or link points outside the
+        ConfigError: no safetensors files; names or shapes differ; a name or link points outside the
             folder; ``safetensors`` is not installed. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """

@@ -1,19 +1,18 @@
 """Write a sharded checkpoint, immediately or in the background.
 
-``_files`` defines the formats, ``_contents`` assigns writers, ``_place`` renames folders.
+``_files`` defines the formats, ``_contents`` assigns writers, and ``_place`` renames folders.
 
 [Note: no collective]
 The background thread uses no collectives, so it cannot interfere with training, and continues after
-process groups are destroyed. Ranks synchronise through files in the workspace: each keeps a file
-locked, and writes a report when it is done. The first rank waits for all reports and renames the
+process groups are destroyed. Ranks synchronise through files in the workspace: each rank locks a
+file, and writes a report when it is done. The first rank waits for all reports and renames the
 workspace to the checkpoint's path; the other ranks wait for the rename. A rank that fails removes
 its locked file, and the lock of a rank that exits is released. In both cases the first rank removes
 the workspace. If locks are inconclusive (another host, a file system without locks), a rank is
 considered dead after an hour without a write. A process that hangs or is stopped keeps its lock: it
-is considered dead after ten minutes without a write, or 30 s if this process exits with an error.
-
-A failed save does not stop training. ``SaveHandle.wait`` raises the error on the calling rank. The
-next save exchanges the errors of all ranks, and warns about them on every rank.
+is considered dead after ten minutes without a write, or after 30 s if a waiting process exits with
+an error. A failed save does not stop training. ``SaveHandle.wait`` raises the error on the calling
+rank. The next save exchanges the errors of all ranks, and warns about them on every rank.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Room:
         self._kept: list[Tensor] = []
 
     def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
-        """Return the pieces with copied tensors, and the event recorded after device copies."""
+        """Return pieces with tensors copied to host memory, and the event recorded afterwards."""
         kept, event = self.copies_of([p.value for p in pieces if isinstance(p.value, Tensor)])
         kept_ones = iter(kept)
         copied = [
@@ -106,11 +105,11 @@ class Room:
 
 
 def _made(shape: torch.Size, dtype: torch.dtype, pins: bool) -> Tensor:
-    """Return uninitialized host memory: pinned, or in huge pages if it is large."""
+    """Return uninitialised host memory: pinned, or in huge pages if it is large."""
     nbytes = shape.numel() * dtype.itemsize
     if pins or nbytes < LARGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pins)
-    # page faults of normal pages (4 KiB) take longer than writing the data to a disk
+    # page faults for normal pages (4 KiB) take longer than writing the data to a disk
     memory = mmap.mmap(-1, nbytes)
     with contextlib.suppress(OSError):  # the kernel may not support huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -151,7 +150,7 @@ class Saving:
     workspace: Workspace
     contents: Contents
     pieces: list[Piece]
-    keep_last: int | None  # number of checkpoints that its series keeps
+    keep_last: int | None  # number of checkpoints that the series keeps
     progress: Progress = field(default_factory=Progress)
     copied: torch.Event | None = None  # recorded after copies from a device
 
@@ -168,7 +167,7 @@ class Saving:
         self.pieces = []
 
     def finish(self) -> None:
-        """Give the checkpoint its final name. Called on the first rank, after all have written."""
+        """Complete and rename the checkpoint. Called on the first rank, after all have written."""
         folder = self.workspace.path
         sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
         require_written(folder, sizes)
@@ -182,7 +181,7 @@ class Saving:
             keep_newest(self.place, self.keep_last, self.workspace.token)
 
     def give_up(self) -> None:
-        """Remove all files, metadata first: its presence indicates success to other ranks."""
+        """Remove all files, metadata first, because it indicates success to other ranks."""
         with contextlib.suppress(OSError):
             (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
@@ -205,7 +204,7 @@ class SaveHandle:
     Attributes:
         path: the final folder of the checkpoint.
 
-    No method is collective: any rank may call any of them at any time.
+    No method is collective: any rank may call any method at any time.
     """
 
     def __init__(self, saving: Saving) -> None:
@@ -246,13 +245,13 @@ class SaveHandle:
             raise StateError(self._error.code, self._error.text) from self._error.__cause__
 
     def exception(self) -> StateError | None:
-        """Return the error of a failed save; None while it is running or if it succeeded."""
+        """Return the error of a failed save, or None if the save is running or has succeeded."""
         return self._error
 
     def wait_for_copies(self) -> None:
         """Order all later device work after the copies of the state.
 
-        Optimizer steps, and functions of fsdp2 that write to parameters, call it automatically.
+        Optimizer steps, and fsdp2 functions that write to parameters, call this automatically.
         """
         wait_for_copies()
 
@@ -267,7 +266,7 @@ class SaveHandle:
         return f"SaveHandle({str(self.path)!r}, {state})"
 
     def _run(self) -> None:
-        """Write the save, in a thread."""
+        """Write the checkpoint. Runs in a thread."""
         try:
             with contextlib.suppress(OSError, AttributeError):  # lower thread priority (Linux)
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -358,7 +357,7 @@ class SaveHandle:
                         raise StateError("FS627", text)
                     raise self._failed_on(number, text)
                 if is_due and (why := self._why_gone(f"{RANK}{number}")):
-                    raise self._failed_on(number, f"{why} before it had written its part")
+                    raise self._failed_on(number, f"{why} before it wrote its part")
 
     def _wait_for_the_first(self) -> None:
         """Wait until the workspace is renamed, and check that it was not removed instead."""
@@ -366,7 +365,7 @@ class SaveHandle:
             if not self._workspace.exists():
                 break
             if is_due and (why := self._why_gone(OWNER)):
-                raise self._failed_on(0, f"{why} before it had renamed the checkpoint")
+                raise self._failed_on(0, f"{why} before it renamed the checkpoint")
         try:
             written = os.stat(METADATA, dir_fd=self._seen).st_mtime_ns
         except OSError as error:
@@ -408,8 +407,8 @@ def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
     if is_busy and when_busy == "refuse":
         raise StateError(
             "FS628",
-            f"{what}: a save in the background has not ended. Call wait() on its handle, save less "
-            "often, or pass when_busy='wait'.",
+            f"{what}: a save in the background is still running. Call wait() on its handle, save "
+            "less often, or pass when_busy='wait'.",
         )
     if before is not None:
         before._done.wait()
@@ -469,12 +468,12 @@ def save(
 ) -> SaveHandle | None:
     """Write a sharded checkpoint in the format of ``torch.distributed.checkpoint``: all or nothing.
 
-    The checkpoint is written to a folder next to ``path``, which is renamed to ``path`` once every
-    rank has finished. So a save that fails, or is interrupted, leaves the previous checkpoint
+    The checkpoint is written to a temporary folder, which is renamed to ``path`` once every rank
+    has finished. Therefore a save that fails or is interrupted leaves the previous checkpoint
     intact. If the program ends during the renames, ``load`` finds the previous checkpoint under its
     temporary name. All ranks of the model's mesh must see the same file system. Pipeline stages
     have separate meshes: save each stage to a separate folder. If two jobs save to the same path,
-    it then has the complete checkpoint of the job that finished last.
+    the complete checkpoint of the job that finished last remains.
 
     With ``background=True`` the call returns once the state is copied to host memory, and a thread
     writes the copy. The checkpoint has the state at the time of the call, regardless of later
@@ -482,7 +481,7 @@ def save(
     the copies overlap with later device work, up to the next optimizer step; before other writes to
     parameters, call ``handle.wait_for_copies``. A failure does not stop training: ``handle.wait()``
     raises it, and the next save warns about it on every rank. At exit, the program waits for the
-    save. The host buffers, of the size of the rank's part, are kept for the next save.
+    save. The host buffers, which are as large as the rank's part, are kept for the next save.
 
     Args:
         path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
@@ -494,14 +493,14 @@ def save(
             ``load`` returns it, with tensors on the CPU. DTensors in it (from an ``EMA``) are saved
             as shards and loaded unsharded. Data that is not plain needs ``trust=True`` in ``load``.
         background: write while the program continues.
-        keep_last: make the checkpoint part of a series in the parent folder of ``path``. Of the
-            checkpoints saved there with ``keep_last``, only this number of newest ones is kept. A
-            link ``latest`` next to them points to the last complete checkpoint.
+        keep_last: add the checkpoint to a series, which is all checkpoints that were saved to the
+            parent folder of ``path`` with ``keep_last``. Only the newest ``keep_last`` of them are
+            kept. A link ``latest`` next to them points to the last complete checkpoint.
         when_busy: what to do if a save in the background is still running: ``"wait"`` for it, or
             ``"refuse"`` to save. A rank writes one save at a time.
 
     Returns:
-        A ``SaveHandle`` with ``background=True``, else None.
+        A ``SaveHandle`` if ``background``, else None.
 
     Raises:
         ConfigError: ``path`` is a file, the working directory, or a folder with other files but no
@@ -538,7 +537,7 @@ def save(
             if not workspace.path.is_dir():
                 raise StateError(
                     "FS613",
-                    f"save: this rank does not see {workspace.path}, created by the first rank. "
+                    f"save: this rank does not see {workspace.path}, which the first rank created. "
                     "Save to one path on a file system that all ranks share.",
                 )
             saving = Saving(place, workspace, contents, [*contents.pieces()], keep_last)

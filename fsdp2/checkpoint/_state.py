@@ -1,11 +1,11 @@
 """Model and optimizer state in three forms: full, sharded, rank-local.
 
-``_load`` loads them, and ``_core.transfer.redistribute`` moves the tensors. For frozen parameters
+``_load`` loads a state; ``_core.transfer.redistribute`` moves the tensors. For frozen parameters
 that wrap other tensors, see [Note: parts of wrapped parameters] in ``_core.params.parts``.
 
 An optimizer's state is keyed by name or id. Ids are those of ``torch.optim``: a parameter's index
-over all param groups. Names are those of ``named_parameters()`` without the prefixes of wrappers
-(``_core.base.names``). A tied parameter has its first name.
+over all param groups. Names are those of ``named_parameters()`` without wrapper prefixes
+(``_core.base.names``). A tied parameter uses its first name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def checked(
     max_bytes: object = MAX_BYTES,
     **flags: object,
 ) -> Iterator[dict[str, object]]:
-    """Check a collective function's arguments, and yield as ``checked_together`` does."""
+    """Check a collective function's arguments, and yield the dict from ``checked_together``."""
     with checked_together(who, model) as same:
         check_module(who, "model", model)
         check_optimizer(who, optimizer)
@@ -71,7 +71,7 @@ def checked(
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a model's tensors by name (tied: one object) as in ``opened``, and extra states."""
+    """Return a model's tensors (as in ``opened``; ties as one object) and extra states by name."""
     found = cleaned(model.state_dict(keep_vars=True))
     tensors = {
         name: value
@@ -83,8 +83,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that modules create for each state dict, so that writes to them are lost:
-    neither parameters nor buffers, and in new memory at each call."""
+    """Return the tensors that modules create for each state dict: neither parameters nor buffers,
+    and in new memory at each call. Writes to them are lost."""
     lists = model.named_parameters, model.named_buffers
     known = cleaned({n: t for each in lists for n, t in each(remove_duplicate=False)})
     loose = {n: t for n, t in tensors.items() if n not in known and not isinstance(t, DTensor)}
@@ -103,14 +103,14 @@ def require_kept(what: str, name: str, value: Tensor, current: Tensor) -> None:
     if not torch.equal(value.to(current.device, current.dtype), current):
         raise ConfigError(
             "FS603",
-            f"{what}: {name} differs from the model's, but its module creates it for each state "
-            "dict, so it cannot be loaded. Load into a model that was built and quantized from the "
-            "same weights. Nothing was changed.",
+            f"{what}: {name} differs from the model's value, and cannot be loaded because its "
+            "module creates it for each state dict. Load into a model that was built and quantized "
+            "from the same weights. Nothing was changed.",
         )
 
 
 def is_extra(name: str) -> bool:
-    """Return True for the name of a module's ``get_extra_state``, whose value may be a tensor."""
+    """Return True for the name of a module's extra state, whose value may be a tensor."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -126,17 +126,17 @@ def full_state(
 ) -> dict[str, Any]:
     """Return the full state of a model and its optimizer, as in a single process.
 
-    The tensors are plain copies; the names of a tied parameter share one. A rank that does not
+    The tensors are plain copies; all names of a tied parameter share one. A rank that does not
     receive the state needs at most ``max_bytes`` in addition to its shards. A rank that receives it
     also needs memory for the tensors received so far.
 
     Args:
         optimizer: an optimizer over the model's parameters.
-        rank0_only: only the first rank of the mesh gets the state, the others get an empty dict.
+        rank0_only: only the first rank of the mesh gets the state; the others get an empty dict.
         cpu_offload: return the tensors in host memory.
         max_bytes: maximum size of the communication buffers; 256 MiB by default.
         optim_keys: ``"name"``: identify parameters by name, as torch's FSDP1 and DCP helpers do;
-            ``"id"``: by index, as ``optimizer.state_dict()`` of a single process does.
+            ``"id"``: by index, as ``optimizer.state_dict()`` does in a single process.
 
     Raises:
         ConfigError: the optimizer has parameters that the model lacks; a wrong argument.
@@ -190,8 +190,8 @@ def gather_each(
     max_bytes: int,
     visit: Callable[[list[int], Tensor | None], None],
 ) -> None:
-    """Gather each tensor object once. Call ``visit`` with all of its indices in ``given``, and with
-    the full tensor, or None on ranks that do not receive it."""
+    """Gather each tensor object once. Call ``visit`` with the object's indices in ``given``, and
+    the full tensor (None on ranks that do not receive it)."""
     slots: dict[int, list[int]] = {}
     for place, (_, value) in enumerate(given):
         slots.setdefault(id(value), []).append(place)
@@ -209,8 +209,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the sharded state: DTensors that share memory with the model.
 
-    The dict has ``"model"``, and ``"optimizer"`` if one was given. Sends nothing, except the states
-    of an ``fsdp2.optim.whole`` optimizer.
+    The dict has ``"model"``, and ``"optimizer"`` if one was given. No communication is needed,
+    except for the states of an ``fsdp2.optim.whole`` optimizer.
 
     Args:
         optimizer: an optimizer over the model's parameters.
@@ -238,8 +238,8 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     """Return this rank's shards as plain tensors, and their positions under ``"layout"``.
 
     The dict has ``"model"``, ``"layout"``, and ``"optimizer"`` if one was given. Tensors share
-    memory with the model: save them before the next step. ``torch.save`` of the dict is the fastest
-    checkpoint, but it loads only on the same ranks of the same meshes.
+    memory with the model: save them before the next step. Saving the dict with ``torch.save`` is
+    the fastest kind of checkpoint, but it loads only on the same ranks of the same meshes.
 
     Raises:
         ConfigError: the optimizer has parameters that the model lacks; a wrong argument.
@@ -271,7 +271,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
 
 
 def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace frozen wrapper tensors by their inner tensors, as ``name.inner``. These share memory
+    """Replace frozen wrapper tensors by inner tensors, named ``name.inner``. These share memory
     with the model, so a load can write to them; a tied tensor remains one object. A wrapper that is
     trained, or of an unknown class, is returned unchanged."""
     found: dict[str, Tensor] = {}
@@ -340,9 +340,9 @@ def _along(
     if not torch_dtensor.shards_dim(placement, 0) or any(count % rows for count in counts):
         raise UnsupportedError(
             "FS624",
-            f"{name}: its inner tensor {part.name} has {part.length} rows, which cannot be split "
-            f"like its own {rows} rows, by {placement} over {size} ranks. Save it on fewer ranks, "
-            "or omit it and load the base model again.",
+            f"{name}: {placement} splits its {rows} rows over {size} ranks, but the {part.length} "
+            f"rows of its inner tensor {part.name} cannot be split in proportion. Save {name} on "
+            "fewer ranks, or omit it and load the base model again.",
         )
     counts = [count // rows for count in counts]
     if counts == [chunk_of(part.length, size, place)[1] for place in range(size)]:
@@ -381,7 +381,7 @@ def check_optim_state(what: str, state: object) -> None:
 
 
 def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the parameter names of each param group. ConfigError if the model lacks one."""
+    """Return the parameter names by param group. ConfigError if the model lacks a parameter."""
     names = {id(param): name for name, param in named_parameters(model).items()}
     found: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -421,7 +421,7 @@ def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
 
 
 def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Remove the prefixes of wrapper modules from the names in a state. Old saves have them."""
+    """Remove wrapper modules' prefixes, which old saves contain, from the names in a state."""
     listed = [name for group in state["param_groups"] for name in group["params"]]
     found = renamed(state, {name: clean(name) for name in dict.fromkeys(listed)})
     return {**found, "state": cleaned(state["state"])}
@@ -434,7 +434,7 @@ def rekey(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state keyed by name or by id. Shares tensors; sends nothing.
+    """Return an optimizer's state keyed by name or by id. Shares the tensors; no communication.
 
     Args:
         optim_state: from ``optimizer.state_dict()``, this module, or torch's FSDP1 and DCP helpers.
@@ -445,7 +445,7 @@ def rekey(
             Without it, names get ids in the order of the state's param groups.
 
     Raises:
-        ConfigError: a wrong ``keys``; ``model`` is missing; an id or a name that the model lacks.
+        ConfigError: invalid ``keys``; ``model`` is missing; the model lacks an id or a name.
     """
     check_keys("rekey", keys)
     check_optim_state("rekey", optim_state)
@@ -484,7 +484,7 @@ def rekey(
 def map_state(
     function: Callable[[str, str, Tensor], Any], state: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Replace each tensor in parameters' states by ``function(name, unique key, tensor)``."""
+    """Replace each tensor in an optimizer state by ``function(name, unique key, tensor)``."""
 
     def mapped(name: str, key: str, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -517,7 +517,7 @@ def named_state(
 def matched_groups(
     model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's param groups, with ids, and options from a state keyed by name."""
+    """Return the optimizer's param groups with ids, and with the options saved in ``state``."""
     own = names_in_groups(model, optimizer)
     saved = {
         name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -549,7 +549,7 @@ def matched_groups(
 
 
 def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state keyed by name, with param groups in any order. ConfigError changes nothing."""
+    """Load a state keyed by name, with param groups in any order. On ConfigError, load nothing."""
     groups = matched_groups(model, optimizer, state)
     values = state["state"]
     ordered = enumerate(ordered_names(model, optimizer))

@@ -1,13 +1,13 @@
-"""Read files of ``torch.save`` without executing code in them, with memory bounded by their size.
+"""Read ``torch.save`` files without executing code in them, with memory bounded by their size.
 
 Tensors are views of storages that were read, and never extend beyond them. Accepts plain data,
 tensors and parameters. Other types that ``torch.load(weights_only=True)`` accepts (quantised and
 nested tensors) need ``trust``.
 
 [Note: archives]
-``torch.save`` never compresses. So before any entry is read, an archive is refused unless every
-entry is uncompressed, lies within the file and shares no bytes with another entry. A small file
-therefore cannot expand into large data.
+``torch.save`` never compresses. Before any entry is read, an archive is therefore refused unless
+every entry is uncompressed, lies within the file and shares no bytes with another entry. So a small
+file cannot expand into large data.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STORAGES = {
 
 
 class View(io.RawIOBase):
-    """A byte range of a file, as a file. A read allocates at most the bytes left in the range."""
+    """A file-like view of a byte range. A read allocates at most the bytes left in the range."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ def _entries(file: View) -> dict[str, _Stored]:
                 raise DamagedError("an entry of its archive extends beyond it")
             found[entry.filename] = _Stored(begin, entry.file_size, entry.CRC)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        raise DamagedError("it is not an archive of torch.save, or is truncated") from error
+        raise DamagedError("it is not a torch.save archive, or is truncated") from error
     if [*shared(("", entry.offset, entry.length) for entry in found.values())]:
         raise DamagedError("two entries of its archive overlap")
     return found
 
 
 def shared(places: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield byte ranges (file, offset, length) that, sorted, begin inside the previous one."""
+    """Yield the byte ranges (file, offset, length) that, when sorted, overlap the previous one."""
     for (file, offset, length), place in itertools.pairwise(sorted(places)):
         if file == place[0] and offset + length > place[1]:
             yield place
@@ -144,8 +144,8 @@ def read_torch_file(
     *,
     verify: bool,
 ) -> Any:
-    """Return the value that ``torch.save`` wrote to a byte range of a file. RefusedError unless it
-    consists of plain data and tensors; UnpicklingError or DamagedError if it is damaged. ``verify``
+    """Return the value that ``torch.save`` wrote to a byte range of a file. Raises RefusedError if
+    it is not plain data and tensors, UnpicklingError or DamagedError if it is damaged. ``verify``
     also verifies the archive's own checksums."""
     return _TorchFile(View(file, offset, length), verify).read()
 
@@ -279,7 +279,7 @@ def _view(
     stride: Any,
     dtype: Any = None,
 ) -> Tensor:
-    """Return a view of a storage. Checks its size, because torch would enlarge a short storage."""
+    """Return a view of a storage. Checks bounds, because torch would enlarge a short storage."""
     if type(storage) is not _Storage:
         raise UnpicklingError("a tensor has no storage")
     dtype = dtype or storage.dtype

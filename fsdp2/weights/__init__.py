@@ -1,8 +1,8 @@
 """Transfer the weights of a sharded model to an inference engine.
 
-``plan`` computes once which boxes of the trainers' parameters each engine rank needs (``Box``,
-``Spec``, ``tensor_parallel``), and which trainers send them. ``Plan.send`` and ``Receiver.receive``
-transfer one version; no rank assembles a full parameter. This module exports the public names.
+``plan`` determines, once, the boxes of the trainers' parameters that each engine rank needs
+(``Box``, ``Spec``, ``tensor_parallel``), and the trainers that send them. ``Plan.send`` and
+``Receiver.receive`` then transfer one version of the weights. No rank assembles a full parameter.
 """
 
 from fsdp2.weights._layout import Box, Cut, Spec, tensor_parallel

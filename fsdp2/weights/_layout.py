@@ -1,6 +1,6 @@
 """The layout of an engine's tensors, as the caller describes it: in boxes, or by rules.
 
-Uses integers and names only. Independent of communication and of the load of ranks.
+Uses integers and names only. Independent of communication and load balancing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def ints_of(who: str, name: str, value: object) -> Shape:
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a trainer's global parameter.
+    """A rectangular region of a trainer's full parameter.
 
     Args:
-        name: the parameter's name, without prefixes of wrappers; None means zeros (for example, the
+        name: the parameter's name, without wrapper prefixes. None means zeros (for example, the
             padding of a vocabulary).
         start: the first index in each dim of the parameter.
         shape: the number of elements in each dim of the parameter.
@@ -78,14 +78,14 @@ def turned(shape: Shape, transposed: bool) -> Shape:
 class Spec:
     """A tensor of the engine: parts concatenated along a dim, in order.
 
-    A part is a ``Box`` or a nested ``Spec``: stacked experts with fused gates are Specs in a Spec.
-    A part may have fewer or more leading dims of size 1 than the tensor.
+    A part is a ``Box`` or a nested ``Spec`` (for example, of stacked experts with fused gates). A
+    part may have fewer or more leading dims of size 1 than the tensor.
 
     Args:
         shape: shape of the tensor.
         dtype: dtype of the tensor and of all nested Specs.
         boxes: the parts.
-        dim: the dim along which they are concatenated.
+        dim: the dim along which the parts are concatenated.
     """
 
     shape: Shape
@@ -112,11 +112,11 @@ class Spec:
 
 
 Layout = Mapping[str, Spec]
-"""The tensors of one engine rank by name."""
+"""The tensors of one engine rank, by name."""
 
 
 def layouts_of(destination: object) -> list[Layout]:
-    """Return a checked destination."""
+    """Check a destination, and return its layouts."""
     who = "weights.plan"
     if not isinstance(destination, list | tuple):
         expected = "a list with a dict for each engine rank"
@@ -146,15 +146,15 @@ class Cut:
     """A rule for dividing a parameter over the ranks of an engine.
 
     Args:
-        name: name of the trainer's parameter; ``*`` matches any text without a dot, ``#`` the
-            number of an expert: all experts are stacked.
+        name: name of the trainer's parameter. ``*`` matches any text without a dot; ``#`` matches
+            the number of an expert, and all experts are stacked.
         dim: the dim to split, as ``torch.chunk`` does: 0 for column-parallel matrices, 1 for
             row-parallel ones. None: every rank has the full parameter.
-        heads: the number of heads in the dim, or the name of the config's attribute for it. Heads
-            are not split; if there are fewer heads than ranks, neighbours share one.
-        pad: rows are padded with zeros to a multiple of this (vocabularies).
-        parts: the number of matrices of equal size that are concatenated in the dim (gate and up in
-            one parameter). Ranks get a part of each.
+        heads: the number of heads in the dim, or the name of the config attribute with this number.
+            Heads are not split; if there are fewer heads than ranks, neighbouring ranks share one.
+        pad: rows are padded with zeros to a multiple of this number (for vocabularies).
+        parts: the number of equally large matrices that are concatenated along the dim (such as
+            gate and up in one parameter). Each rank gets a part of each matrix.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Cut:
 
 
 Rules = Mapping[str, "Cut | Sequence[Cut]"]
-"""Rules by the engine's tensor name, with as many ``*`` as its Cut; several Cuts are fused."""
+"""Rules by the engine's tensor name, with the same number of ``*`` as its Cut, or Cuts to fuse."""
 
 
 def tensor_parallel(
@@ -181,17 +181,17 @@ def tensor_parallel(
     For several replicas of the engine, repeat the list: ``tensor_parallel(...) * 2``.
 
     Args:
-        model_or_config: a model, whose ``config`` has the numbers of heads that rules refer to; or
-            a config of transformers.
-        size: the number of ranks that the tensors are divided over.
-        rules: mapping from the engine's tensor names to the ``Cut`` that a tensor consists of, or a
-            list of Cuts to fuse.
+        model_or_config: a model, whose ``config`` has the numbers of heads that rules refer to, or
+            a transformers config.
+        size: the number of ranks over which the tensors are divided.
+        rules: mapping from each of the engine's tensor names to the tensor's ``Cut``, or to a list
+            of Cuts to fuse.
         dtype: dtype of floating-point tensors on the engine.
-        shapes: shapes of the parameters by name; None uses those of the model. With only a config,
+        shapes: shapes of the parameters by name; None uses those of the model. Given only a config,
             transformers builds the model on the meta device.
 
     Raises:
-        ConfigError: no rule matches a parameter; heads cannot be divided.
+        ConfigError: a parameter matches no rule; heads cannot be divided.
     """
     check_count(RULES, "size", size)
     check_mapping(RULES, "rules", rules)
@@ -204,7 +204,7 @@ def tensor_parallel(
     if missing:
         raise ConfigError(
             "FS631",
-            f"{RULES}: no rule names {missing[0]} ({len(missing)} in all). Add a rule such as "
+            f"{RULES}: no rule matches {missing[0]} ({len(missing)} in total). Add a rule such as "
             f"{{{missing[0]!r}: weights.Cut({missing[0]!r})}} for a copy on every rank.",
         )
     return found

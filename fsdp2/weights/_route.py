@@ -1,4 +1,4 @@
-"""The route of a transfer: pieces, senders, order and bytes, planned once, and its cost.
+"""The route of a transfer (pieces, senders, order and bytes), which is planned once, and its cost.
 
 Uses integers and names only. Independent of tensors, models and process groups.
 
@@ -39,13 +39,13 @@ HEAD_NBYTES = 48
 """Bytes of the header sent before each buffer: see ``_wire.Head``."""
 FORMAT = "fsdp2 weights 1"
 Cells = list[tuple[Region, list[int]]]
-"""Parts of a parameter, each with the positions in the blocks' grid that hold it."""
+"""Parts of a parameter, each with the positions in the blocks' grid that hold the part."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A parameter as sharded over the trainers. ``ranks`` has the trainer at each position of the
-    blocks' grid, in row-major order; -1 if the trainer lacks the parameter (an expert).
+    blocks' grid, in row-major order, or -1 if that trainer lacks the parameter (an expert).
     """
 
     name: str
@@ -58,8 +58,8 @@ class Source:
 class Piece(NamedTuple):
     """A region of a parameter, and its start ``at`` in a tensor of the engine.
 
-    ``tensor`` is the number of that tensor on its engine rank, and ``dtype`` the wire dtype, the
-    narrower of the two. A piece without a ``name`` is zeros.
+    ``tensor`` is the number of that tensor on its engine rank. ``dtype`` is the wire dtype: the
+    narrower of the parameter's and the tensor's. A piece without a ``name`` is zeros.
     """
 
     tensor: int
@@ -92,7 +92,7 @@ class Piece(NamedTuple):
 def pieces_of(
     engine: int, layout: Layout, sources: Mapping[str, Source], names: Mapping[str, str]
 ) -> Iterator[Piece]:
-    """Yield the pieces of an engine rank's tensors; ConfigError if they do not fit or overlap."""
+    """Yield the pieces of an engine rank's tensors. ConfigError if they overlap or do not fit."""
     for tensor, (title, spec) in enumerate(layout.items()):
         what = f"{title} of engine rank {engine}"
         found: dict[str, list[Piece]] = defaultdict(list)
@@ -127,7 +127,7 @@ def _walk(what: str, spec: Spec, at: Shape) -> Iterator[tuple[Box, Shape]]:
         else:
             raise ConfigError(
                 "FS633",
-                f"{what}: has dtype {spec.dtype}, but one of its parts has {part.dtype}. Give all "
+                f"{what} has dtype {spec.dtype}, but one of its parts has {part.dtype}. Give all "
                 "parts the same dtype.",
             )
         along += shape[spec.dim]
@@ -156,8 +156,8 @@ def _wire_dtype(what: str, box: Box, dtype: torch.dtype, source: Source | None) 
     if source is None:
         raise ConfigError(
             "FS631",
-            f"{what}: refers to {box.name}, which the model does not have. Use the names of "
-            "model.named_parameters(), without prefixes of wrappers.",
+            f"{what} refers to {box.name}, which the model does not have. Use the names of "
+            "model.named_parameters(), without wrapper prefixes.",
         )
     ends = tuple(map(operator.add, box.start, box.shape))
     is_inside = len(ends) == len(source.shape) and all(map(operator.le, ends, source.shape))
@@ -171,7 +171,7 @@ def _wire_dtype(what: str, box: Box, dtype: torch.dtype, source: Source | None) 
     if len(dtypes) > 1 and not all(each.is_floating_point for each in dtypes):
         raise ConfigError(
             "FS633",
-            f"{what}: has dtype {dtype}, but {box.name} has {source.dtype}. Only floating-point "
+            f"{what} has dtype {dtype}, but {box.name} has {source.dtype}. Only floating-point "
             "dtypes are cast; use the same dtype.",
         )
     return min(dtype, source.dtype, key=lambda each: each.itemsize)
@@ -185,7 +185,7 @@ def _refuse_twice(what: str, name: str, pieces: list[Piece]) -> None:
             if overlap(one, other) is not None:
                 raise ConfigError(
                     "FS632",
-                    f"{what}: contains elements of {name} twice: boxes of shape {one.sizes} at "
+                    f"{what} contains elements of {name} twice: boxes of shape {one.sizes} at "
                     f"{one.starts} and {other.sizes} at {other.starts} overlap. Use boxes that do "
                     "not overlap.",
                 )
@@ -209,7 +209,7 @@ class Route:
     """The plan of a transfer, as plain values: identical on every rank that computes it.
 
     ``nodes`` has the node of each trainer, followed by that of each engine rank; ``names`` maps
-    each name of a parameter to its first name.
+    each name of a parameter to the parameter's first name.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Route:
             raise wrong_value(WHO, "max_bytes", expected, max_bytes)
 
     def _assigned(self, engine: int, piece: Piece) -> tuple[Piece, Cells, list[int]]:
-        """Return a piece's cells with their senders: for each cell, the least loaded holder."""
+        """Return a piece, its cells, and each cell's sender: the least loaded holder."""
         source, itemsize = self.sources[piece.name], piece.dtype.itemsize
         cells = _cells(source.blocks, piece.region, max(self._most // itemsize, 1))
         senders = []
@@ -283,7 +283,7 @@ class Route:
         return min(caps) // ALIGNED * ALIGNED
 
     def buffers(self, engine: int, trainer: int | None = None) -> dict[int, list[Buffer]]:
-        """Return the buffers of an engine rank by sender; with ``trainer``, only those it sends."""
+        """Return an engine rank's buffers by sender, or only those that ``trainer`` sends."""
         parts: dict[int, list[Piece]] = defaultdict(list)
         for piece, cells, senders in self._cells[engine]:
             for (region, _), sender in zip(cells, senders, strict=True):
@@ -324,8 +324,8 @@ def number_of(*values: object) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
-    """Return the parts of a box; parts with several holders have at most ``most`` elements. Results
-    are cached, because layers repeat.
+    """Return the parts of a box, where those with several holders have at most ``most`` elements.
+    Results are cached, because layers repeat.
     """
     found = []
     for block, places in _distinct(blocks).items():
@@ -368,14 +368,14 @@ class Figures:
     """The planned cost of a transfer.
 
     Attributes:
-        sent_nbytes: bytes of values per trainer.
-        received_nbytes: bytes of values per engine rank.
-        least_nbytes: lower bound: the bytes that engine ranks need.
-        travels_nbytes: bytes on the wire: values, and a header per buffer.
+        sent_nbytes: bytes of values that each trainer sends.
+        received_nbytes: bytes of values that each engine rank receives.
+        least_nbytes: the bytes that engine ranks need, a lower bound of the bytes on the wire.
+        travels_nbytes: bytes on the wire (values, and a header per buffer).
         messages: the number of buffers.
         rounds: the number of rounds; two are in memory at a time.
         over_least: ratio of the bytes on the wire to the lower bound.
-        busiest: bytes sent by the busiest trainer, divided by the mean.
+        busiest: bytes sent by the busiest trainer, divided by the mean over all trainers.
         peaks: peak bytes of buffers per trainer and per engine rank.
     """
 
@@ -384,7 +384,7 @@ class Figures:
         self.sent_nbytes, self.received_nbytes = list(route.sent), list(route.received)
         self.least_nbytes = least = sum(route.received)
         self.messages = 0
-        sizes: Counter[tuple[int, int, int]] = Counter()  # bytes keyed by side, rank and round
+        sizes: Counter[tuple[int, int, int]] = Counter()  # bytes by (is_engine, rank, round)
         for engine in range(len(route.received)):
             for trainer, buffers in route.buffers(engine).items():
                 self.messages += len(buffers)
@@ -401,7 +401,7 @@ class Figures:
             self.peaks[side][rank] = max(self.peaks[side][rank], now)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the planned seconds of the slowest rank, considering links only.
+        """Return the estimated seconds of the slowest rank, considering only its links.
 
         Without ``nodes``, all traffic is assumed to cross nodes.
         """
@@ -415,10 +415,10 @@ class Figures:
         return max(busy.values(), default=0.0) + self.rounds * hardware.latency
 
     def gathered_seconds(self, hardware: Hardware) -> float:
-        """Return the planned seconds of a transfer without a plan.
+        """Return the estimated seconds of a full gather and broadcast, for comparison.
 
-        Every trainer then gathers all parameters (``full_params``), and one broadcasts them to the
-        engine ranks.
+        Every trainer gathers all parameters (``full_params``), and one trainer broadcasts them to
+        the engine ranks.
         """
         hardware = _links_of(hardware)
         sources = self._route.sources

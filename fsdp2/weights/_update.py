@@ -1,20 +1,20 @@
 """An update of an engine: trainers send a version, and engine ranks assemble it.
 
-Owns the plan of a model, both sides of an update, the checksums of the values that engine ranks
-have, and the vote of engine ranks.
+Contains the plan of a model, the trainers' and the engine's side of an update, the checksums of the
+values that engine ranks have, and the vote of engine ranks.
 
 [Note: protocol of an update]
-First comes a handshake, in which each rank reports its number, plan and version. Then the rounds
-follow; a header of a few ints describes each buffer. At the end engine ranks vote on whether all of
-them have received everything, and report the result to the trainers. A trainer that fails reports
-the failure in place of its next header, so that engine ranks do not wait for it.
+An update begins with a handshake, in which each rank reports its number, plan and version. In the
+rounds that follow, a header of a few ints precedes each buffer. At the end, engine ranks vote on
+whether all of them have received everything, and report the result to the trainers. A trainer that
+fails reports the failure in place of its next header, so that engine ranks do not wait for it.
 
 [Note: all or none]
 An engine rank that has received a complete version votes for it. Engine ranks exchange votes twice,
 each with every other: first their own votes, then all votes they have received. If a rank dies
-during the first exchange, after reaching only some of the others, the second one spreads its vote
-to the rest. A rank commits a version if it has all votes, all are in favour, and every other rank
-has this rank's vote.
+during the first exchange, after reaching only some of the others, the second exchange spreads its
+vote to the rest. A rank commits a version if it has all votes, all are in favour, and every other
+rank has this rank's vote.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from fsdp2.weights._wire import Head, Row, Transport
 PLAN, SEND, RECEIVE = "weights.plan", "weights.send", "weights.receive"
 MOST = (1 << 63) - 1  # ranks exchange versions as int64
 UNKNOWN, AGAINST, ANY = -1, 0, 1 << 62
-"""Votes other than a version number; ``ANY`` is the vote of a rank that receives nothing."""
+"""Votes that are not version numbers. ``ANY`` is the vote of a rank that receives nothing."""
 Callback = Callable[[str, tuple[int, ...], Tensor], Tensor]
 Came = tuple[int, Head, Buffer, Tensor]
-"""A trainer, the header of its buffer, the buffer, and its bytes."""
+"""A trainer, the header of its buffer, the buffer, and the received bytes."""
 
 # The plan.
 
@@ -80,19 +80,19 @@ def plan(
 ) -> Plan:
     """Plan the transfer of a model's weights to an inference engine with a different layout.
 
-    Collective over the ranks of the model (the trainers). Called once, before any transfer.
+    Collective over the ranks of the model (the trainers). Call it once, before any transfer.
     Trainers are numbered by their position in the model's largest mesh. No rank assembles a full
-    parameter: each sends the parts of its own shards that engine ranks need.
+    parameter: each trainer sends the parts of its own shards that engine ranks need.
 
     Args:
         model: a sharded model, or any module; its parameters may be DTensors.
-        destination: the tensors of each engine rank by name; the same on every trainer. See
+        destination: for each engine rank, its tensors by name; the same on every trainer. See
             ``Spec`` and ``tensor_parallel``.
         max_bytes: limit for the buffers on each trainer and engine rank. Two rounds are in memory
-            at a time, and share it.
+            at a time, and share this limit.
         nodes: the node number of each trainer, followed by those of the engine ranks. If several
-            trainers hold the same values, one on the engine rank's node sends them.
-        hardware: a machine, as for ``fsdp2.plan``; ``print(plan)`` estimates seconds on its links.
+            trainers hold the same values, a trainer on the engine rank's node sends them.
+        hardware: a machine, as for ``fsdp2.plan``; ``print(plan)`` then also estimates seconds.
 
     Raises:
         ConfigError: a box does not exist, or occurs twice; parts do not add up to a tensor; a dtype
@@ -117,7 +117,7 @@ def plan(
 
 
 def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, LocalShard]]:
-    """Return the local shards of named parameters and buffers; tied ones use their first name."""
+    """Return the local shards of a model's tensors with these names; ties have the first name."""
     params = cleaned(dict(model.named_parameters(remove_duplicate=False)))
     found: dict[str, Tensor] = cleaned(dict(model.named_buffers())) | params
     first = {id(tensor): name for name, tensor in reversed(found.items())}
@@ -195,12 +195,12 @@ class Plan:
 
         For each engine rank, ``of`` contains its ``tensors`` (name, shape, dtype, and whether some
         elements are zeros that are not sent), and a list of buffers for each trainer that sends to
-        it. A buffer has its size in bytes, and entries of tensor, start, shape, dtype and offset.
-        An entry's values, in row-major order, are at that offset of the buffer, and belong to that
-        box of the tensor. A reader therefore needs only numpy.
+        it. A buffer is a size in bytes, and a list of entries (tensor, start, shape, dtype,
+        offset). An entry's values are at its offset in the buffer, in row-major order, and belong
+        to the tensor's box with this start and shape. A reader therefore needs only numpy.
 
         Args:
-            index: an engine rank; None includes all of them.
+            index: an engine rank; None includes all engine ranks.
         """
         engines = len(self._route.destination)
         if index is not None and check_count("to_json", "index", index, 0) >= engines:
@@ -219,28 +219,28 @@ class Plan:
     ) -> SendHandle:
         """Send the current weights; engine ranks call ``Receiver.receive``.
 
-        Collective over the trainers and the engine ranks. Values are cast before they are sent if
-        the engine's dtype is narrower. Returns when every engine rank has the complete version.
+        Collective over the trainers and the engine ranks. If the engine's dtype is narrower, values
+        are cast before they are sent. Unless ``background``, returns when every engine rank has the
+        complete version.
 
         Args:
-            group: a process group of exactly the trainers and the engine ranks, otherwise unused
-                during the call; or an object with ``send`` and ``receive`` (``Transport``).
+            group: a process group of exactly the trainers and the engine ranks, which nothing else
+                uses during the call; or an object with ``send`` and ``receive`` (``Transport``).
             receivers: the global rank of each engine rank, in the order of the destination. None
-                uses the ranks that they report; with a transport, they follow the trainers.
-            version: a positive number for this version; None increments the last one.
-            since: a version, such as ``plan.version``. Engine ranks that have it receive only
-                changed blocks of 256 B, unless over half have changed; others receive everything.
-            callback: called on trainers with a parameter's name, the start of a box in it, and the
-                box's values; returns the values to send instead. With ``background``, it is called
-                in a thread.
-            background: copy this rank's values to host memory, and send them from a thread. Steps
-                may continue; a later ``send`` waits for this one.
+                uses the reported ranks or, with a transport, the numbers after the trainers'.
+            version: a positive number for this version; None increments the last version.
+            since: a version, such as ``plan.version``. Engine ranks that have it receive only the
+                blocks of 256 B that changed, unless over half did. Others receive everything.
+            callback: maps a parameter's name, the start of a box in it, and the box's values to the
+                values to send. Called on trainers, in a thread if ``background``.
+            background: copy this rank's values to host memory, and send them from a thread.
+                Training may continue; a later ``send`` waits for this one.
 
         Raises:
             ConfigError: an argument of a wrong type or value.
             StateError: the group or a rank's plan does not match; the call is inside a step; the
                 version arrived incomplete, and engine ranks keep the previous one.
-            LostRank: another rank is gone.
+            LostRank: another rank exited or cannot be reached.
         """
         with operation(SEND):
             if self._last is not None:
@@ -305,8 +305,8 @@ class Plan:
 class _Sending:
     """One update on one trainer. See [Note: protocol of an update].
 
-    ``copied`` is recorded after the device-to-host copies of shards. ``has`` are the current
-    versions of engine ranks, and ``new`` the checksums of the values sent to each, by round.
+    ``copied`` is recorded after the device-to-host copies of shards. For each engine rank, ``has``
+    contains the current version, and ``new`` the checksums of the values sent, by round.
     """
 
     owner: Plan
@@ -330,7 +330,7 @@ class _Sending:
         self._finish(self._send_rounds())
 
     def _send_rounds(self) -> Exception | None:
-        """Send all rounds; report an error of this rank to engine ranks, and return it."""
+        """Send all rounds. If this rank fails, report it to engine ranks, and return the error."""
         link, error = self.link, None
         flight: wire.Flight = []
         rooms = wire.Rooms(self.owner._buffers, link.device)
@@ -439,7 +439,7 @@ class SendHandle(Future[None]):
             self.set_result(None)
 
     def _settle(self) -> None:
-        """Wait for this update before the next; warn if it failed and ``wait`` was not called."""
+        """Wait until this update ends; warn if it failed and ``wait`` was not called."""
         error = self.exception()
         if error is not None and not self._is_told:
             self._is_told = True
@@ -460,10 +460,10 @@ class Receiver:
 
     Attributes:
         version: the current version; 0 before the first.
-        tensors: its tensors by name. ``receive`` replaces them and never writes to them.
+        tensors: the tensors by name. ``receive`` replaces them and never writes to them.
 
     Raises:
-        ConfigError: ``text`` is not the text of a plan, or lacks this engine rank.
+        ConfigError: ``text`` is not the result of ``Plan.to_json``, or lacks this engine rank.
     """
 
     def __init__(self, text: str, index: int, device: torch.device | str = "cpu") -> None:
@@ -493,7 +493,7 @@ class Receiver:
         """Receive one version, which trainers send with ``Plan.send``.
 
         The new version is assembled in separate memory. Returns its tensors once every engine rank
-        has received all of it. Do not write to them if trainers send only changes (``since``).
+        has the complete version. If trainers send only changes (``since``), do not modify them.
 
         Args:
             group: the trainers' process group, or an object with ``send`` and ``receive``.
@@ -501,7 +501,7 @@ class Receiver:
         Raises:
             StateError: the version is incomplete on some engine rank, a checksum is wrong, or the
                 group or the plan does not match. The previous version is unchanged.
-            LostRank: another rank is gone. The previous version is unchanged.
+            LostRank: another rank exited or cannot be reached. The previous version is unchanged.
         """
         link = wire.link_of(RECEIVE, group, (), self._device, *self._ranks)
         with named(RECEIVE), torch.no_grad():
@@ -529,7 +529,7 @@ class _Update:
     # Rounds.
 
     def receive(self) -> None:
-        """Receive all rounds. After an error, which is stored, later rounds are discarded."""
+        """Receive all rounds. An error is stored, and later rounds are discarded."""
         rooms = wire.Rooms(self._owner._buffers, self._link.device)
         try:
             for name, shape, dtype, has_zeros in self._owner._made:
@@ -546,7 +546,7 @@ class _Update:
             came = [(t, h, due[t], memory[t][: h.nbytes]) for t, h in heads.items()]
             flight = self._link.post({}, {trainer: data for trainer, _, _, data in came})
             ahead.append((flight, came))
-            # changed blocks are unpacked into memory that the next round needs
+            # unpacking changed blocks needs the memory of the next round
             waits = any(head.kind == wire.PART for head in heads.values())
             while len(ahead) > 1 - waits:
                 self._place(*ahead.pop(0))
@@ -599,7 +599,7 @@ class _Update:
     def _entries(
         self, buffer: Buffer, memory: Tensor, tensors: Mapping[str, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each entry, yield a view of its box in the tensor and of its values in the buffer."""
+        """Yield a view of each entry's box in the tensor, and of its values in the buffer."""
         for index, starts, shape, dtype, offset in buffer.entries:
             room = tensors[self._owner._made[index][0]]
             values = wire.view_in(memory, offset, getattr(torch, dtype), shape)

@@ -1,4 +1,4 @@
-"""Links between trainers and engine ranks: a process group, files, or the caller's transport.
+"""Links between trainers and engine ranks: process groups, files, or the caller's transport.
 
 Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensor names,
 parameters and plans.
@@ -6,9 +6,9 @@ parameters and plans.
 Ranks of a transfer are numbered: trainers from 0, followed by engine ranks.
 
 [Note: order of messages]
-Both sides of a pair process their messages in the same order: by phase, round, sender, receiver. A
-transport with blocking sends therefore cannot deadlock. After a rank is lost, the others skip it
-and continue, so that each of them detects at the end that the version did not arrive.
+The two ranks of a pair process their messages in the same order: by phase, round, sender, receiver.
+A transport with blocking sends therefore cannot deadlock. If a rank is lost, the others skip it and
+continue, and each of them detects at the end that the version did not arrive.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fsdp2._core.params.layout import align
 from fsdp2.weights._route import ALIGNED, Buffer
 
 BLOCK = 256
-"""Bytes of a block, the granularity at which changes are detected and sent."""
+"""Size in bytes of a block, the granularity at which changes are detected and sent."""
 _AT_ONCE = 512
 
 WHOLE, PART, STOPPED = 0, 1, 2
-"""Kinds of buffers: complete; only changed blocks; no more buffers, as the sender failed."""
+"""Kinds of buffers: complete; only changed blocks; no more buffers, because the sender failed."""
 
 
 class Head(NamedTuple):
@@ -79,7 +79,7 @@ class Rooms:
         return torch.empty(len(self.rounds[:2]), most, dtype=torch.uint8, device=self._device)
 
     def of(self, number: int) -> dict[int, Tensor]:
-        """Return the memory of each buffer of a round, reused from two rounds before."""
+        """Return the memory of each buffer in a round. Every second round uses the same memory."""
         found, start = {}, 0
         for other, buffer in self.rounds[number].items():
             found[other] = self.slabs[number % 2][start : start + buffer.nbytes]
@@ -96,9 +96,9 @@ def view_in(memory: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int
 class Transport(Protocol):
     """Interface of an object that a caller may pass instead of a process group.
 
-    ``rank`` is the peer's number: trainers count from 0, engine ranks have the numbers in
-    ``receivers`` of ``Plan.send`` (by default they follow the trainers). Buffers are uint8 tensors
-    on the host. A send may return after copying the buffer, or after the peer has received it.
+    ``rank`` is the peer's number: trainers are numbered from 0, and engine ranks as in
+    ``receivers`` of ``Plan.send`` (by default, after the trainers). Buffers are uint8 tensors on
+    the host. A send may return after copying the buffer, or after the peer has received it.
     """
 
     def send(self, rank: int, buffer: Tensor) -> None: ...
@@ -121,8 +121,8 @@ def _factors(device: torch.device) -> Tensor:
 def digests_of(buffer: Tensor) -> Tensor:
     """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
 
-    A sum modulo 2**64 of 32-bit words times random odd numbers. It detects every change of one
-    word; changes of several are missed with probability 2**-33, or far less if low bits differ.
+    The sum, modulo 2**64, of 32-bit words times random odd numbers. It detects every change of one
+    word, and misses a change of several with probability 2**-33, or far less if low bits differ.
     """
     found = []
     for part in buffer.split(_AT_ONCE * BLOCK):  # needs little memory relative to the buffer
@@ -157,7 +157,7 @@ def pack_changed(buffer: Tensor, changed: Tensor) -> int:
 
 
 def unpack_changed(packed: Tensor, buffer: Tensor) -> None:
-    """Write the changed blocks into a buffer of the previous values."""
+    """Write the changed blocks into a buffer that contains the previous values."""
     if packed.numel():
         blocks, last = _blocks_of(buffer)
         changed = packed[packed.numel() + -buffer.numel() // BLOCK :]
@@ -184,7 +184,7 @@ class Row(NamedTuple):
     plan: int
     version: int  # the version that a trainer sends (0: the next) or an engine rank has
     since: int = 0
-    others: tuple[int, ...] = ()  # the positions at which a trainer expects the engine ranks
+    others: tuple[int, ...] = ()  # the ``receivers`` passed to ``Plan.send``
 
 
 Messages = Mapping[int, Tensor]
@@ -196,8 +196,8 @@ Flight = list[tuple[list[int], Any, object]]
 class Link:
     """The synchronous connection of one rank to the others, over the caller's ``Transport``.
 
-    ``number`` counts trainers from 0, followed by engine ranks; ``lost`` has the errors of ranks
-    that can no longer be reached, by number.
+    ``number`` counts trainers from 0, followed by engine ranks. ``lost`` maps the numbers of ranks
+    that can no longer be reached to errors.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[int], *ranks: int) -> None:
@@ -211,7 +211,7 @@ class Link:
         getattr(group, "begin", lambda _: None)(self._names[number])
 
     def meet(self, row: Row) -> list[Row]:
-        """Exchange rows; return all those received, and this rank's own. Collective. All ranks that
+        """Exchange rows; return the received ones and this rank's own. Collective. All ranks that
         compare these rows raise StateError if plans differ.
         """
         rows = self._exchange(row)
@@ -240,7 +240,7 @@ class Link:
         return flight
 
     def wait(self, flight: Flight) -> None:
-        """Wait for all operations; add peers whose operation fails to ``lost``."""
+        """Wait for all operations. Record the peers of failed operations in ``lost``."""
         for others, work, _ in flight:
             try:
                 with carrying():
@@ -279,7 +279,7 @@ class Link:
         return [row, *rows]
 
     def _start(self, messages: Sequence[tuple[Any, int, Tensor]]) -> Sequence[Any]:
-        """Start messages, of ``dist.isend`` or ``dist.irecv``; return works to wait for."""
+        """Start messages (``dist.isend`` or ``dist.irecv``), and return the works to wait for."""
         for act, other, data in messages:
             start = self._group.send if act is dist.isend else self._group.receive
             try:
@@ -309,8 +309,8 @@ class GroupLink(Link):
             raise StateError(
                 "FS634",
                 f"weights: the group has the ranks {ranks}, but the plan has "
-                f"{len(self.trainers)} trainers and {len(self.engines)} engine ranks, found at "
-                f"{self._names}. On all of them, pass a group of exactly these ranks, and as "
+                f"{len(self.trainers)} trainers and {len(self.engines)} engine ranks (found: "
+                f"{self._names}). On all ranks, pass a group of exactly the planned ranks. Pass as "
                 "`receivers` the global rank of each engine rank, in the order of the destination.",
             )
         return found
@@ -338,7 +338,7 @@ def link_of(
 
 
 class Files:
-    """A transport over files in a folder, for jobs on one node; ``/dev/shm`` is shared memory.
+    """A transport over files in a folder, for jobs on one node. Use ``/dev/shm`` for shared memory.
 
     A rank writes a buffer for a peer into the folder, and continues when the peer has read it.
 
@@ -353,7 +353,7 @@ class Files:
         self._me = -1
 
     def begin(self, rank: int) -> None:
-        """Set this rank's number; remove files of an earlier process that was killed."""
+        """Set this rank's number; remove files left by an earlier process that was killed."""
         self._me = check_count("Files", "rank", rank, 0)
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob(f"{rank}-to-*"):
@@ -366,7 +366,7 @@ class Files:
         part.rename(place)
         try:
             self._wait(rank, lambda: not place.exists())
-        finally:  # otherwise a later transfer could read it
+        finally:  # otherwise a later transfer could read the file
             place.unlink(missing_ok=True)
 
     def receive(self, rank: int, buffer: Tensor) -> None:

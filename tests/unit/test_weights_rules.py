@@ -103,7 +103,7 @@ def test_experts_that_the_trainer_keeps_in_one_parameter() -> None:
 def test_what_no_rule_names_is_told() -> None:
     decoder = Decoder(1, 64, 96, 8, 2, 8, 128)
     shapes = decoder.shapes() | {"head.extra": (3,)}
-    with pytest.raises(ConfigError, match=r"no rule names head.extra \(1 in all\)"):
+    with pytest.raises(ConfigError, match=r"no rule matches head.extra \(1 in total\)"):
         weights.tensor_parallel(decoder, 2, LLAMA, shapes=shapes)
     with pytest.raises(ConfigError, match=r"heads of model.layers.0.self_attn.k_proj.weight"):
         weights.tensor_parallel(decoder, 3, LLAMA, shapes=shapes)
