@@ -133,7 +133,7 @@ def within(block: Region, part: Region) -> Region:
 
 
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
-    """Split a block, by rows if they fit, into chunks of at most ``most`` elements, but not 0."""
+    """Split a block, along dim 0 first, into chunks of 1 to ``most`` elements."""
     if math.prod(sizes) <= most or not sizes:
         yield _whole(sizes)
         return
@@ -152,8 +152,8 @@ def _whole(sizes: Sequence[int]) -> Region:
 @dataclass(frozen=True)
 class Item:
     """A tensor on the mesh ``grid``, for the planner. While a chunk is sent, a rank holds
-    ``copies`` times the chunk's bytes. A receiver also holds ``kept_nbytes`` of the full tensor until the
-    batch is complete.
+    ``copies`` times the chunk's bytes. A receiver also holds ``kept_nbytes`` of the full tensor
+    until the batch is complete.
     """
 
     blocks: Blocks

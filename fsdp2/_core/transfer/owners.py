@@ -28,7 +28,7 @@ from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Sharding of one matrix: ``blocks``, the peers' ``places``, and its index in a batch, if any."""
+    """Sharding of one matrix: ``blocks``, the peers' ``places``, its index in a batch, if any."""
 
     blocks: Blocks
     places: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Cut:
         return self.lead - self.blocks.block(self.places[rank]).starts[0]
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Return True if a rank, rather than another replica of its part, sends the part."""
+        """Return True if ``rank`` is the replica that sends its part to ``owner``."""
         own, there = self.places[rank], self.places[owner]
         cut = self.blocks.axes
         return all(axis in cut or own[axis] == there[axis] for axis in range(len(own)))
@@ -184,7 +184,7 @@ def route(me: int, ranks: int, cargos: tuple[Cargo, ...]) -> Route:
 def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[list[int]]:
     """Yield the indices of each round's cargos. A round needs at most ``max_nbytes`` per rank for
     sent data, received data and results, unless it is a single larger cargo. The largest cargos of
-    each owner come first, so that as many rounds as possible have work for all owners.
+    each owner come first, so that rounds have work for all owners until near the end.
     """
     queues: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):
