@@ -8,7 +8,7 @@ whose memory is allocated and freed repeatedly. Contains no state machine or mod
 A large *part* of a root (see ``_core.engine.parts``) is *released early*: after forward if no
 rank's backward reads it, and in backward as soon as its gradients have arrived. All ranks agree on
 the release, because it affects collectives: the group counts as sharded, and its next use gathers
-it. That use is never the backward of the forward that released it, but may be another open call's.
+it. This is never the same forward's backward, but may be the backward of another open call.
 Each rank frees the memory if and only if, on this rank, neither autograd (a saved tensor, or the
 storage of a saved view) nor user code refers to it. Otherwise the unsharded parameters stay
 registered, in state RELEASED, until the rank reshards. Recomputation (checkpointing) reads
@@ -60,13 +60,13 @@ class Tail(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Destinations of gathered shards: views of a full buffer, valid while that has memory."""
+    """Destinations of gathered shards: views of a full buffer while it has memory."""
 
     together: tuple[Packed, list[Tensor]]  # used if one collective sends everything
     apart: tuple[Packed, list[Tensor]]  # used if zero-copy parameters are sent separately
     replicated: Sequence[Tensor] = ()  # replicated parameters, which are not sent
     zero_copy: Sequence[Tensor] = ()
-    landed: Tensor | None = None  # receives all pieces, flat; None: separate memory
+    landed: Tensor | None = None  # flat, for all ranks' pieces; None: separate memory
     dealt: Sequence[Tensor] = ()  # destinations of the rows of dealt parameters
 
 
@@ -179,7 +179,7 @@ class ShardBuffer:
         sent: Tensor,
         _tail: Tensor | None = None,
     ) -> None:
-        """Copy gathered shards to the full buffer. StateError: a rank issued a different one."""
+        """Copy gathered shards to the full buffer. StateError: a rank issued another collective."""
         packed, targets = self._way
         if self._landing is not None:
             torch_tensors.copy_all(targets, self._landing.parts)
@@ -197,7 +197,7 @@ class ShardBuffer:
             self.tail.arrived()
 
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the cast's input if one kernel casts all; the send buffer if nothing is cast."""
+        """Return the cast input if one kernel suffices, and the send buffer if nothing is cast."""
         layout = self.layout
         if not layout.casts:
             return None, self._as_wire(flat)
@@ -411,7 +411,7 @@ class Readers:
         self._at_rest: list[int] | None = None  # reference counts without readers; None: unknown
 
     def __getstate__(self) -> dict[str, Any]:
-        """Make copies blank. The hooks of a copied group share one copy with the group."""
+        """Make copies blank. A copied group and its hooks share one copy."""
         return vars(Readers())
 
     def forget(self) -> None:

@@ -68,7 +68,7 @@ class Loads:
             self.flops[rank] += newton_schulz_flops(shape)
 
     def least(self, totals: tuple[float, float]) -> int:
-        """Return the rank with the smallest load: its larger share of ``totals`` (bytes, FLOPs)."""
+        """Return the least loaded rank, by the larger of its shares of ``totals``."""
 
         def share(rank: int) -> tuple[float, float, int]:
             of_bytes = self.nbytes[rank] / max(totals[0], 1.0)

@@ -13,7 +13,7 @@ tensors, which are sent as bytes after the flat part of the group's buffer. The 
 the result as ``[sum of rows, *input.shape[1:]]``, always in the same tensors. Their storages, and
 those of the inner tensors that the method returned, are freed on reshard and refilled later, so the
 unsharded parameter stays the same object. A third method (``RELEASE``), called once per parameter,
-may report that the result shares no memory with the gathered tensors, to free these immediately.
+may report that the result shares no memory with the gathered tensors, so these are freed early.
 
 Frozen tensors whose class lacks these methods may be gathered in the same way: see [Note: parts of
 wrapped parameters] in ``parts``.
@@ -90,7 +90,7 @@ def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
         raise ConfigError(
             "FS509",
             f"{fqn}: its {type(local).__name__} has {RELEASE}, but neither {PRE} nor {POST}, which "
-            "an all-gather extension needs. Add both, or remove this one.",
+            f"an all-gather extension needs. Add both, or remove {RELEASE}.",
         )
     if not needs_extension(local):
         return None
@@ -144,7 +144,7 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
                 f"{param.fqn} is a {kind}, which cannot be sharded: it lacks {PRE}, and "
                 f"{type(error).__name__}: {error}. Define {PRE} and {POST} in the class; or "
                 "dequantize(), __tensor_flatten__ and __tensor_unflatten__, with inner tensors "
-                "that have a dim of the same size as the rows; or add the parameter to "
+                "that have a dim whose size is the number of rows; or add the parameter to "
                 "ignored_params.",
             ) from error
         param.wrapped.parts, param.wrapped.divides_parts = parts.parts_by_rows(whole), True
@@ -423,7 +423,7 @@ class Extension:
                 "FS512",
                 f"{self.param.fqn}: {PRE} returned inputs whose shapes or dtypes differ from those "
                 f"of the first call. Found (rows, shape of a row, dtype) {found}, expected "
-                f"{planned}. Return the same ones until the parameter is replaced.",
+                f"{planned}. Return the same shapes and dtypes until the parameter is replaced.",
             )
             return
         for tensor, layout in zip(inputs, self.layouts, strict=True):

@@ -42,9 +42,9 @@ def whole_tensor(
             if torch.is_grad_enabled() and local.requires_grad:
                 raise UnsupportedError(
                     "FS318",
-                    f"{param.fqn}: found a shard on {local.device} in its place that requires "
-                    f"grad, but the unit computes on {reducer.device}. Pass a full tensor on "
-                    "that device, or run the forward under torch.no_grad().",
+                    f"{param.fqn}: found a shard in its place that requires grad and is on "
+                    f"{local.device}, but the unit computes on {reducer.device}. Pass a full "
+                    "tensor on that device, or run the forward under torch.no_grad().",
                 )
             local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own

@@ -106,7 +106,7 @@ class ParamGroup(Observable):
         return self.reducer.wire
 
     def rewire(self) -> None:
-        """Apply changes of the wire. All ranks must call this between the same two steps."""
+        """Apply changes to the wire. All ranks must call this between the same two steps."""
         if self.state is GATHERING:  # a manually issued gather carries the old number
             self._drop_gather()
         self.context.streams.finish_host_reads()  # new numbers go to the shards' memory
@@ -414,7 +414,7 @@ class ParamGroup(Observable):
         return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
     def keep(self, serves: Serves) -> None:
-        """Keep parameters in memory; copy in-place writes to shards before these are modified."""
+        """Copy in-place writes to the shards, and keep the parameters in memory for ``serves``."""
         if self.registration.state is WHOLE:
             self.take_writes()
         self.registration.note_values(serves)

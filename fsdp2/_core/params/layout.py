@@ -7,7 +7,7 @@ all-gather; ``ReduceLayout``: the flat buffer of a reduce-scatter.
 Legend: W is the size of the shard axis; a *shard* is the part on one rank; a *padded shard* has the
 size of the largest shard. A *zero-copy* parameter is sent in a separate collective, directly from
 its shards to the unsharded parameter's memory; all others are *packed* into one collective. A
-*dealt* parameter is stored in full blocks of rows (``Deal``); an *owned* one, as a single block.
+*dealt* parameter is stored in full blocks of rows (``Deal``), an *owned* one in a single block.
 
 [Note: dealt parameters]
 With dealt parameters, each rank sends one *piece*: the *even* part, which has the same size on
@@ -178,7 +178,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """A parameter, or the tail after all of them. Without ``coding``, sent in compute dtype."""
+    """A parameter, or the tail after all parameters. If not coded, it is sent in compute dtype."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype

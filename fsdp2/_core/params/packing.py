@@ -360,7 +360,7 @@ def decode_padded(
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
-    """Yield each run of ranks with equal row counts: the first rank, and ``[n, *shard]``."""
+    """Yield each run of ranks with equal row counts: its first rank and a view ``[n, *shard]``."""
     assert shard.dim is not None
     dim, chunk = shard.dim, shard.rows(0)
     whole, rest = divmod(shard.shape[dim], chunk)

@@ -105,7 +105,7 @@ class ChosenDtypes:
 
     @property
     def is_reduced_in_any(self) -> bool:
-        """Return True if gradients are accumulated and reduced in the dtype from backward."""
+        """Return True if gradients keep the dtype of backward in accumulation and reduction."""
         return self.takes_any_gradient and self.reduce_dtype is None
 
 
@@ -168,7 +168,7 @@ class FSDPParam(Forms):
         return dtype if self.chosen.keeps_dtype else self.chosen.param_dtype
 
     def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
-        """Return the coding in which a shard is sent, or None if in the compute dtype. Vectors
+        """Return the coding in which a shard is sent; None: sent in the compute dtype. Vectors
         (one element per row) and parameters that keep their dtype are not coded. ``is_again``:
         decoded values are encoded again, which is exact only if each row keeps its scale."""
         coding, dtype = self.chosen.coding, self.compute_dtype
@@ -290,7 +290,7 @@ class FSDPParam(Forms):
         self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
         """Make ``local``, at ``span`` of the group's flat buffer, the local tensor of
-        ``registered``, which an optimizer may hold. If that is None, create a parameter."""
+        ``registered`` (None: of a new parameter), which an optimizer may hold."""
         if registered is None:
             made = torch_dtensor.new_dtensor(local, self.placement.sharded_spec(local.dtype))
             self.sharded = self._parameter(made, self.sharded)

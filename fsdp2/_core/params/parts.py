@@ -92,7 +92,7 @@ def _with_shape(context: Any, old: tuple[int, ...], new: torch.Size) -> Any:
 
 
 def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
-    """Copy rows of a full tensor to a new shard. ValueError: it does not dequantize to them."""
+    """Copy rows of a full tensor to a new shard. ValueError: ``dequantize()`` differs."""
     tensors = {}
     for part, inner in zip(parts_by_rows(whole), inside(whole).values(), strict=True):
         own = inner if part.dim is None else inner.narrow(part.dim, start, rows)

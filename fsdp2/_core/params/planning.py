@@ -211,7 +211,7 @@ class Buffers:
         return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
-        """Find the extended parameters, which are not in the flat buffer. On error, no change."""
+        """Find the extended parameters, which leave the flat buffer. On error, nothing changes."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
         dealt = [p for p in self._params if p.placement.layout.is_dealt]
@@ -517,7 +517,7 @@ class ReducePlanner:
         return self._ids.reductions.number(signature_of)
 
     def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Return the plan, after updating the scale and the stamps to the settings."""
+        """Update the scale and the stamps to the settings, and return the plan."""
         is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
@@ -574,7 +574,7 @@ class ReducePlanner:
         return self.prepare(settings, wire)
 
     def separate(self, enable: bool, wire: Wire) -> None:
-        """Reduce over a separate process group, or else over the gathers' group. Collective."""
+        """Reduce over a separate process group (``enable``) or the gathers' group. Collective."""
         data = self._data
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1

@@ -245,7 +245,7 @@ class Reducer(Observable):
 
     @property
     def has_unreduced(self) -> bool:
-        """Return True if this rank has unreduced gradients, or partial sums with its own."""
+        """Return True if this rank has unreduced gradients, alone or in partial sums."""
         return self.has_local_gradients or self.unreduced.own_sums > 0
 
     def refuse_hidden(self) -> None:
@@ -278,7 +278,7 @@ class Reducer(Observable):
         return self.planner.current or self.planner.make(self.wire)
 
     def prepare(self, settings: Settings) -> ReducePlan:
-        """Return the current plan, after updating the scale to the settings."""
+        """Update the scale to the settings, and return the current plan."""
         planner = self.planner
         plan = planner.current
         if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
@@ -302,7 +302,7 @@ class Reducer(Observable):
         self, settings: Settings, context: StepContext, with_graph: bool
     ) -> Reduction | None:
         """Pack the local gradients. Return the reduction to start, or None if sync is off.
-        UnsupportedError: a gradient has an autograd graph, which is possible ``with_graph``."""
+        UnsupportedError: a gradient has an autograd graph, possible only ``with_graph``."""
         self.unreduced.is_owed = not settings.reduce_grads
         if not (settings.reduce_grads and settings.all_reduce_grads):
             may_hold[id(self)] = self
@@ -458,7 +458,7 @@ class Reduction:
         self._reduced: Tensor | None = self._place if owner.data.layers is None else None
         self._flight: InFlight | None = None  # the last launched part of the reduction
         self._scattered: InFlight | None = None  # the reduce-scatter, sole reader of inputs
-        self._held: Tensor | None = None  # previous partial sum, alive until compute waits
+        self._held: Tensor | None = None  # previous partial sum, kept until compute waits
         # gradients to set, and the counts of ranks if this rank lacks a gradient
         self._filled: tuple[list[Tensor], Tensor | None] | None = None
         self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)

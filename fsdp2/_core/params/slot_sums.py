@@ -152,14 +152,14 @@ def coded_spans(reducer: Reducer) -> Spans:
 
 
 def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. Narrower gradients are not cast: their sums are in ``dtype``."""
+    """Round to ``dtype``. Narrower ones are not cast, because sums are in ``dtype``."""
     return grad if torch.promote_types(grad.dtype, dtype) is dtype else grad.to(dtype)
 
 
 def _added(
     left: Sequence[Tensor | None], right: Sequence[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """Add two nodes in ``dtype``, in place where the left gradient has this dtype."""
+    """Add two nodes in ``dtype``, in place if the left gradient has this dtype."""
     joined: Gradients = []
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(left, right, strict=True):

@@ -7,9 +7,9 @@ the box that another rank receives into. The rank sends the overlap.
 [Note: owners]
 Each *matrix* has one *owner* among the peers, which holds the full matrix. The other peers hold a
 *part* each (a block, see [Note: chunks] in ``chunk_plan``). Replicas hold equal parts. Each part is
-sent to the owner once, by the replica with the owner's coordinates on the replica axes; later, all
-replicas get it back. In a *round*, every rank sends one buffer to every other rank. A buffer has
-the size of its parts: it is not padded to the largest buffer.
+sent to the owner once, by the replica with the owner's coordinates on the replica axes. The owner
+later sends it back to all replicas. In a *round*, every rank sends one buffer to every other rank.
+A buffer has the size of its parts: it is not padded to the largest buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Sharding of one matrix: ``blocks``, the peers' ``places``, its index in a batch, if any."""
+    """Sharding of one matrix: ``blocks``, the peers' ``places``, and its batch index ``lead``."""
 
     blocks: Blocks
     places: tuple[tuple[int, ...], ...]

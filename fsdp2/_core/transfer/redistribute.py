@@ -145,7 +145,7 @@ class Grids:
         return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
 
     def difference(self, names: list[str]) -> str | None:
-        """Describe a difference between the ranks' lists, or return None: the same on all ranks."""
+        """Describe a difference of the ranks' lists, identically on all ranks; None if equal."""
         found = self.main.collect(names)
         for rank, other in enumerate(found):
             differ = sorted(set(other) ^ set(found[0]))

@@ -99,7 +99,7 @@ def _check(module: nn.Module, flags: dict[str, bool]) -> list[Unit]:
     if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
         raise StateError(
             "FS307",
-            "summon_full_params: the context is nested in another of the same parameters, and one "
+            "summon_full_params: the context is nested in another for the same parameters, and one "
             "of the two uses rank0_only. Exit the outer context first.",
         )
     return units
@@ -116,8 +116,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Register full parameters on a module's units while the context is active.
 
-    Each one is a plain ``nn.Parameter`` under the same name, in the dtype of the shards (not the
-    compute dtype). It is unsharded over replicate and tensor-parallel axes too, so
+    Each full parameter is a plain ``nn.Parameter`` under the same name, in the dtype of the shards
+    (not the compute dtype). It is unsharded over replicate and tensor-parallel axes too, so
     ``module.apply(fn)``, ``state_dict()`` and initialisers work as in a single process. Entering is
     collective; exiting does not communicate. ``module`` may be inside a sharded module. Contexts
     may be nested: parameters of an outer context stay registered, and an inner context with
