@@ -14,8 +14,8 @@ Gradients of backwards without sync accumulate in ``grad`` of the unsharded para
 reduce dtype or, without one, in the dtype of the parameter's gradient. If this dtype is no wider
 than the compute dtype, autograd casts each gradient to it (``grad_dtype`` of the unsharded
 parameter). If it is wider, we cast the first gradient that is not reduced immediately, and autograd
-adds later ones to it in place; with sync in every backward, we cast nothing. An optimizer's
-step checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or raises if no
+adds later ones to it in place; with sync in every backward, we cast nothing. An optimizer's step
+checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or raises if no
 backward will ever reduce them (``_core.engine.between_steps``).
 
 On a CPU, the three calls of a reduction (``start``, ``advance``, ``finish``) may be far apart, with

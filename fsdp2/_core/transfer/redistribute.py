@@ -1,7 +1,7 @@
 """Gather full tensors from shards and scatter them back, in bounded memory.
 
 To gather, every rank packs its chunks of a bucket into a byte buffer. One gather per axis sends the
-buffer, and receivers unpack the parts. Scattering is the reverse: [Note: chunks] in ``chunk_plan``.
+buffer, and receivers unpack it. Scattering is the reverse. See [Note: chunks] in ``chunk_plan``.
 Any placement whose shards are blocks is supported: ``Shard`` of any dim on any number of axes (even
 or uneven), ``Replicate``, and FSDP and tensor parallelism on the same dim.
 """
