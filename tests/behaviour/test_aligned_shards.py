@@ -163,7 +163,7 @@ def test_replicas_and_tensor_parallelism() -> None:
     weight = distribute_tensor(torch.zeros(14, 6), mesh["tensor"], [Shard(0)])
     model = nn.Module()
     model.weight = nn.Parameter(weight)
-    with pytest.raises(ConfigError, match="weight: is dealt in blocks of 4 rows"):
+    with pytest.raises(ConfigError, match="weight is dealt in blocks of 4 rows"):
         fsdp2.fully_shard(model, mesh=mesh["data"], shard_placement_fn=blocks)
 
 
@@ -410,7 +410,7 @@ def test_what_is_not_for_aligned_parameters_is_told() -> None:
 
 @ranks(4)
 def test_a_smaller_mesh_cannot_keep_aligned_parameters() -> None:
-    with pytest.raises(ConfigError, match="weight: is dealt in blocks of 4 rows"):
+    with pytest.raises(ConfigError, match="weight is dealt in blocks of 4 rows"):
         fsdp2.fully_shard(
             nn.Linear(3, 10), mesh=make_mesh(), shard_placement_fn=blocks, reshard_after_forward=2
         )

@@ -320,9 +320,9 @@ def test_parameters_are_called_by_their_full_names() -> None:
         module.register_parameter(name, nn.Parameter(torch.zeros(2)))
 
     def refuses(model: nn.Module, name: str) -> None:
-        with refused(fsdp2.StateError, f"{name}: was replaced"):
+        with refused(fsdp2.StateError, f"{name} was replaced"):
             list(fsdp2.full_params(model, max_bytes=1000))
-        with refused(fsdp2.StateError, f"{name}: was replaced"):
+        with refused(fsdp2.StateError, f"{name} was replaced"):
             model(torch.randn(4, WIDTH))
 
     for steps in (0, 1):

@@ -323,10 +323,10 @@ def test_refusals() -> None:
     assert inside == ["forward"]
     with torch.device("meta"):
         empty = nn.Linear(3, 3)
-    with pytest.raises(fsdp2.StateError, match=r"weight: is on the meta device"):
+    with pytest.raises(fsdp2.StateError, match=r"weight is on the meta device"):
         fsdp2.full_params(empty, max_bytes=10)
     partial = nn.Module()
     mesh = make_mesh()
     partial.sum = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
-    with pytest.raises(fsdp2.UnsupportedError, match=r"sum: is a partial sum"):
+    with pytest.raises(fsdp2.UnsupportedError, match=r"sum is a partial sum"):
         fsdp2.full_params(partial, max_bytes=10)

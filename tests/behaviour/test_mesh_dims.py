@@ -516,7 +516,7 @@ def test_what_cannot_be_is_said_at_once() -> None:
     refused("DataParallelMeshDims or None, found 'data'", mesh=named, dp_mesh_dims="data")
     refused("expected mesh to be a DeviceMesh", mesh=None, dp_mesh_dims=data)
     refused("adjacent", mesh=long, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
-    refused(r"0\.scale: is a plain tensor.*distribute_module", mesh=named, dp_mesh_dims=data)
+    refused(r"0\.scale is a plain tensor.*distribute_module", mesh=named, dp_mesh_dims=data)
     both = DataParallelMeshDims(shard="data", replicate="tensor")
     refused("reshard_after_forward=3", mesh=named, dp_mesh_dims=both, reshard_after_forward=3)
     model = build()

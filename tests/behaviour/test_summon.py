@@ -162,7 +162,7 @@ def test_rank_0_only(rank: int) -> None:
             assert_whole(model, reference)
         else:
             assert_restored(model, before)
-        assert_refused(model, fsdp2.StateError, "is nested in a context of the same")
+        assert_refused(model, fsdp2.StateError, "is nested in another for the same")
     assert_restored(model, before)
 
 

@@ -496,7 +496,7 @@ def test_an_assigned_parameter_in_another_placement_is_refused() -> None:
     twin = Twin(Deep(13), mesh_of(**SHARDED), distribute_as(enter=[Shard(0)], leave=[Shard(1)]))
     rows = twin.model.enter.to_local().shape[0]
     twin.model.enter = nn.Parameter(torch.randn(2 * rows, WIDTH, dtype=torch.float64))
-    with pytest.raises(fsdp2.StateError, match=r"enter: was replaced by Parameter .*Shard"):
+    with pytest.raises(fsdp2.StateError, match=r"enter was replaced by Parameter .*Shard"):
         twin.model(features(WIDTH)())
 
 

@@ -164,8 +164,8 @@ def test_what_a_class_lacks_is_told() -> None:
             return super().dequantize().flip(0)
 
     for kind, text in (
-        (Opaque, r"base: is a Opaque.*dequantize"),
-        (Shuffled, r"base: is a Shuffled.*does not dequantize\(\) to its rows of the full tensor"),
+        (Opaque, r"base is a Opaque.*dequantize"),
+        (Shuffled, r"base is a Shuffled.*does not dequantize\(\) to its rows of the full tensor"),
     ):
         module = Adapted(8, 13)
         module.base = nn.Parameter(kind.of(torch.randn(13, 8)), requires_grad=False)
@@ -173,5 +173,5 @@ def test_what_a_class_lacks_is_told() -> None:
             fsdp2.fully_shard(module, mesh=make_mesh())
     module = Adapted(8, 13)
     module.base.requires_grad_(True)
-    with pytest.raises(fsdp2.ConfigError, match=r"base: is a Packed, which cannot be sharded"):
+    with pytest.raises(fsdp2.ConfigError, match=r"base is a Packed, which cannot be sharded"):
         fsdp2.fully_shard(module, mesh=make_mesh())

@@ -642,7 +642,7 @@ def test_what_cannot_be_adopted_is_refused_and_named() -> None:
     ranks = linear(1)
     module = ranks.modules[0]
     module.weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(StateError, match=r"weight: was replaced by Parameter of shape \(2, 2\)"):
+    with pytest.raises(StateError, match=r"weight was replaced by Parameter of shape \(2, 2\)"):
         ranks.gather()
     module.weight = nn.Parameter(torch.zeros(5, 4))
     ranks.gather()

@@ -1,18 +1,18 @@
 """The flat buffers of a group: stored shards, gathered shards, and unsharded parameters.
 
-Sharded parameters are views of one byte buffer with the layout of the all-gather, which therefore
-needs no copy-in and at most a cast kernel. Unsharded parameters are views of a second buffer, whose
-memory is allocated and freed repeatedly. Contains no state machine or module code.
+Sharded parameters are views of one byte buffer that has the layout of the all-gather, so a gather
+needs no copy-in, only casts if dtypes differ. Unsharded parameters are views of a second buffer,
+whose memory is allocated and freed repeatedly. Contains no state machine or module code.
 
 [Note: released early]
-A large part of a root is *released early*: after forward if no rank's backward reads it, and after
-backward as soon as its gradients have arrived. The release affects collectives, so all ranks agree
-on it: the group counts as sharded, and its next use gathers it. (After forward, that is not its
-backward; after the gradients, it may be the backward of another open call.) Freeing the memory is a
-local decision: a rank frees it if and only if neither autograd (a saved tensor, or the storage of a
-saved view) nor the user refers to it. Otherwise the unsharded parameters stay registered, in state
-RELEASED, until the rank reshards. Recomputation (checkpointing) reads parameters to which nothing
-refers until then, so the memory of a part that ran under checkpointing is kept.
+A large *part* of a root (see ``_core.engine.parts``) is *released early*: after forward if no
+rank's backward reads it, and in backward as soon as its gradients have arrived. All ranks agree on
+the release, because it affects collectives: the group counts as sharded, and its next use gathers
+it. This is never the same forward's backward, but may be the backward of another open call.
+Each rank frees the memory if and only if, on this rank, neither autograd (a saved tensor, or the
+storage of a saved view) nor user code refers to it. Otherwise the unsharded parameters stay
+registered, in state RELEASED, until the rank reshards. Recomputation (checkpointing) reads
+parameters that had no references before, so the memory of a part under checkpointing is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tail(Protocol):
     """Data sent after the parameters, in a separate item at the end of the layout."""
 
     def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """Set the dtype and the length of a row."""
+        """Set a row's dtype and number of elements."""
 
     def write(self, row: Tensor) -> None:
         """Fill this rank's row ``[numel]``."""
@@ -60,20 +60,20 @@ class Tail(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Destinations of gathered shards: views of a full buffer, valid while it has memory."""
+    """Destinations of gathered shards: views of a full buffer while it has memory."""
 
     together: tuple[Packed, list[Tensor]]  # used if one collective sends everything
     apart: tuple[Packed, list[Tensor]]  # used if zero-copy parameters are sent separately
     replicated: Sequence[Tensor] = ()  # replicated parameters, which are not sent
     zero_copy: Sequence[Tensor] = ()
-    landed: Tensor | None = None  # all ranks' pieces, flat; None: separate memory
+    landed: Tensor | None = None  # flat, for all ranks' pieces; None: separate memory
     dealt: Sequence[Tensor] = ()  # destinations of the rows of dealt parameters
 
 
 class ShardBuffer:
     """Padded shards of a group's parameters over one axis, stored on ``device`` and gathered on
     ``compute`` (None: ``device``). ``tail`` fills the last item of the layout; None: there is no
-    tail. ``is_freed``: the owner frees and refills the storage, so shards must be views of it."""
+    tail. With ``is_freed``, the owner frees and refills the storage, so shards are views of it."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ShardBuffer:
         self._way = self._targets.together  # content and targets of the last gather
         self._inputs: list[Tensor] = []  # cached inputs of the collectives, if nothing is cast
         self._memory = memory_of(axis)
-        self._landing: Kept | None = None  # reused memory of the current gather
+        self._landing: Kept | None = None  # reused memory that the current gather writes to
         self.open_tail_nbytes = 0  # bytes that extended parameters add to each rank's input
         self._lands_directly = False  # the wire may gather into the final destination
         self._keeps_landing = True  # the wire may gather into reused memory
@@ -120,7 +120,7 @@ class ShardBuffer:
         if self.tail is not None:
             last = self.layout.items[-1]
             self.tail.expect(last.compute_dtype, last.shard.padded_numel)
-            # a buffer without memory (over a smaller mesh) gets its tail later, with the shards
+            # a buffer over a smaller mesh may have no memory: its tail is written with its shards
             if self.flat.untyped_storage().nbytes():
                 self.write_tail()
 
@@ -147,7 +147,7 @@ class ShardBuffer:
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """Return True if a gather writes directly to the full buffer, so that it needs memory."""
+        """Return True if a gather writes directly to the full buffer, which must have memory."""
         if self.layout.landing.pieces:
             return self._targets.landed is not None
         return bool(self._targets.zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
@@ -179,7 +179,7 @@ class ShardBuffer:
         sent: Tensor,
         _tail: Tensor | None = None,
     ) -> None:
-        """Copy gathered shards to the full buffer. StateError: a rank issued another operation."""
+        """Copy gathered shards to the full buffer. StateError: a rank issued another collective."""
         packed, targets = self._way
         if self._landing is not None:
             torch_tensors.copy_all(targets, self._landing.parts)
@@ -197,7 +197,7 @@ class ShardBuffer:
             self.tail.arrived()
 
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the input of a single cast kernel, and the send buffer without casts (or None)."""
+        """Return the cast input if one kernel suffices, and the send buffer if nothing is cast."""
         layout = self.layout
         if not layout.casts:
             return None, self._as_wire(flat)
@@ -213,7 +213,7 @@ class ShardBuffer:
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> InFlight:
-        """Issue the all-gather of all padded shards, zero-copy ones directly to the full buffer.
+        """Issue the all-gather of all padded shards. Zero-copy ones go directly to the full buffer.
 
         The buffers of the result are the gathered data ``[W, C]`` in wire dtype, this rank's send
         buffer and, if ``write_tail`` fills an open tail, all tails ``[W, open_tail_nbytes]``.
@@ -268,7 +268,7 @@ class ShardBuffer:
         return InFlight((rows, kept), work, failed)
 
     def _landing_for(self, sent: Tensor) -> Tensor | None:
-        """Return reused memory for a gather on a CPU; None: allocate new memory."""
+        """Return reused memory for a gather on a CPU, or None if new memory must be allocated."""
         packed, _ = self._way
         if not (packed.is_dense and sent.is_cpu and self._lands_directly and self._keeps_landing):
             return None
@@ -318,7 +318,7 @@ class ShardBuffer:
 
 
 class FullBuffer:
-    """Memory of the unsharded parameters, which stay views of its storage while it is freed."""
+    """Memory of the unsharded parameters. They stay views of its storage while it is freed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -342,7 +342,7 @@ class FullBuffer:
     def fill(
         self, source: ShardBuffer, gathered: Sequence[Tensor], stream: torch.Stream | None
     ) -> None:
-        """Copy the result of a gather to this buffer; first allocate it in ``stream`` if needed."""
+        """Copy a gather's result to this buffer, after allocating it in ``stream`` if needed."""
         if not self.has_memory:
             self.allocate(source.layout.full_nbytes, stream)
         source.unpack(*gathered)
@@ -355,7 +355,7 @@ class FullBuffer:
         self.has_memory = False
 
     def bind(self, buffer: ShardBuffer) -> None:
-        """Set this buffer as the target of another shard buffer's gathers."""
+        """Set this buffer as the target of a shard buffer's gathers."""
         self.allocate(buffer.layout.full_nbytes)
         buffer.bind(self.flat)
         self.free()
@@ -375,11 +375,11 @@ class PostForward:
 
 @dataclass(eq=False)
 class EarlyRelease:
-    """Early-release state of a group, which is only used if it is a large part of a root."""
+    """State of a group's early release, used only if the group is a large part of a root."""
 
     part: str = ""  # the part's name in its root
     readers: Readers | None = None  # None unless the group is a part
-    skips_backward: bool = False  # until the next reshard, backward does not gather it
+    skips_backward: bool = False  # until the next reshard, backward does not gather the group
 
     def is_unread(self, full: FullBuffer | None, registration: Registration) -> bool:
         """Return True only if nothing on this rank can refer to the unsharded parameters."""
@@ -402,16 +402,16 @@ class Readers:
     """Tracks the readers of a part's unsharded parameters. See [Note: released early]."""
 
     def __init__(self) -> None:
-        self.is_called = False  # the part's own modules, which are observed, were called
+        self.is_called = False  # a module of the part was called, as its hook detected
         self.is_recomputed = False  # recomputation reads parameters without holding references
         self.ran_without_grad = False  # as in the first forward of reentrant checkpointing
-        # AccumulateGrad nodes, kept alive so that a graph that uses them adds no reference
+        # AccumulateGrad nodes, kept alive so that graphs that use them add no references
         self._accumulators: list[Any] = []
         self._stream: torch.Stream | None = None  # stream of the accumulators
         self._at_rest: list[int] | None = None  # reference counts without readers; None: unknown
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied group and its hooks share one copy of this object, without readers."""
+        """Make copies blank. A copied group and its hooks share one copy."""
         return vars(Readers())
 
     def forget(self) -> None:
@@ -438,12 +438,12 @@ class Readers:
         return self._at_rest is not None and not self.is_recomputed and self.is_called
 
     def are_gone(self, full: FullBuffer, wholes: Sequence[Tensor | None]) -> bool:
-        """Return True if nothing else refers to the memory. Call while shards are registered."""
+        """Return True if no reader refers to the memory. Call this while shards are registered."""
         return _owners(full, wholes) == self._at_rest
 
 
 def _owners(full: FullBuffer, wholes: Sequence[Tensor | None]) -> list[int] | None:
-    """Count references to the memory; None if they cannot be counted."""
+    """Return reference counts of the memory, or None if they cannot be counted."""
     if any(isinstance(whole, DTensor) for whole in wholes):
         return None
     return [*torch_tensors.count_owners(wholes), torch_tensors.use_count(full.number)]

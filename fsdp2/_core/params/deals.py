@@ -6,8 +6,8 @@ tensor or collective code.
 [Note: deals of a mesh]
 Each ``fully_shard`` call assigns its blocks before the model is complete. A call may have fewer
 blocks than ranks, so it starts from the loads of earlier calls, which are recorded per process
-group. The order of calls, and therefore the loads, are the same on all ranks. Blocks of a failed
-call are not recorded. The first forward resets the loads, because the model is then complete; a
+group. The order of calls is the same on all ranks, and so are the loads. Blocks of a failed call
+are not recorded. The first forward resets the loads, because the model is then complete; a
 model that is built later starts from zero.
 """
 
@@ -28,7 +28,7 @@ NEWTON_SCHULZ_STEPS = 5
 def newton_schulz_flops(shape: Sequence[int]) -> float:
     """Return the FLOPs to orthogonalise a tensor of this shape once, plus one per element.
 
-    Five quintic Newton-Schulz steps on ``[m, n]`` with ``m <= n``: the matrix products
+    Counts five quintic Newton-Schulz steps on ``[m, n]`` with ``m <= n``. Each step has the matmuls
     ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, at 2 FLOPs per multiply-add. Dims
     before the last two are batch dims; a vector costs 1 per element.
 
@@ -68,7 +68,7 @@ class Loads:
             self.flops[rank] += newton_schulz_flops(shape)
 
     def least(self, totals: tuple[float, float]) -> int:
-        """Return the rank whose larger share of ``totals`` (bytes, FLOPs) is the smallest."""
+        """Return the least loaded rank, by the larger of its shares of ``totals``."""
 
         def share(rank: int) -> tuple[float, float, int]:
             of_bytes = self.nbytes[rank] / max(totals[0], 1.0)
@@ -128,12 +128,12 @@ _given: weakref.WeakKeyDictionary[Any, Loads] = weakref.WeakKeyDictionary()
 
 
 def given_so_far(group: Any, size: int) -> Loads:
-    """Return a copy of the loads so far in a process group, which a planner may modify."""
+    """Return a copy of a process group's loads so far. The caller may modify it."""
     return copy.deepcopy(_given.get(group)) or Loads.of(size)
 
 
 def start_anew(group: Any) -> None:
-    """Reset the loads of a process group, because its model is complete."""
+    """Reset the loads of a process group whose model is complete."""
     if group is not None:
         _given.pop(group, None)
 

@@ -1,29 +1,29 @@
-"""All-gather extensions: parameters that define which tensors to gather, and use the result.
+"""All-gather extensions: parameters that choose the tensors to gather, and use the gathered ones.
 
 ``Extension`` handles one parameter, from its inputs to the unsharded tensor. ``ExtensionTail`` is
-the data that a group's extended parameters append to its all-gather; ranks agree on its size first.
-Contains no flat-layout, state or stream code.
+the data that a group's extended parameters append to the group's all-gather, after ranks have
+agreed on its size. Contains no flat-layout, state or stream code.
 
 [Note: extensions]
 A shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, defined by its class or set on
-the object, is *extended* and has separate memory. A wrapper subclass is extended too, because it
-has no bytes to send without these methods; they may be added until its first all-gather, which
-raises on every rank if they are missing. Before each all-gather, the pre method returns tensors,
-which are sent as bytes after the flat part of the group's buffer. The post method receives the
-result as ``[sum of rows, *input.shape[1:]]``, always in the same tensors. Their storages, and those
-of the inner tensors that it returned, are freed on reshard and refilled later, so the unsharded
-parameter stays the same object. A third method (``RELEASE``), called once per parameter, may report
-that the result shares no memory with the gathered tensors, which are then freed immediately.
+the object, is *extended* and stays outside the flat buffer. A wrapper subclass is extended too,
+because without these methods it has no bytes to send. They may be added until its first all-gather,
+which raises on every rank if they are missing. Before each all-gather, the pre method returns
+tensors, which are sent as bytes after the flat part of the group's buffer. The post method receives
+the result as ``[sum of rows, *input.shape[1:]]``, always in the same tensors. Their storages, and
+those of the inner tensors that the method returned, are freed on reshard and refilled later, so the
+unsharded parameter stays the same object. A third method (``RELEASE``), called once per parameter,
+may report that the result shares no memory with the gathered tensors, so these are freed early.
 
 Frozen tensors whose class lacks these methods may be gathered in the same way: see [Note: parts of
 wrapped parameters] in ``parts``.
 
 [Note: sizes of extensions]
-Ranks may have different numbers of rows, so no rank can compute the size of the gather alone. They
-exchange sizes once per plan of the group, before the first all-gather, in one small collective over
-the shard axis (and a flag over the replicate axis). If an extension failed on any rank, every rank
-raises at this point. Later failures are reported in the header of the data. On a CPU, where reading
-the header costs nothing, every rank raises for these too.
+Ranks may have different numbers of rows, so no rank can compute the size of the gather alone.
+Therefore ranks exchange sizes once per plan of the group, before the first all-gather: in one small
+collective over the shard axis, and one flag over the replicate axis. If an extension failed on any
+rank, every rank raises then. A rank reports a later failure in the header of its data. On a CPU,
+where reading headers costs nothing, every rank raises for later failures too.
 
 Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.15.
 """
@@ -56,7 +56,7 @@ PRE = "fsdp_pre_all_gather"
 POST = "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
-MAX_INPUTS = 16  # inputs per parameter: the description that ranks exchange has a fixed size
+MAX_INPUTS = 16  # per parameter, because ranks exchange descriptions of a fixed size
 
 FAILED, LACKING = -1, -2  # instead of an input count: the extension failed or is missing
 
@@ -81,8 +81,8 @@ class _LackingError(StateError):
 
 def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
     """Check the extension of a parameter, if it has or needs one. Return whether gathered memory
-    can be freed early; None if there is no extension yet. ConfigError: a method is missing, or the
-    parameter is not sharded ``by_rows``."""
+    can be freed early, or None if there is no extension yet. ConfigError: a method is missing, or
+    the parameter is not sharded ``by_rows``."""
     local = torch_dtensor.local_part(param)
     if has_extension(local):
         _check_both(local, fqn, ConfigError)
@@ -90,7 +90,7 @@ def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
         raise ConfigError(
             "FS509",
             f"{fqn}: its {type(local).__name__} has {RELEASE}, but neither {PRE} nor {POST}, which "
-            "an all-gather extension needs. Add both, or remove this one.",
+            f"an all-gather extension needs. Add both, or remove {RELEASE}.",
         )
     if not needs_extension(local):
         return None
@@ -122,7 +122,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
     if param.is_extended:
         raise StateError(
             "FS511",
-            f"{param.fqn}: was sharded with an all-gather extension, but the "
+            f"{param.fqn} was sharded with an all-gather extension, but the "
             f"{type(local).__name__} that replaced its shard has neither {PRE} nor {POST}. Methods "
             "set on a tensor object are not copied with it (.to()): set them on the new local "
             "tensor, or use a tensor subclass.",
@@ -141,10 +141,10 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         except Exception as error:
             raise ConfigError(
                 "FS221",
-                f"{param.fqn}: is a {kind}, which cannot be sharded: it lacks {PRE}, and "
+                f"{param.fqn} is a {kind}, which cannot be sharded: it lacks {PRE}, and "
                 f"{type(error).__name__}: {error}. Define {PRE} and {POST} in the class; or "
                 "dequantize(), __tensor_flatten__ and __tensor_unflatten__, with inner tensors "
-                "that have a dim of the same size as the rows; or add the parameter to "
+                "that have a dim whose size is the number of rows; or add the parameter to "
                 "ignored_params.",
             ) from error
         param.wrapped.parts, param.wrapped.divides_parts = parts.parts_by_rows(whole), True
@@ -159,7 +159,7 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
     except Exception as error:
         raise ConfigError(
             "FS221",
-            f"{param.fqn}: is a {kind}, which cannot be sharded: {type(error).__name__}: {error}. "
+            f"{param.fqn} is a {kind}, which cannot be sharded: {type(error).__name__}: {error}. "
             "Define split, new_zeros and copy_ in the subclass, add the parameter to "
             "ignored_params, or use a plain parameter.",
         ) from error
@@ -204,14 +204,14 @@ def refuse_smaller(fqn: str, deal: Deal | None) -> NoReturn:
     why = "has an all-gather extension" if deal is None else deal.asked_by
     raise ConfigError(
         "FS211",
-        f"{fqn}: {why}, so it cannot be sharded over a smaller mesh between forward and backward. "
+        f"{fqn} {why}, so it cannot be sharded over a smaller mesh between forward and backward. "
         "Pass a bool or None for reshard_after_forward, not an int.",
     )
 
 
 def _not_by_rows(fqn: str) -> str:
     return (
-        f"{fqn}: has an all-gather extension, or wraps other tensors, so it must be sharded on dim "
+        f"{fqn} has an all-gather extension, or wraps other tensors, so it must be sharded on dim "
         "0, in chunks. Return Shard(0) or None for it from shard_placement_fn, or remove the "
         "extension."
     )
@@ -222,7 +222,7 @@ def _not_by_rows(fqn: str) -> str:
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Layout of one input over all ranks: rows per rank, shape and dtype of a row, and start."""
+    """Layout of one input over all ranks: rows per rank, a row's shape and dtype, start byte."""
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
@@ -235,7 +235,7 @@ class InputLayout:
 
     @property
     def most_nbytes(self) -> int:
-        """Bytes that each rank sends, padded to those of the rank with the most rows."""
+        """Number of bytes that each rank sends, padded to that of the rank with the most rows."""
         return max(self.rows) * self.row_nbytes
 
     @property
@@ -412,7 +412,7 @@ class Extension:
         return None if last is None else last.start + align(last.most_nbytes)
 
     def pack(self, tail: Tensor, rank: int) -> None:
-        """Copy the inputs to the bytes to send; store an error if they do not match the plan."""
+        """Copy the inputs to ``tail``, or store an error if they do not match the plan."""
         inputs, self.inputs = self.inputs, ()
         if self.error is not None:
             return
@@ -421,9 +421,9 @@ class Extension:
         if found != planned:
             self.error = StateError(
                 "FS512",
-                f"{self.param.fqn}: {PRE} returned inputs whose shapes or dtypes differ from the "
-                f"first call: found (rows, shape of a row, dtype) {found}, expected {planned}. "
-                "Return the same ones until the parameter is replaced.",
+                f"{self.param.fqn}: {PRE} returned inputs whose shapes or dtypes differ from those "
+                f"of the first call. Found (rows, shape of a row, dtype) {found}, expected "
+                f"{planned}. Return the same shapes and dtypes until the parameter is replaced.",
             )
             return
         for tensor, layout in zip(inputs, self.layouts, strict=True):
@@ -459,7 +459,7 @@ class Extension:
         return self.param.wrapped.parts
 
     def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Make the parameter without an extension: [Note: parts of wrapped parameters]."""
+        """Make a parameter that has no extension. See [Note: parts of wrapped parameters]."""
         if self._is_intact:
             whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
             with torch_autograd.preserved_versions(self._versioned):
@@ -529,13 +529,13 @@ class Extension:
 
 
 def kind_of(param: FSDPParam) -> tuple[type, torch.dtype]:
-    """Return the properties of a shard whose change requires a new unsharded parameter."""
+    """Return the properties of a shard that, if changed, require a new unsharded parameter."""
     local = torch_dtensor.local_tensor(param.sharded)
     return type(local), local.dtype
 
 
 def _method(local: Tensor, name: str) -> Callable[..., Any]:
-    """Return a method bound to this shard: after a deepcopy, it is bound to the original shard."""
+    """Return a shard's method, bound to it even after a deepcopy, which keeps the old binding."""
     method: Callable[..., Any] = getattr(local, name)
     if isinstance(method, MethodType) and isinstance(method.__self__, Tensor):
         return MethodType(method.__func__, local)
@@ -580,7 +580,7 @@ def _ranks(ranks: list[int], axis: MeshAxis) -> str:
 
 @dataclass(eq=False)
 class ExtensionTail:
-    """The data that a group's extended parameters send after its flat buffer."""
+    """The data that a group's extended parameters send after the group's flat buffer."""
 
     _data: DataMesh
     _policy: MixedPrecisionPolicy
@@ -608,7 +608,7 @@ class ExtensionTail:
     @torch.no_grad()
     def before(self) -> None:
         """Collect the inputs of all shards. Collective if sizes are not agreed yet: [Note: sizes of
-        extensions]. StateError: an extension failed on some rank, or ranks differ."""
+        extensions]. StateError: an extension failed on some rank, or inputs do not match."""
         for item in self.items:
             item.prepare()
         if not self.is_agreed:

@@ -1,8 +1,8 @@
 """Placeholders for parameters during one forward, as in ``torch.func.functional_call``.
 
-A placeholder that is a shard is gathered differentiably, and its gradient is reduced like those of
-the group. This is slower than the group's gather (one collective per tensor), and the unsharded
-tensor stays in memory until backward, because its storage must not be freed.
+A placeholder that is a shard is gathered differentiably, and its gradient is reduced like the
+group's gradients. This is slower than the group's gather, because it needs one collective per
+tensor. The unsharded tensor stays in memory until backward: its storage must not be freed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def whole_tensor(
             if torch.is_grad_enabled() and local.requires_grad:
                 raise UnsupportedError(
                     "FS318",
-                    f"{param.fqn}: found a shard on {local.device} in its place that requires "
-                    f"gradients, but the unit computes on {reducer.device}. Pass a full tensor on "
-                    "that device, or run the forward under torch.no_grad().",
+                    f"{param.fqn}: found a shard in its place that requires grad and is on "
+                    f"{local.device}, but the unit computes on {reducer.device}. Pass a full "
+                    "tensor on that device, or run the forward under torch.no_grad().",
                 )
             local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own

@@ -62,11 +62,11 @@ def pack_gradients(
 
     ``behind`` is the result of ``tail``. A gradient of ``None`` is written as zeros. Inputs are
     cast to the dtype of ``out``; unless ``is_mixed``, they all have the same dtype. ``parts`` are
-    views of the columns of ``out`` (``ReduceLayout.cut``), passed if its other elements are already
-    zero. They replace ``chunk_cat``, which on a host first pads each gradient to W rows.
+    views of the columns of ``out`` (``ReduceLayout.cut``); pass them only if its other elements are
+    zero. Filling them replaces ``chunk_cat``, which on a host first pads each gradient to W rows.
 
-    On a device, columns are first made contiguous: otherwise CUDA runs one kernel per column (torch
-    2.11; a test counts them), or one kernel that is only correct for contiguous columns."""
+    On a device, columns are first made contiguous: otherwise CUDA runs one kernel per column (a
+    test counts these for torch 2.11), or one that is only correct for contiguous columns."""
     columns: list[Any] = [grads[position] for position in layout.packed]
     if not all(map(is_not, columns, repeat(None))):
         columns = _with_zeros(columns, layout, behind, out.is_cpu)
@@ -88,7 +88,7 @@ def pack_gradients(
 def _with_zeros(
     columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, is_cpu: bool
 ) -> list[Tensor]:
-    """Replace missing gradients by zeros; all of them share memory."""
+    """Replace missing gradients by zeros. All zeros share memory."""
     shapes = [layout.shards[position].shape for position in layout.packed]
     absent = [math.prod(s) for c, s in zip(columns, shapes, strict=True) if c is None]
     # device kernels require dense memory
@@ -100,7 +100,7 @@ def _with_zeros(
 
 
 def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """Rearrange a gradient so that chunk ``r`` of dim 0 (of W chunks) is sent to rank ``r``."""
+    """Rearrange a gradient so that chunk ``r`` of the W chunks of dim 0 is sent to rank ``r``."""
     shard = layout.shards[position]
     if layout.slotted[position]:
         slots = grad.new_zeros((layout.size, shard.numel))
@@ -127,8 +127,8 @@ def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
 def _chunk_cat_few(
     columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
 ) -> None:
-    """Write columns on a device, where one kernel fills the entire buffer from columns of one
-    dtype: the dtype with the most bytes. Other columns, usually small (an fp32 norm), are written
+    """Write columns of several dtypes on a device. One kernel fills the entire buffer from the
+    columns of the dtype with the most bytes; others, usually small (an fp32 norm), are written
     afterwards. Casting all columns would read and write all data a second time."""
     nbytes: dict[torch.dtype, int] = {}
     for column in columns:
@@ -162,8 +162,8 @@ def zero_copy_gradients(
 def _pack_pieces(
     grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
 ) -> None:
-    """Write the piece of each rank to the flat ``out``, in any dtype: its dealt rows, then its row
-    of ``even`` ``[W, packed_numel]``. A gradient of ``None`` is written as zeros."""
+    """Write each rank's piece to the flat ``out``, of any dtype: the rank's dealt rows, then its
+    row of ``even`` ``[W, packed_numel]``. A gradient of ``None`` is written as zeros."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     start = out.storage_offset()
@@ -228,8 +228,8 @@ def gradient_view(
     position: int,
     rank: int,
 ) -> Tensor:
-    """View a member's gradient shard in a reduced buffer ``[numel]``. The view is not contiguous if
-    the sharded dim is not 0, because the sharded dim comes first in the buffer."""
+    """View a member's gradient shard in a reduced buffer ``[numel]``. If the sharded dim is not
+    0, the view is not contiguous, because that dim comes first in the buffer."""
     shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
     shape = shard.shard_shape(rank)
     if not shard.dim:

@@ -1,4 +1,4 @@
-"""Redistribute and accumulate gradients that are DTensors, annotated, or set by the user.
+"""Process gradients that are DTensors, belong to annotated parameters, or were set by the user.
 
 Steady-state steps with plain gradients do not call these functions.
 """
@@ -16,7 +16,7 @@ from fsdp2._core.params.param import FSDPParam, OwnerMark
 
 
 def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
-    """Make a DTensor of a gradient shard of any dtype, with the placements of its parameter."""
+    """Return a gradient shard of any dtype as a DTensor with its parameter's placements."""
     spec, like = param.spec, param.like
     if local.dtype is not param.storage_dtype:
         spec = param.placement.sharded_spec(local.dtype)
@@ -46,8 +46,8 @@ def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor
 
 
 def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
-    """Add ``grad`` to the existing gradient, from an earlier backward or set by the user. If that
-    is a full tensor or a DTensor with other placements, first redistribute it like ``grad``."""
+    """Add ``grad`` to the existing gradient, from an earlier backward or set by the user. If the
+    existing one is a full tensor, or has other placements, first redistribute it like ``grad``."""
     is_placed = isinstance(existing, DTensor) and torch_dealt.are_same(
         existing.placements, grad.placements
     )
@@ -69,7 +69,7 @@ def mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
     owner = OwnerMark.owner_of(param)
     name = "a parameter" if owner is None else owner.fqn
     return (
-        f"{name}: its gradient, {_describe(grad)}, cannot be set or accumulated: the parameter is "
+        f"{name}: its gradient, {_describe(grad)}, cannot be set or accumulated. The parameter is "
         f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter or "
         "gradient only with one of the same shape, dtype, device and mesh, or with None."
     )

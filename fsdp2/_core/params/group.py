@@ -4,13 +4,13 @@ Performs the transitions between sharded and unsharded parameters; the caller de
 no hook or autograd code, and is independent of other groups. ``planning`` plans the memory layout.
 
 [Note: between steps]
-Between steps, ``parameters()`` returns the shards, so that an optimizer created there trains them.
+Between steps, ``parameters()`` returns the shards, so that an optimizer created then trains them.
 A group may still keep its unsharded parameters in memory for the next forward or backward (because
-of a setting, or because a recorded graph reads them). It then *shows* its shards: they are
+of a setting, or because a recorded graph reads them). It then *shows* its shards: the shards are
 registered while the state stays WHOLE. Kept parameters are used by the backwards of the forward
 that gathered them. The next forward gathers again, because the shards may have new values: writes
 through ``.data``, a NumPy array or a local tensor do not increment a version. It reuses kept
-parameters only if the user requested it: by ``unshard()``; ``set_reshard_after_backward(False)``;
+parameters only if the user requested this, by ``unshard()``; ``set_reshard_after_backward(False)``;
 ``set_reshard_after_forward(False)``, from one forward without gradients to the next;
 ``reshard_after_forward=False`` in a pipeline, which runs many forwards before their backwards; or
 ``shard=``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then it
@@ -22,7 +22,7 @@ of a backward of its root.
 A forward may write to its parameters in place: clamp a weight, renormalize an embedding, or update
 a codebook. The write increments the version of the unsharded parameter. Before the parameter is
 freed, each rank copies the changes in its own rows to its shard. All ranks must therefore write the
-same values, as replicas of a plain model do. Writes of a forward or backward that raises are lost.
+same values, as with replicas of a plain model. Writes are lost if the forward or backward raises.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class ParamGroup(Observable):
         return self.reducer.wire
 
     def rewire(self) -> None:
-        """Apply changes of the wire. All ranks must call this between the same two steps."""
+        """Apply changes to the wire. All ranks must call this between the same two steps."""
         if self.state is GATHERING:  # a manually issued gather carries the old number
             self._drop_gather()
-        self.context.streams.finish_host_reads()  # numbers are written to the shards' memory
+        self.context.streams.finish_host_reads()  # new numbers go to the shards' memory
         self.buffers.number(self.wire)
         self.reducer.planner.current = None
 
@@ -121,8 +121,8 @@ class ParamGroup(Observable):
             self._plan(own_sources(self.params))
 
     def enroll(self, fqn: str) -> None:
-        """Set the unit's name in its tree, and number its collectives. Called in the first forward,
-        so that a model that is copied on one rank only and never runs uses no numbers."""
+        """Set the unit's name in its tree, and number its collectives. Called in the first forward:
+        a copy of the model that exists on one rank only, and never runs, must use no numbers."""
         # a copied group does not have the separate process group of the original
         if self.wire.is_separate and self.wire.scatter_group is None:
             self.reducer.planner.separate(True, self.wire)
@@ -135,7 +135,7 @@ class ParamGroup(Observable):
 
     def shard(self, params: Sequence[FSDPParam]) -> None:
         """Add parameters: copy this rank's rows to the flat buffer, and register the shards. Each
-        is unsharded (possibly tensor-parallel), or sharded and released by another group."""
+        is unsharded (possibly tensor-parallel), or a shard that another group has released."""
         sources = own_sources(self.params)
         for param in params:
             if param.local is None:
@@ -178,7 +178,7 @@ class ParamGroup(Observable):
             full.free()
 
     def reshard_to(self, size: int | None) -> None:
-        """Set the size of the mesh for reshards after forward (collective); None: the full axis."""
+        """Set the mesh size for reshards after forward (None: the full axis). Collective."""
         if size is not None:
             for param in self.params:
                 if param.is_extended or param.placement.layout.is_dealt:
@@ -207,7 +207,7 @@ class ParamGroup(Observable):
             streams.order_after_compute("gather")
         full = buffers.build_full(self.wire, self.settings.keep_unsharded_storage)
         self.registration.see_whole(param.unsharded for param in buffers.flat_params)
-        readers = self.early.readers  # count references to a part while only ours exist
+        readers = self.early.readers  # count a part's references while only ours exist
         if (
             readers is not None
             and not buffers.open_tail.items
@@ -218,7 +218,7 @@ class ParamGroup(Observable):
     def inspect(self, recomputing: bool = False) -> None:
         """Detect and apply user changes to the registered parameters, before a forward's unshard.
         A new ``nn.Parameter`` is adopted; any other tensor is a placeholder for one forward
-        (``functional_call``). Recomputations reuse the parameters gathered by their backward."""
+        (``functional_call``). A recomputation reuses the parameters gathered for its backward."""
         self.registration.is_held = False
         readers = self.early.readers
         if readers is not None and not recomputing:
@@ -292,7 +292,7 @@ class ParamGroup(Observable):
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
-            # for parameters kept after a forward, values are noted when it ends
+            # in a forward, versions are recorded at its end, if it keeps the parameters
             self.registration.note_values(Serves.FORWARDS)
         if events.listeners:
             nbytes = source.gathered_nbytes
@@ -333,7 +333,7 @@ class ParamGroup(Observable):
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
                 self.reducer.planner.see_dtypes()
-        except BaseException:  # ranks differ, or an extension raised
+        except BaseException:  # ranks issued different operations, or an extension raised
             streams.retire("gather", gathered)
             full.free()
             self.registration.move(gather.came_from, self.fqn)
@@ -389,7 +389,7 @@ class ParamGroup(Observable):
     def release_early(self, skips_backward: bool) -> None:
         """Make the group count as sharded: [Note: released early] in ``buffers``.
         ``skips_backward``: pre-backward hooks do not gather it until the next reshard."""
-        self.early.skips_backward |= skips_backward  # all ranks, freed or not
+        self.early.skips_backward |= skips_backward  # on all ranks, freed or not
         self.registration.values = None
         if self.registration.state is not WHOLE:
             return
@@ -404,7 +404,7 @@ class ParamGroup(Observable):
 
     @property
     def may_stay(self) -> bool:
-        """Return True if several forwards may use unsharded parameters or smaller-mesh shards."""
+        """Return True if several forwards may share unsharded parameters or smaller-mesh shards."""
         return self.settings.sharding.keeps_whole or self.buffers.post_forward.mesh is not None
 
     @property
@@ -414,7 +414,7 @@ class ParamGroup(Observable):
         return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
     def keep(self, serves: Serves) -> None:
-        """Keep parameters in memory, and copy in-place writes before the shards are modified."""
+        """Copy in-place writes to the shards, and keep the parameters in memory for ``serves``."""
         if self.registration.state is WHOLE:
             self.take_writes()
         self.registration.note_values(serves)

@@ -6,18 +6,18 @@ all-gather; ``ReduceLayout``: the flat buffer of a reduce-scatter.
 
 Legend: W is the size of the shard axis; a *shard* is the part on one rank; a *padded shard* has the
 size of the largest shard. A *zero-copy* parameter is sent in a separate collective, directly from
-the memory of its shards to that of the unsharded parameter; all others are *packed* in one. A
-*dealt* parameter is stored in full blocks of rows (see ``Deal``); an *owned* one is a single block.
+its shards to the unsharded parameter's memory; all others are *packed* into one collective. A
+*dealt* parameter is stored in full blocks of rows (``Deal``), an *owned* one in a single block.
 
 [Note: dealt parameters]
-With dealt parameters, ranks send *pieces* of different sizes: the *even* part, which has the same
-size on every rank, then the rank's rows of each dealt parameter. Pieces are not padded to a common
-size. A layout therefore describes one rank, and includes the sizes of all pieces. Adjacent ranks
-with the same number of rows of each dealt parameter form a *run*: their pieces have the same
-structure, so one copy unpacks their rows of a parameter. If all dealt parameters are owned, pieces
-are gathered consecutively into the full buffer: owned parameters are used in place, and the even
-parts between them are unpacked like a separate all-gather. In a reduction, dealt gradients come
-first, so that stamps stay at the end.
+With dealt parameters, each rank sends one *piece*: the *even* part, which has the same size on
+every rank, then the rank's rows of each dealt parameter. Pieces are not padded to a common size. A
+layout therefore describes one rank, and includes the sizes of all pieces. Adjacent ranks with the
+same number of rows of each dealt parameter form a *run*. Their pieces have the same structure, so
+one copy unpacks their rows of a parameter. If all dealt parameters are owned, pieces are gathered
+consecutively into the full buffer. Owned parameters are then used in place, and the even parts
+between them are unpacked like the result of a separate all-gather. In a reduction, dealt gradients
+come first, so that stamps stay at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fsdp2._core.base.rows import Deal, chunk_of, rows_of
 ALIGN_NBYTES = 16
 """Alignment of each dtype segment, and of each unsharded parameter, in its flat buffer."""
 MAX_SLOTTED_NUMEL = 16384
-"""Maximum number of elements in a row for the slots of one replicated parameter."""
+"""Maximum number of elements that the slots of one replicated parameter take in a row."""
 
 
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
@@ -70,7 +70,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 @dataclass(frozen=True)
 class ShardLayout:
     """The split of a tensor of ``shape`` and ``stride`` over ``size`` ranks along ``dim`` (None:
-    replicated). Shards are contiguous: chunks (see ``chunk_of``), or rows as in ``deal``."""
+    replicated). A shard is contiguous: a chunk (see ``chunk_of``), or the rows of a ``deal``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -116,7 +116,7 @@ class ShardLayout:
 
     @cached_property
     def is_rank_major(self) -> bool:
-        """Return True if the concatenated padded shards are the tensor followed by padding."""
+        """Return True if the concatenated padded shards equal the tensor followed by padding."""
         return self.is_even and self.dim == 0 and self.stride == contiguous_stride(self.shape)
 
     @property
@@ -178,7 +178,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """A parameter, or the tail after them. If ``coding`` is None, it is sent in compute dtype."""
+    """A parameter, or the tail after all parameters. If not coded, it is sent in compute dtype."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype
@@ -209,9 +209,9 @@ class GatherItem:
 class Packed:
     """Content of one all-gather: the padded shards at the start of the send buffer, in order.
 
-    ``sizes`` and ``shapes`` are in wire elements; ``shapes`` are of the unpacked data, without
+    ``sizes`` and ``shapes`` are in wire elements; ``shapes`` describe the unpacked data, without
     ranks that have no rows. ``is_dense``: not empty, no gaps, only rank-major items.
-    ``is_one_split``: one kernel unpacks it (CUDA's would abort without data: torch 2.11.0)."""
+    ``is_one_split``: one kernel unpacks it (with no data, CUDA's aborts in torch 2.11.0)."""
 
     order: tuple[int, ...]
     nbytes: int
@@ -244,7 +244,7 @@ class Run(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """Rows of a dealt item from a run of ranks, starting at byte ``start`` of all pieces."""
+    """Rows of a dealt item in the pieces of a run; the first is at byte ``start`` of all pieces."""
 
     item: int
     run: Run
@@ -273,7 +273,7 @@ class GatherLayout:
       parameters are gathered in place. With ``trims``, on a host, packed parameters only have room
       for ranks with rows: with many ranks, most may have no row of a small parameter.
 
-    ``landing``: the pieces of dealt parameters, if any; the layout is then that of ``rank``.
+    ``landing``: the pieces, if any parameter is dealt. The layout is then specific to ``rank``.
     """
 
     size: int
@@ -302,7 +302,7 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Place all items in the order packed, zero-copy, dealt, replicated, and by dtype.
+        """Place all items in the order packed, zero-copy, dealt, replicated, each by dtype.
 
         ``full_sizes``: sizes of other axes over which the same parameters are gathered into the
         full buffer, which has room for the padding of each axis. Rank-major parameters that match
@@ -413,7 +413,7 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Plan with a tail of at least ``numel`` elements that pads rows, if anything is sent."""
+        """Plan with a tail of at least ``numel`` elements, which pads rows, if anything is sent."""
         how = size, full_sizes, zero_copy, rank, trims
         layout = GatherLayout.plan(items, *how)
         tail = layout.tail_item(numel) if numel else None
@@ -421,7 +421,7 @@ class GatherLayout:
             return layout
         found = GatherLayout.plan([*items, tail], *how)
         missing = -found.packed_nbytes % ROW_NBYTES
-        if not missing:  # several segments already end with a gap
+        if not missing:  # with several segments, gaps already pad the row
             return found
         longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
         assert longer is not None
@@ -452,13 +452,13 @@ class GatherLayout:
 
     @cached_property
     def packed(self) -> Packed:
-        """Content of the collective if zero-copy shards are sent separately."""
+        """Content of the packed collective if zero-copy shards are sent separately."""
         even = [i for i in self.order if self.items[i].shard.is_even]
         return self._pack(even[: len(even) - len(self.zero_copy)], self.packed_nbytes)
 
     @cached_property
     def whole(self) -> Packed:
-        """Content of the collective if zero-copy shards are packed too. Excludes dealt ones."""
+        """Content of the collective if zero-copy shards are packed too. Excludes dealt shards."""
         if not self.zero_copy:
             return self.packed
         even = [i for i in self.order if self.items[i].shard.is_even]
@@ -486,7 +486,7 @@ class GatherLayout:
 
     def tail_item(self, numel: int) -> GatherItem | None:
         """Return a tail of ``numel`` elements in the dtypes of the widest sharded items, or in
-        bytes if the group has no items (all parameters are extended). None: nothing is sent."""
+        bytes if all parameters are extended (no items). Return None if nothing is sent."""
         if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.landing.pieces):
             return None
         dtypes = torch.uint8, torch.uint8
@@ -526,7 +526,7 @@ def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
 def _land(
     items: Sequence[GatherItem], dealt: Sequence[int], runs: Sequence[Run], even_nbytes: int
 ) -> tuple[list[int], list[Landed]]:
-    """Return the nbytes of each rank's piece, and the positions of dealt items in the pieces."""
+    """Return the bytes of each rank's piece, and the positions of dealt items in the pieces."""
     pieces: list[int] = []
     landed: list[Landed] = []
     for run in runs:
@@ -541,8 +541,8 @@ def _land(
 
 
 def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) -> int:
-    """Return the bytes reserved for a parameter gathered over axes of ``sizes``; 0 for a tail. They
-    fit the padded shards of all ranks if it matches ``lands``, else those of ranks with rows."""
+    """Return the bytes to reserve for a parameter gathered over axes of ``sizes``; 0 for a tail. If
+    it matches ``lands``, all ranks' padded shards fit, else those of ranks with rows."""
     shard, itemsize = item.shard, item.compute_dtype.itemsize
     if item.is_tail:
         return 0
@@ -560,12 +560,12 @@ def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) 
 @dataclass(frozen=True)
 class ReduceLayout:
     """Layout of a group's reduce-scatter, independent of which members have gradients. It is the
-    same on every rank except for dealt members: [Note: dealt parameters].
+    same on every rank, unless a member is dealt: [Note: dealt parameters].
 
     The output has ``numel`` elements of ``dtype``: first the shards of *zero-copy* members, each
     reduced from its gradient in a separate collective; from ``packed_start`` on, the result of one
     collective on a packed input ``[W, packed_numel]`` of ``wire_dtype``. In the packed input, a
-    parameter sharded on ``dim`` has that dim first, and a replicated one is in each rank's row in
+    parameter sharded on ``dim`` has that dim first, and each rank's row contains replicated ones in
     full. A small replicated one has a *slot* per rank: all ranks add the same values in the same
     order, so replicas stay bitwise equal. The tail is last."""
 
@@ -601,8 +601,8 @@ class ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
         Rows of the packed input are multiples of ``row_nbytes``. Rank-major members that match the
-        rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. With
-        ``adds_alike``, all ranks add rows in the same order: replicated members need no slots."""
+        rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. If
+        all ranks add rows in the same order (``adds_alike``), replicated members need no slots."""
         sent_as = wire_dtype or dtype
         dealt = [shard for shard in shards if shard.is_dealt]
         if dealt:  # one collective sends everything
@@ -707,7 +707,7 @@ class ReduceLayout:
     @cached_property
     def cut(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
         """Widths of the packed columns (tail last), and shapes of the rows without padding. None if
-        less than half is padding, or if a rank has fewer rows than rank 0, but not none."""
+        less than half is padding, or if a rank has rows, but fewer than rank 0."""
         shapes: list[tuple[int, ...]] = []
         widths, numel, room = list(map(self.width, self.packed)), 0, 0
         for width, shard in zip(widths, map(self.shards.__getitem__, self.packed), strict=True):

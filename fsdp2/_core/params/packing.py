@@ -58,7 +58,7 @@ class Views:
 
 def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Return each shard's rows ``[S, elements]`` divided by their scales, and the scales. A row
-    with a non-finite element becomes NaN. Copying the values to the coded dtype rounds them."""
+    with a non-finite element becomes NaN. The caller rounds by copying to the coded dtype."""
     most = torch.finfo(coding.dtype).max
     rows = [one.to(torch.float32) for one in rows]
     counts = [len(one) for one in rows]
@@ -103,9 +103,9 @@ def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
-    """Return a rank's unpadded shard of a parameter. It aliases the shard buffer but has a separate
-    storage, so that saving or copying it excludes other parameters, and its storage offset is 0,
-    which torch requires to copy or pickle a DTensor."""
+    """Return a rank's unpadded shard of a parameter. It aliases the shard buffer, but its storage
+    is separate: saving or copying it excludes other parameters. Its storage offset is 0, which
+    torch requires to copy or pickle a DTensor."""
     item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
     numel = math.prod(shape)
@@ -321,7 +321,7 @@ class Decoding:
         room: Sequence[int],
         step: int,
     ) -> None:
-        """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, the first at ``start``."""
+        """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, from byte ``start`` on."""
         views = self._views.get(how)
         if views is None:
             views = self._views[how] = Views(self._gathered.view(torch.uint8), how)
@@ -360,7 +360,7 @@ def decode_padded(
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
-    """For each run of ranks with equal row counts, yield its first rank and ``[n, *shard]``."""
+    """Yield each run of ranks with equal row counts: its first rank and a view ``[n, *shard]``."""
     assert shard.dim is not None
     dim, chunk = shard.dim, shard.rows(0)
     whole, rest = divmod(shard.shape[dim], chunk)

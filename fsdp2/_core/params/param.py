@@ -1,4 +1,4 @@
-"""``FSDPParam``: one parameter with its forms and their dtypes; marks on sharded parameters.
+"""``FSDPParam``: one parameter with its forms and their dtypes. Marks on sharded parameters.
 
 Contains no buffer-layout, collective or hook code; ``registration`` registers the forms.
 """
@@ -34,7 +34,7 @@ class Span:
 
 
 class OwnerMark:
-    """Marks a parameter as sharded, so that a later ``fully_shard`` detects it. Not copied."""
+    """Marks a parameter as sharded, so that a later ``fully_shard`` detects it."""
 
     def __init__(self, owner: FSDPParam | None = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
@@ -74,7 +74,7 @@ SUMMONED = "_fsdp2_summoned"
 
 
 def placeholder_of(param: torch.Tensor) -> str | None:
-    """Describe a tensor if an optimizer must hold the sharded parameter instead; else None."""
+    """Return a description of ``param`` if optimizers must hold its sharded form, else None."""
     mark = param.__dict__.get(_STANDS_FOR)
     owner = mark.owner if isinstance(mark, OwnerMark) else None
     if owner is None or owner.sharded is param:
@@ -105,7 +105,7 @@ class ChosenDtypes:
 
     @property
     def is_reduced_in_any(self) -> bool:
-        """Return True if gradients are accumulated and reduced in the dtype backward produces."""
+        """Return True if gradients keep the dtype of backward in accumulation and reduction."""
         return self.takes_any_gradient and self.reduce_dtype is None
 
 
@@ -128,8 +128,8 @@ class FSDPParam(Forms):
         self.is_extended = False  # has or needs an all-gather extension
         self.wrapped = Wrapped()
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
-        self.found_dtype: torch.dtype | None = None  # last gradient's dtype, if not fixed
-        self.registration = Registration((self,))  # ``ParamGroup.shard`` sets the group's
+        self.found_dtype: torch.dtype | None = None  # the last gradient's, if none is fixed
+        self.registration = Registration((self,))  # ``ParamGroup.shard`` replaces it
         self.tops: tuple[nn.Module, ...] = ()  # modules of the fully_shard call that owns it
         self.uses: list[nn.Module] = []  # modules of other units that also contain its module
         self.attributes = torch_dtensor.own_attributes(original)
@@ -168,7 +168,7 @@ class FSDPParam(Forms):
         return dtype if self.chosen.keeps_dtype else self.chosen.param_dtype
 
     def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
-        """Return the coding in which a shard is sent; None: uncoded, in the compute dtype. Vectors
+        """Return the coding in which a shard is sent; None: sent in the compute dtype. Vectors
         (one element per row) and parameters that keep their dtype are not coded. ``is_again``:
         decoded values are encoded again, which is exact only if each row keeps its scale."""
         coding, dtype = self.chosen.coding, self.compute_dtype
@@ -205,9 +205,9 @@ class FSDPParam(Forms):
 
     @property
     def _cast_by_autograd(self) -> torch.dtype | None:
-        """Dtype to which autograd casts a gradient before accumulation; None: no cast. Casts to a
-        wider dtype are left to packing, unless the gradient may be summed over the parameter's own
-        axes, where no rank may round its summand first."""
+        """Dtype to which autograd casts a gradient before accumulation; None: no cast. Packing
+        casts to wider dtypes, unless the gradient may be summed over the parameter's own axes: no
+        rank may round its summand before that sum."""
         dtype = self.accumulated_dtype
         is_wider = dtype.itemsize > self._computed_dtype.itemsize
         leaves = is_wider and not self.placement.may_sum_gradients
@@ -225,7 +225,7 @@ class FSDPParam(Forms):
         return chosen or self.storage_dtype
 
     def follow(self, policy: MixedPrecisionPolicy) -> None:
-        """Apply the dtypes of its group's policy; a tied parameter may have changed groups."""
+        """Apply the dtypes of the group's policy; a tied parameter may have changed groups."""
         chosen, stored, coded = self.chosen, self.sharded.dtype, policy.gather_dtype
         chosen.coding = None if coded is None else Coding(coded, policy.gather_scale == "row")
         chosen.param_dtype, chosen.reduce_dtype = policy.param_dtype, policy.reduce_dtype
@@ -290,7 +290,7 @@ class FSDPParam(Forms):
         self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
         """Make ``local``, at ``span`` of the group's flat buffer, the local tensor of
-        ``registered``, which the optimizer may hold; None creates a parameter."""
+        ``registered`` (None: of a new parameter), which an optimizer may hold."""
         if registered is None:
             made = torch_dtensor.new_dtensor(local, self.placement.sharded_spec(local.dtype))
             self.sharded = self._parameter(made, self.sharded)
@@ -326,7 +326,7 @@ class FSDPParam(Forms):
     def replace(self, new: torch.Tensor | None) -> None:
         """Adopt the parameter that the user registered. Call ``set_shard`` afterwards."""
         assert isinstance(new, nn.Parameter)
-        self.see_grad_dtype()  # records that of the previous parameter
+        self.see_grad_dtype()  # records the old parameter's grad_dtype
         self.sharded = self.shown = new
         if not isinstance(new, DTensor):
             self.attributes = torch_dtensor.own_attributes(new)
@@ -352,7 +352,7 @@ class FSDPParam(Forms):
         state = dict(state)
         wrapped = {field.name: state.pop(field.name) for field in fields(Wrapped)}
         vars(self).update(state, wrapped=Wrapped(**wrapped))
-        self.see_grad_dtype()  # a copied tensor has none
+        self.see_grad_dtype()  # a copied tensor has no grad_dtype
 
     def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
         param = torch_dtensor.as_parameter(tensor, self.trainable)

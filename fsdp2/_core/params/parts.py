@@ -6,11 +6,11 @@ Converts between shards and full tensors. Contains no group, state or collective
 A quantised weight wraps other tensors: codes, scales of groups, zero points. Some classes define an
 all-gather extension. For frozen tensors of other classes that define ``__tensor_flatten__`` and
 ``__tensor_unflatten__``, we shard each inner tensor along its dim whose size is the number of rows,
-and replicate inner tensors without this dim. The class does not confirm this use of the dims, so we
+and replicate inner tensors without this dim. The class does not declare which dims are rows, so we
 check that ``dequantize()`` of a shard returns the rows of the full tensor, bit for bit.
 
-A checkpoint contains the inner tensors of a wrapper parameter, whether it is gathered by an
-extension or by us. An inner tensor that is smaller in a shard than in the full tensor is sharded.
+A checkpoint contains the inner tensors of a wrapper parameter, whether an extension or our code
+gathers it. An inner tensor counts as sharded if it is smaller in a shard than in the full tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Part:
 
 
 def can_be_taken_apart(tensor: Tensor) -> bool:
-    """Return True if the tensor can be flattened to its inner tensors and rebuilt from others."""
+    """Return True if the tensor can be flattened to its inner tensors and rebuilt from new ones."""
     kind = type(tensor)
     has_both = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
     return has_both and torch_dtensor.is_wrapper_subclass(tensor)
@@ -92,7 +92,7 @@ def _with_shape(context: Any, old: tuple[int, ...], new: torch.Size) -> Any:
 
 
 def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
-    """Copy rows of a full tensor to a new shard. ValueError: ``dequantize()`` gives other rows."""
+    """Copy rows of a full tensor to a new shard. ValueError: ``dequantize()`` differs."""
     tensors = {}
     for part, inner in zip(parts_by_rows(whole), inside(whole).values(), strict=True):
         own = inner if part.dim is None else inner.narrow(part.dim, start, rows)

@@ -1,6 +1,6 @@
 """DTensor specs of a parameter, from its mesh and its shard dim.
 
-A DTensor parameter has *own axes*, such as a tensor-parallel one, and so has an annotated parameter
+A DTensor parameter has *own axes*, such as a tensor-parallel axis. So does an annotated parameter
 ([Note: annotated parameters] in ``torch_dtensor``). In the sharded spec, own axes come after the
 data-parallel axes or, if the user named the data-parallel dims of a full mesh, keep their
 positions. Contains no group, state or collective code.
@@ -49,8 +49,8 @@ class ParamPlacement:
 
     @property
     def may_sum_gradients(self) -> bool:
-        """Return True if gradients may also need a sum over the parameter's own axes: on an axis
-        where the parameter is replicated, they may be partial."""
+        """Return True if gradients may also need a sum over the parameter's own axes. They may be
+        partial on an axis where the parameter is replicated."""
         if self.annotation is not None:
             return self.annotation.sums
         return self.tensor_parallel is not None and any(
@@ -142,7 +142,7 @@ def _place(
     local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
     if SHARD not in own.roles:
-        dim = 0 if local.dim() else None  # all rows on every rank, in the cheapest layout
+        dim = 0 if local.dim() else None  # every rank has all rows; dim 0 is cheapest
     # check the full parameter, so that tensor-parallel ranks agree even if their part is empty
     if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
         deal = None
@@ -160,7 +160,7 @@ def _place(
             if deal.owner is None and is_divided:
                 raise ConfigError(
                     "FS213",
-                    f"{fqn}: {deal.asked_by}, but tensor parallelism also shards its dim {dim} "
+                    f"{fqn} {deal.asked_by}, but tensor parallelism also shards its dim {dim} "
                     f"({own.placements}). Align another dim, or return Shard({dim}).",
                 )
             placements[axis] = torch_dealt.Dealt(dim, deal)
@@ -186,7 +186,7 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
         if OWN in data.roles:
             raise ConfigError(
                 "FS219",
-                f"{fqn}: is a plain tensor, but {data.mesh} has dims that are not data-parallel, "
+                f"{fqn} is a plain tensor, but {data.mesh} has dims that are not data-parallel, "
                 "on which its placements are unknown. Convert it to a DTensor first, with "
                 "torch.distributed.tensor.distribute_module or parallelize_module.",
             )
@@ -258,8 +258,8 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 def claim_of(
     choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
 ) -> Claim | None:
-    """Return the blocks to deal to ranks, or None to store rows in chunks, as for an aligned
-    parameter if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
+    """Return the blocks to deal to ranks, or None to store rows in chunks, which suits an aligned
+    parameter too if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
     UnsupportedError: this torch version does not support dealt parameters."""
     is_asked = isinstance(choice, Whole | Aligned)
     if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
@@ -316,7 +316,7 @@ def _whole_claim(
 
 
 def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:
-    """Split ``choice`` into a placement and a mesh. ConfigError: not a mesh for sharding."""
+    """Split ``choice`` into a placement and a mesh. ConfigError: the mesh is unsuitable."""
     if not hasattr(choice, "mesh_info"):
         return choice, data
     return choice.placement, mesh_of(choice.mesh_info, fqn, data)
@@ -342,7 +342,7 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     if data == tensor_parallel:
         raise ConfigError(
             "FS202",
-            f"{fqn}: is already a DTensor on {data}, the mesh to shard over. Do not shard it "
+            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Do not shard it "
             "again, or register a plain parameter (full_tensor()).",
         )
     try:

@@ -88,7 +88,7 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
         found += f" with placements {new.placements} on {new.device_mesh}"
     raise StateError(
         "FS317",
-        f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
+        f"{param.fqn} was replaced by {found}, which this module cannot shard. Register an "
         f"nn.Parameter {placement.describe()}.",
     )
 
@@ -112,7 +112,7 @@ class Buffers:
         self.home: ShardBuffer | None = None  # the shards; None in a copy until its first plan
         self.post_forward = PostForward()
         self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
-        # data of extended parameters, sent after the others
+        # data of extended parameters, sent after the other parameters
         self.open_tail = ExtensionTail(data, policy, residence.compute)
 
     @property
@@ -211,7 +211,7 @@ class Buffers:
         return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
-        """Find the extended parameters, which are not in the flat buffer. Atomic on error."""
+        """Find the extended parameters, which leave the flat buffer. On error, nothing changes."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
         dealt = [p for p in self._params if p.placement.layout.is_dealt]
@@ -223,7 +223,7 @@ class Buffers:
             assert deal is not None
             raise ConfigError(
                 "FS510",
-                f"{some_extended[0].fqn}: has an all-gather extension, but {dealt[0].fqn}, in the "
+                f"{some_extended[0].fqn} has an all-gather extension, but {dealt[0].fqn}, in the "
                 f"same group, {deal.asked_by}. Return Shard(0) or None for the latter from "
                 "shard_placement_fn, or shard the two in separate units.",
             )
@@ -245,7 +245,7 @@ class Buffers:
             self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
 
     def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
-        """Number a buffer's gather; none may be in flight. Extended data is checked separately."""
+        """Number a buffer's gather while none is in flight. Extended data is checked separately."""
         buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
@@ -336,7 +336,7 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor]) -> None:
-        """Copy this rank's rows of unsharded parameters in ``written`` to their shards."""
+        """Copy this rank's rows of the ``written`` unsharded parameters to their shards."""
         for param in self.flat_params:
             assert param.unsharded is not None
             forms = param.unsharded, torch_dtensor.local_part(param.unsharded)
@@ -369,9 +369,9 @@ class GradientScale:
     def choose(
         ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sums: bool = False
     ) -> GradientScale:
-        """Divide the sum over ``ranks`` by ``divide_by``; None: by the number of ranks (a mean).
+        """Return the scale that divides the sum over ``ranks`` by ``divide_by`` (None: a mean).
 
-        In fp16, divide before and after the sum, by about the square root each: the maximum is
+        In fp16, divide before and after the sum, each time by about the square root: the maximum is
         65504, so dividing only after the sum could overflow, and only before it could underflow.
         In other dtypes, divide once: in the collective for a mean without ``only_sums``, else
         after the sum, on the shard only. Source: torch's FSDP and DDP communication hooks.
@@ -406,7 +406,7 @@ class ReducePlan:
 
 @dataclass(eq=False)
 class Unreduced:
-    # gradients reduced over the first axis, but not over the second [rows between, numel]
+    # gradients reduced over the first axis, but not yet the second: [rows_between, numel]
     partial: Tensor | None = None
     is_waiting: bool = False  # a partial sum exists, or unsharded parameters have gradients
     is_owed: bool = False  # a backward ran without sync, with or without gradients on this rank
@@ -442,7 +442,7 @@ class ReducePlanner:
         self.scale = GradientScale(1.0, 1.0)
         # tails of the plan for a rank with all gradients, by the codes of the stamps
         self._completes: dict[tuple[float, ...], Tensor] = {}
-        self._is_partial = False  # reductions without replicas, which have other numbers
+        self._is_partial = False  # reductions do not sum replicas, and have other numbers
 
     def see_dtypes(self) -> None:
         """Drop the plan if all-gather extensions returned unexpected dtypes."""
@@ -496,7 +496,7 @@ class ReducePlanner:
         """Dtype of the reduction, wide enough for all members and an existing partial sum."""
         dtypes = {param.accumulated_dtype for param in members}
         if self._unreduced.partial is not None and _reduced_in_any(members):
-            dtypes.add(self._unreduced.partial.dtype)  # possibly of a backward in a wider dtype
+            dtypes.add(self._unreduced.partial.dtype)  # may be wider, from an earlier backward
         return functools.reduce(torch.promote_types, dtypes)
 
     def _number(self, layout: ReduceLayout, wire: Wire) -> bool:
@@ -517,7 +517,7 @@ class ReducePlanner:
         return self._ids.reductions.number(signature_of)
 
     def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Return the plan, after updating the scale and the stamps to the settings."""
+        """Update the scale and the stamps to the settings, and return the plan."""
         is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
@@ -554,7 +554,7 @@ class ReducePlanner:
             return plan
         self._erase_stamps()
         codes = self._ids.reductions.codes
-        complete = self._completes.get(tuple(codes))  # making one blocks the host
+        complete = self._completes.get(tuple(codes))  # making a tail blocks the host
         if complete is None:
             complete = gradient_packing.tail(
                 codes, layout, plan.grad_dtype, self._residence.compute
@@ -574,7 +574,7 @@ class ReducePlanner:
         return self.prepare(settings, wire)
 
     def separate(self, enable: bool, wire: Wire) -> None:
-        """Reduce over a separate process group, or (False) over the gathers' group. Collective."""
+        """Reduce over a separate process group (``enable``) or the gathers' group. Collective."""
         data = self._data
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1

@@ -14,15 +14,15 @@ Gradients of backwards without sync accumulate in ``grad`` of the unsharded para
 reduce dtype or, without one, in the dtype of the parameter's gradient. If this dtype is no wider
 than the compute dtype, autograd casts each gradient to it (``grad_dtype`` of the unsharded
 parameter). If it is wider, we cast the first gradient that is not reduced immediately, and autograd
-adds later ones to it in place; with sync in every backward there is no such cast. An optimizer's
-step checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or raises if no
+adds later ones to it in place; with sync in every backward, we cast nothing. An optimizer's step
+checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or raises if no
 backward will ever reduce them (``_core.engine.between_steps``).
 
 On a CPU, the three calls of a reduction (``start``, ``advance``, ``finish``) may be far apart, with
-compute between them; on a device they are enqueued immediately, and streams wait. ``wait`` sets
-``grad`` after making compute wait for it, because autograd may add to ``grad`` in the same backward
-(a loss term that depends on the shards). The host waits too if gradients are stored in host memory,
-or if it must read the counts.
+compute between them; on a device they are enqueued immediately, and streams wait. ``wait`` makes
+compute wait for the result before it sets ``grad``, because autograd may add to ``grad`` in the
+same backward (a loss term that depends on the shards). The host waits too if gradients are stored
+in host memory, or if it must read the counts.
 
 [Note: reused gradients]
 Creating a DTensor for each gradient in every step costs more than reducing it. A group therefore
@@ -159,7 +159,7 @@ class GradientBuffer:
         return buffer
 
     def lend(self, first: Tensor, numel: int) -> Tensor:
-        """View ``numel`` elements of the buffer, from the local part of gradient ``first`` on. The
+        """View ``numel`` elements of the buffer, beginning with the gradient ``first``. The
         view is cached and also shows later gradients: do not use it after the buffer is dropped."""
         local = torch_dtensor.local_tensor(first)
         at = local.untyped_storage().data_ptr()
@@ -237,7 +237,7 @@ class Reducer(Observable):
         for param in params:
             param.toggle()
         self.planner.current = None
-        self.prepare(settings)  # now: other ranks may issue placeholders for this reduction
+        self.prepare(settings)  # now, because other ranks may issue placeholders for it
 
     def forget(self, param: FSDPParam) -> None:
         if param.unsharded is not None:
@@ -245,20 +245,20 @@ class Reducer(Observable):
 
     @property
     def has_unreduced(self) -> bool:
-        """Return True if this rank has unreduced gradients, or partial sums that include some."""
+        """Return True if this rank has unreduced gradients, alone or in partial sums."""
         return self.has_local_gradients or self.unreduced.own_sums > 0
 
     def refuse_hidden(self) -> None:
-        """Raise StateError if there are gradients that will never be reduced, because the outputs
-        of their forward were not marked and the start of backward was not detected."""
+        """Raise StateError if there are gradients that will never be reduced: no output of their
+        forward was marked, so the start of backward was not detected."""
         if self.has_unreduced and not self.unreduced.is_waiting:
             raise StateError(
                 "FS321",
-                f"{self.ids.fqn or '<root>'}: a backward left gradients on its unsharded "
-                "parameters, but its start was not detected: the forward returned no tensor with a "
-                "gradient. No gradient was reduced. Return the tensors that backward starts from, "
-                "or store them in an attribute of the module. Call zero_grad() on the model to "
-                "discard these gradients.",
+                f"{self.ids.fqn or '<root>'}: a backward left gradients on the unit's unsharded "
+                "parameters, but the start of this backward was not detected, because the forward "
+                "returned no tensor with a gradient. No gradient was reduced. Return the tensors "
+                "that backward starts from, or store them in an attribute of the module. Call "
+                "zero_grad() on the model to discard these gradients.",
             )
 
     def keep_partial(self, reduced: Tensor) -> None:
@@ -278,7 +278,7 @@ class Reducer(Observable):
         return self.planner.current or self.planner.make(self.wire)
 
     def prepare(self, settings: Settings) -> ReducePlan:
-        """Return the current plan, after updating the scale to the settings."""
+        """Update the scale to the settings, and return the current plan."""
         planner = self.planner
         plan = planner.current
         if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
@@ -302,7 +302,7 @@ class Reducer(Observable):
         self, settings: Settings, context: StepContext, with_graph: bool
     ) -> Reduction | None:
         """Pack the local gradients. Return the reduction to start, or None if sync is off.
-        UnsupportedError: a gradient has an autograd graph, which only occurs ``with_graph``."""
+        UnsupportedError: a gradient has an autograd graph, possible only ``with_graph``."""
         self.unreduced.is_owed = not settings.reduce_grads
         if not (settings.reduce_grads and settings.all_reduce_grads):
             may_hold[id(self)] = self
@@ -357,8 +357,8 @@ class Reducer(Observable):
     def take_gradients(
         self, plan: ReducePlan, with_graph: bool
     ) -> tuple[list[Tensor | None], int, bool]:
-        """Take the local gradients from the unsharded parameters, leaving ``grad`` at None. Return
-        them, the number of missing ones, and whether any has a dtype that was not planned."""
+        """Take the local gradients from the unsharded parameters, and set ``grad`` to None. Return
+        the gradients, the number of missing ones, and whether any has an unplanned dtype."""
         wholes = [param.unsharded for param in plan.members]
         grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
         missing = 0
@@ -457,8 +457,8 @@ class Reduction:
         self._place: Tensor | None = only if fits else None
         self._reduced: Tensor | None = self._place if owner.data.layers is None else None
         self._flight: InFlight | None = None  # the last launched part of the reduction
-        self._scattered: InFlight | None = None  # the reduce-scatter, only reader of inputs
-        self._held: Tensor | None = None  # previous partial sum, alive until compute waits
+        self._scattered: InFlight | None = None  # the reduce-scatter, sole reader of inputs
+        self._held: Tensor | None = None  # previous partial sum, kept until compute waits
         # gradients to set, and the counts of ranks if this rank lacks a gradient
         self._filled: tuple[list[Tensor], Tensor | None] | None = None
         self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
@@ -537,7 +537,7 @@ class Reduction:
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner, layout = self.owner, self._plan.layout
-        self._held = partial = owner.unreduced.partial  # maybe compute's memory
+        self._held = partial = owner.unreduced.partial  # maybe the compute stream's memory
         if partial is not None:
             self._reduced.add_(partial.view(-1))
             owner.unreduced.partial = None
@@ -686,8 +686,8 @@ LAUNCHED_AS: Mapping[Callable[..., Any], str] = {
 
 class ReductionQueue:
     """Reductions in flight, oldest first. Only a few hold their inputs at a time. On a device,
-    older reductions have freed them, and complete when the backward ends, so compute does not wait
-    for sums over replicas, and the host does not wait for results."""
+    older ones have freed their inputs, and complete when the backward ends. Until then, compute
+    does not wait for their sums over replicas, nor the host for their results."""
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
@@ -717,12 +717,12 @@ class ReductionQueue:
         return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
-        """Return True if the oldest must complete first: one per group, few in total."""
+        """Return True if the oldest must complete first: one may run per group, few in total."""
         running = self._running
         if not running:
             return False
         limit = settings.input_buffers
-        if limit is None:  # one more if the oldest is small, since it holds little memory
+        if limit is None:  # one more if the oldest is small, because it holds little memory
             limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
         if len(running) >= limit:
             return True
@@ -756,7 +756,7 @@ class ReductionQueue:
             self._returned.popleft().wait(is_seen=True)
 
     def free_done(self) -> None:
-        """Free the inputs of completed reductions only: ranks complete at different times."""
+        """Free only the inputs of completed reductions: ranks complete at different times."""
         if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.free_if_done()

@@ -145,7 +145,7 @@ class Changes:
 
 
 class Serves(enum.Enum):
-    """Uses for which unsharded parameters are kept, and need no new gather. See ``group``."""
+    """Uses for which unsharded parameters are kept, without a new gather. See ``group``."""
 
     BACKWARDS = enum.auto()  # backwards of the forward that gathered them
     EVALUATIONS = enum.auto()  # also a later forward without gradients
@@ -193,7 +193,7 @@ class Registration:
         _all[id(self)] = self
 
     def move(self, target: GroupState, fqn: str) -> None:
-        """Change the state and register its form. StateError: illegal transition; no change."""
+        """Change the state and register its form. StateError: the transition is illegal."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 "FS313",
@@ -289,8 +289,8 @@ class Registration:
             if _storage_of(param.sharded) is not shell and param not in changes.replaced:
                 raise StateError(
                     "FS316",
-                    f"{param.fqn}: found an assignment to .data, which a DTensor ignores: its "
-                    "shard still has the old values. Register a new parameter with all values "
+                    f"{param.fqn}: found an assignment to .data, which a DTensor ignores, so "
+                    "its shard still has the old values. Register a new parameter with all values "
                     "(module.weight = nn.Parameter(new)), or write inside "
                     "fsdp2.summon_full_params(model).",
                 )
@@ -300,12 +300,12 @@ class Registration:
         if self.values is None:
             self.values = self._versions()
         elif serves is Serves.BACKWARDS and self.serves is Serves.ACCUMULATION:
-            return  # a forward that reused them keeps them for the next forward
+            return  # a forward that reused the parameters keeps them for the next one
         self.serves = serves
 
     @property
     def serves_this_forward(self) -> bool:
-        """Return True if the forward about to run may use kept parameters."""
+        """Return True if the forward that is about to run may use kept parameters."""
         if self.serves is Serves.EVALUATIONS:
             return not torch.is_grad_enabled()
         return self.serves in (Serves.FORWARDS, Serves.ACCUMULATION)

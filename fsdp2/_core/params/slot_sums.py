@@ -4,8 +4,8 @@ Holds the partial sums of one group. It observes the group's ``Reducer``, so gro
 have no overhead. See [Note: one tree] in ``comm.tree_sum``.
 
 Slots arrive in order, so partial sums form a stack: the top two are added while they cover the same
-number of slots. For n slots, the stack has at most log2(n) sums plus the newest gradients. If one
-operand of an addition is missing, it counts as zero, as for a rank without a gradient.
+number of slots. For n slots, the stack has at most log2(n) sums plus the newest gradients. A
+missing operand of an addition counts as zero, like the gradient of a rank that has none.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class SlotSums:
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Intercept each slot's gradients, and return the sum of all slots for the last one."""
-        if kind == "begin_sums":  # detached after each slot, so autograd accumulates nothing
+        """Intercept each slot's gradients; return the sum over all slots for the last slot."""
+        if kind == "begin_sums":  # gradients are taken after each slot, so none accumulate
             return call(replace(args[0], reduce_grads=True))
         if kind == "hold":
             self._push(*args)
@@ -152,14 +152,14 @@ def coded_spans(reducer: Reducer) -> Spans:
 
 
 def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. A narrower gradient is not cast, because sums are in ``dtype``."""
+    """Round to ``dtype``. Narrower ones are not cast, because sums are in ``dtype``."""
     return grad if torch.promote_types(grad.dtype, dtype) is dtype else grad.to(dtype)
 
 
 def _added(
     left: Sequence[Tensor | None], right: Sequence[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """Add two nodes in ``dtype``, in place where the left gradient has this dtype."""
+    """Add two nodes in ``dtype``, in place if the left gradient has this dtype."""
     joined: Gradients = []
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(left, right, strict=True):

@@ -5,7 +5,7 @@ Works on integers only: independent of tensors, meshes and process groups.
 [Note: chunks]
 A tensor is sharded dim by dim, so a rank's shard is a *block*: a range on every dim. A *chunk* is a
 region of the largest block, relative to the start of each rank's block, so that all ranks send
-equal amounts at a time; on a rank with a smaller block, its part of the chunk is smaller or empty.
+equal amounts at a time. A rank with a smaller block has a smaller or empty part of the chunk.
 A *bucket* contains the chunks of one collective, each at the same offset in every rank's buffer. A
 *batch* contains the buckets that are in memory at the same time. On an axis where one rank owns all
 elements, only that rank sends.
@@ -57,7 +57,7 @@ def overlap(one: Region | None, other: Region | None) -> Region | None:
 
 
 class CutOf(NamedTuple):
-    """A dim sharded over an axis: in equal chunks (``chunk_of``), or by rows as in ``deal``."""
+    """A dim sharded over an axis: in equal chunks (``chunk_of``), or in the rows of a ``deal``."""
 
     axis: int
     dim: int
@@ -133,7 +133,7 @@ def within(block: Region, part: Region) -> Region:
 
 
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
-    """Split a block, rows first, into chunks of at most ``most`` elements (at least one)."""
+    """Split a block, along dim 0 first, into chunks of 1 to ``most`` elements."""
     if math.prod(sizes) <= most or not sizes:
         yield _whole(sizes)
         return
@@ -152,8 +152,8 @@ def _whole(sizes: Sequence[int]) -> Region:
 @dataclass(frozen=True)
 class Item:
     """A tensor on the mesh ``grid``, for the planner. While a chunk is sent, a rank holds
-    ``copies`` times its bytes. A receiver also holds ``kept_nbytes`` of the full tensor until the
-    batch is complete.
+    ``copies`` times the chunk's bytes. A receiver also holds ``kept_nbytes`` of the full tensor
+    until the batch is complete.
     """
 
     blocks: Blocks

@@ -3,8 +3,8 @@
 It registers new shards, which the group adopts, so it is independent of a group's buffer layout.
 
 [Note: every rank runs the same stream]
-Every rank computes what a single process would: it initialises a module's full tensors from the
-same generator state, and keeps its block. Values do not depend on the mesh; generators stay equal.
+Every rank does the work of a single process: it initialises a module's full tensors from the same
+generator state, and keeps its block. Values do not depend on the mesh, and generators stay equal.
 
 [Note: written or not]
 New memory is filled with one byte value. An element whose bytes are all unchanged was not written.
@@ -55,9 +55,9 @@ from fsdp2._core.transfer.redistribute import (
 def sync_from_rank0(model: nn.Module) -> nn.Module:
     """Copy the parameters and buffers of rank 0 to every rank. Returns the model.
 
-    For a model that each rank built separately, or that only rank 0 loaded. Call this **before**
-    ``fully_shard``, which keeps only each rank's own rows: afterwards rank 0 lacks the other rows.
-    Collective over all ranks, in pieces of 64 MiB. For a model on the meta device, use
+    Use this for a model that each rank built separately, or that only rank 0 loaded. Call it
+    **before** ``fully_shard``, which keeps only each rank's own rows: afterwards rank 0 lacks the
+    other rows. Collective over all ranks, in pieces of 64 MiB. For a model on the meta device, use
     ``materialize(..., sync_from_rank0=True)``; for a full state dict, use
     ``checkpoint.load_full_state``.
 
@@ -118,19 +118,19 @@ def materialize(
 ) -> nn.Module:
     """Allocate and initialise a sharded model on the meta device. Returns the model.
 
-    Modules are initialised sequentially, children before parents, as constructors do. Only one
+    Modules are initialised sequentially, children before parents, as in constructors. Only one
     module's own parameters are unsharded at a time, so peak memory is the shards plus the largest
     module. On any mesh, values are bitwise equal to those of a single process with the same seed.
-    Tensors that are not on meta keep their values and are moved to ``device``; their module is
-    initialised only if another of its tensors is on meta. Tied parameters stay tied, with the
-    values of the last module.
+    Tensors that are not on meta keep their values and are moved to ``device``. A module is
+    initialised if any of its own tensors is on meta. Tied parameters stay tied, with the values
+    from the last of their modules.
 
     Collective. The generators of the CPU and of ``device`` are set to the first rank's state, so
-    they are equal on all ranks before and after the call.
+    they are equal on all ranks when initialisation starts, and after the call.
 
     Args:
         model: a module to which ``fully_shard`` was applied, or a plain one.
-        device: device on which modules are initialised, of the mesh's device type.
+        device: device on which to initialise modules. It must have the mesh's device type.
         init: called with each module that directly owns parameters or buffers on meta. It must
             write all of them, in place or by assignment, and must not write to other modules. None
             calls ``module.reset_parameters()``.
@@ -146,9 +146,9 @@ def materialize(
             numbers on some ranks; with ``sync_from_rank0``, a parameter was sharded from real
             values.
         StateError: ``init`` raised, on any rank; inside a forward or a backward.
-        UnsupportedError: ``init`` wrote to a sharded parameter of another module, except a constant
-            without ``sync_from_rank0``; a parameter on meta has an all-gather extension, or wraps
-            other tensors.
+        UnsupportedError: ``init`` wrote to a sharded parameter of another module (constants are
+            allowed without ``sync_from_rank0``); a parameter on meta has an all-gather extension,
+            or wraps other tensors.
     """
     with checked_together("materialize", model) as same:
         device = check_device("materialize", "device", device)
@@ -222,7 +222,7 @@ class _Own(NamedTuple):
 def allocate(model: nn.Module, device: torch.device | None = None) -> None:
     """Allocate parameters (and, without ``device``, persistent buffers) that are on meta, without
     initialising them. A group allocates one flat buffer for its shards when it adopts them, so each
-    is first registered as a one-element tensor expanded to its shape.
+    shard is first registered as a one-element tensor expanded to its shape.
     """
     groups = groups_below(model)
     for owner in (param for group in groups for param in group.params):
@@ -230,7 +230,7 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
             kind = type(torch_dtensor.local_tensor(owner.sharded)).__name__
             raise UnsupportedError(
                 "FS221",
-                f"{owner.fqn}: is a {kind} on the meta device, and only that subclass can allocate "
+                f"{owner.fqn} is a {kind} on the meta device, and only that subclass can allocate "
                 "its memory. Call model.to_empty(device=...) and load its state dict, or create it "
                 "on a real device. Nothing was changed.",
             )
@@ -319,8 +319,8 @@ _SAME_ON_SHARDS = frozenset(("zero_", "zeros_", "ones_", "fill_", "constant_"))
 
 class _Guard(TorchFunctionMode):
     """Refuses writes to sharded parameters while an ``init`` runs. Constants are allowed if every
-    rank writes them (``on_all``), because they are correct on shards too: torch's attention sets
-    the bias of its output projection, which is another module.
+    rank writes them (``on_all``), because they are correct on shards too. For example, torch's
+    attention sets the bias of its output projection, which is another module.
     """
 
     def __init__(self, what: str, on_all: bool) -> None:
@@ -508,7 +508,7 @@ _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def _count_unwritten(tensor: Tensor) -> int:
-    """Count unwritten elements; in one-byte dtypes, 0 if anything was written."""
+    """Return the number of unwritten elements. In one-byte dtypes, 0 if anything was written."""
     raw = _bytes_of(tensor)
     if tensor.numel() == 0 or raw.numel() < tensor.numel() * tensor.itemsize:
         return 0

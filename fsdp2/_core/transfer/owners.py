@@ -1,15 +1,15 @@
 """Assign matrices to owners, and plan the traffic between shards and owners.
 
-Works on integers only: independent of tensors, meshes and process groups. For each cargo, ``route``
-intersects the box that one rank sends from with the box that another rank receives into. A rank
-sends the overlap, if there is any.
+Works on integers only: independent of tensors, meshes and process groups. A *cargo* is the transfer
+of one matrix. For each cargo, ``route`` intersects the *box* (region) that a rank sends from with
+the box that another rank receives into. The rank sends the overlap.
 
 [Note: owners]
-Each *matrix* has one *owner* among its peers, which holds the full matrix. The other peers hold a
+Each *matrix* has one *owner* among the peers, which holds the full matrix. The other peers hold a
 *part* each (a block, see [Note: chunks] in ``chunk_plan``). Replicas hold equal parts. Each part is
-sent to the owner once, by the replica with the owner's coordinates on the replica axes; afterwards
-it is sent back to all replicas. In a *round*, every rank sends one buffer to every other rank. A
-buffer has the size of its parts: it is not padded to the largest buffer.
+sent to the owner once, by the replica with the owner's coordinates on the replica axes. The owner
+later sends it back to all replicas. In a *round*, every rank sends one buffer to every other rank.
+A buffer has the size of its parts: it is not padded to the largest buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Sharding of one matrix: ``blocks``, the peers' ``places``, and its index in a batch."""
+    """Sharding of one matrix: ``blocks``, the peers' ``places``, and its batch index ``lead``."""
 
     blocks: Blocks
     places: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Cut:
         return self.lead - self.blocks.block(self.places[rank]).starts[0]
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Return True if this rank sends its part to the owner, not an equal replica."""
+        """Return True if ``rank`` is the replica that sends its part to ``owner``."""
         own, there = self.places[rank], self.places[owner]
         cut = self.blocks.axes
         return all(axis in cut or own[axis] == there[axis] for axis in range(len(own)))
@@ -74,8 +74,8 @@ class Cut:
 def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -> list[int]:
     """Return the owner of each matrix, the same on every rank. Matrices are assigned in decreasing
     order of cost, to the rank with the least load, then the fewest bytes. A rank that already holds
-    the full matrix owns it if its load stays within an equal share: then nothing is sent. The owner
-    of a matrix stored on one rank (``fsdp2.Whole``) is that rank, in one of the replicas.
+    the full matrix owns it if the rank's load stays within an equal share: then nothing is sent.
+    The owner of a matrix stored on one rank (``fsdp2.Whole``) is that rank, in one of the replicas.
     """
     if not cuts:
         return []
@@ -136,7 +136,7 @@ class Cargo:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a cargo at byte ``start`` of a buffer, and at slices ``at`` of this rank's box."""
+    """A part of a cargo at byte ``start`` of a buffer, and at slices ``at`` of a rank's box."""
 
     index: int
     start: int
@@ -182,9 +182,9 @@ def route(me: int, ranks: int, cargos: tuple[Cargo, ...]) -> Route:
 
 
 def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[list[int]]:
-    """Yield the indices of cargos to send in one round. A round takes at most ``max_nbytes`` per
-    rank for sent data, received data and results, or a single larger cargo. The largest cargos of
-    each owner come first, so that rounds have work for all owners as long as possible.
+    """Yield the indices of each round's cargos. A round needs at most ``max_nbytes`` per rank for
+    sent data, received data and results, unless it is a single larger cargo. The largest cargos of
+    each owner come first, so that rounds have work for all owners until near the end.
     """
     queues: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):

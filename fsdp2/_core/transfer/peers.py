@@ -26,13 +26,13 @@ from fsdp2._core.transfer.owners import Cargo, Cut, Part, Route, rounds, route
 from fsdp2._core.transfer.redistribute import blocks_of
 
 Carry = Callable[[Tensor, Tensor, Route], Any]
-"""Replaces the all-to-all where the other ranks are simulated."""
+"""Replaces the all-to-all if the other ranks are simulated."""
 
 
 @dataclass(frozen=True, eq=False)
 class Peers:
     """The ranks over which matrices are distributed, as global ranks in the order of ``pg``. ``me``
-    is this rank's index in ``ranks``; ``grid`` is for checks between them. Without a process group,
+    is this rank's index in ``ranks``; ``grid`` is for checks among peers. Without a process group,
     this process is the only peer, unless ``carry`` simulates the others.
     """
 
@@ -167,7 +167,7 @@ def part_of(cut: Cut, tensor: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Freight:
-    """Transfers between the shards of ``tensors`` and their owners, in rounds. ``cargos`` and
+    """Transfers between the shards of ``tensors`` and the owners, in rounds. ``cargos`` and
     ``batches`` must be equal on all peers. At most two rounds are in memory at a time, with a total
     of ``max_nbytes``. Values are cast to the cargo's dtype.
     """
@@ -197,8 +197,8 @@ class Freight:
         *,
         to_owners: bool,
     ) -> Iterator[Flight]:
-        """Send the parts that ``own`` returns. Yield each round when it is complete, with the next
-        round in flight. Copy all values of a round before you advance the iterator.
+        """Send the parts that ``own`` returns. Yield each round when it is complete, while the next
+        one is in flight. Copy all values of a round before you advance the iterator.
         """
         batches = self.batches
         if batches is None:

@@ -1,9 +1,9 @@
 """Gather full tensors from shards and scatter them back, in bounded memory.
 
-To gather, every rank packs its chunks of a bucket into one byte buffer, one gather per axis sends
-it, and receivers unpack the parts. Scattering is the reverse. See [Note: chunks] in ``chunk_plan``.
-Any placement whose shards are blocks is supported: ``Shard`` of any dim, on any number of axes,
-even or uneven, ``Replicate``, and tensor parallelism and FSDP on the same dim.
+To gather, every rank packs its chunks of a bucket into a byte buffer. One gather per axis sends the
+buffer, and receivers unpack it. Scattering is the reverse. See [Note: chunks] in ``chunk_plan``.
+Any placement whose shards are blocks is supported: ``Shard`` of any dim on any number of axes (even
+or uneven), ``Replicate``, and FSDP and tensor parallelism on the same dim.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Grids:
         return held
 
     def _form_of(self, name: str, tensor: DTensor) -> tuple[Grid, Blocks]:
-        """Return a tensor's grid and blocks: on the main grid if its mesh is a slice of it."""
+        """Return a tensor's grid and blocks, on the main grid if the mesh is a slice of it."""
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
         blocks = blocks_of(name, tensor)
@@ -124,8 +124,8 @@ class Grids:
         return self.main, Blocks(blocks.shape, self.main.counts, cuts)
 
     def _axes_of_main(self, grid: Grid) -> list[int] | None:
-        """Return the axes of the main grid that ``grid`` has; None if it is not a slice. Parameters
-        that tensor parallelism does not distribute are on such a slice: the data axes.
+        """Return the axes of the main grid that ``grid`` has, or None if it is not a slice. For
+        example, parameters that are not tensor-parallel are on the slice of the data axes.
         """
         if math.prod(grid.counts) == math.prod(self.main.counts):
             return None
@@ -145,7 +145,7 @@ class Grids:
         return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
 
     def difference(self, names: list[str]) -> str | None:
-        """Describe a difference between the ranks' lists, equally on all ranks; None if equal."""
+        """Describe a difference of the ranks' lists, identically on all ranks; None if equal."""
         found = self.main.collect(names)
         for rank, other in enumerate(found):
             differ = sorted(set(other) ^ set(found[0]))
@@ -164,7 +164,7 @@ class Grids:
             )
 
     def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
-        """Raise UnsupportedError for tensors that are not on all ranks: names may be ambiguous."""
+        """Raise UnsupportedError for tensors that some ranks lack: names may be ambiguous."""
         ranks = {grid: self.ranks_of(grid) for grid in self._known.values()}
         main = ranks.get(self.main)
         for held in helds:
@@ -189,7 +189,7 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise StateError(
             "FS208",
-            f"{name}: is on the meta device, so it has no values. Call fsdp2.materialize first.",
+            f"{name} is on the meta device, so it has no values. Call fsdp2.materialize first.",
         )
     if torch_dtensor.is_wrapper_subclass(tensor):
         raise UnsupportedError(
@@ -207,7 +207,7 @@ def blocks_of(name: str, tensor: DTensor) -> Blocks:
         if placement.is_partial():
             raise UnsupportedError(
                 "FS624",
-                f"{name}: is a partial sum ({placement}). Redistribute it to Shard or Replicate.",
+                f"{name} is a partial sum ({placement}). Redistribute it to Shard or Replicate.",
             )
         for dim in range(tensor.dim()):
             if torch_dtensor.shards_dim(placement, dim):
@@ -253,8 +253,8 @@ def groups_below(model: nn.Module) -> list[ParamGroup]:
 @contextlib.contextmanager
 def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     """Check a call's arguments on all ranks: if one rank raises, all raise instead of waiting for
-    it. Store values that determine later collectives in the yielded dict: they must be equal on all
-    ranks. Without a model, this is collective over all ranks of the job.
+    it. Store values that determine later collectives in the yielded dict, which must be equal on
+    all ranks. Without a model, this is collective over all ranks of the job.
     """
     refuse_other_thread(model, what)
     tensors: list[Tensor] = []
@@ -274,8 +274,8 @@ def gather(
 ) -> Generator[tuple[int, Tensor | None], None, None]:
     """Yield the index and the full tensor of each shard, in order; None on ranks that do not
     receive it. Collective: every rank must exhaust the iterator. Yielded tensors are not kept.
-    Before each batch and at the end, the ranks of ``main`` check that all continue: if one has left
-    (closed the generator or thrown into it) or cannot allocate memory, all raise.
+    Before each batch and at the end, the ranks of ``main`` check that all continue. All raise if
+    one has left (closed the generator, or thrown an error into it) or cannot allocate memory.
     """
     moves = _Gathering(helds, target)
     items = []
@@ -313,7 +313,7 @@ def _left(what: str, name: str) -> StateError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return StateError(
         "FS407",
-        f"{what}: rank {rank} stopped at {name}, so the others cannot continue: it left the loop, "
+        f"{what}: rank {rank} stopped at {name}, so the others cannot continue. It left the loop, "
         "or failed while using the tensor. Iterate to the end on every rank, or leave the loop at "
         "the same tensor on all ranks.",
     )
@@ -343,7 +343,7 @@ class _Moves:
     def parts(
         self, bucket: Bucket, place: Sequence[int], row: Tensor
     ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
-        """Yield index, slices in block and full tensor, and memory of each part at ``place``."""
+        """Yield each part at ``place``: index, slices in block and in full tensor, and memory."""
         for chunk in bucket.chunks:
             block = self.helds[chunk.index].blocks.block(place)
             part, dtype = part_of(block, chunk.region), self.wires[chunk.index]
@@ -370,7 +370,7 @@ class _Gathering(_Moves):
         self._room(bucket)
 
     def _room(self, bucket: Bucket) -> Tensor | None:
-        """Return a bucket's buffer; None if nothing is sent, or another replica sends it."""
+        """Return a bucket's buffer, or None if nothing is sent or another replica sends it."""
         first = self.first(bucket)
         others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in bucket.axes)
         is_there = self.target.on_all or first.grid.is_first_on(others)
@@ -420,7 +420,7 @@ def _rows_held(bucket: Bucket, grid: Grid) -> int:
 
 def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
     """Fill the rows of a buffer in place, last axis first. Return True on ranks with the result.
-    Allocates no memory: with gloo, uses broadcasts, because its all-gather and gather copy.
+    Allocates no memory: with gloo, it uses broadcasts, because gloo's all-gather and gather copy.
     """
     own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
     for index in reversed(bucket.axes):

@@ -99,8 +99,8 @@ def _check(module: nn.Module, flags: dict[str, bool]) -> list[Unit]:
     if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
         raise StateError(
             "FS307",
-            "summon_full_params: is nested in a context of the same parameters, and one of the two "
-            "uses rank0_only. Exit the outer context first.",
+            "summon_full_params: the context is nested in another for the same parameters, and one "
+            "of the two uses rank0_only. Exit the outer context first.",
         )
     return units
 
@@ -116,8 +116,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Register full parameters on a module's units while the context is active.
 
-    Each is a plain ``nn.Parameter`` under the same name, in the dtype of the shards (not the
-    compute dtype). It is unsharded over replicate and tensor-parallel axes too, so
+    Each full parameter is a plain ``nn.Parameter`` under the same name, in the dtype of the shards
+    (not the compute dtype). It is unsharded over replicate and tensor-parallel axes too, so
     ``module.apply(fn)``, ``state_dict()`` and initialisers work as in a single process. Entering is
     collective; exiting does not communicate. ``module`` may be inside a sharded module. Contexts
     may be nested: parameters of an outer context stay registered, and an inner context with
@@ -163,8 +163,8 @@ def summon_full_params(
     if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
         warn(
             "FS309",
-            "summon_full_params: offload_to_cpu without rank0_only stores a copy of every "
-            "parameter in host memory for each rank of the machine.",
+            "summon_full_params: with offload_to_cpu but not rank0_only, every rank on a machine "
+            "stores a copy of every parameter in host memory.",
         )
     top = unit_of(module)
     own = [unit for unit in units if not unit.summoned_on and (recurse or unit is top)]
@@ -206,7 +206,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise StateError(
         "FS306",
         f"{name or class_name(module)}: its forward was called inside summon_full_params, where no "
-        "parameters are gathered or reduced. Exit the context first.",
+        "parameters are gathered and no gradients reduced. Exit the context first.",
     )
 
 
