@@ -1,4 +1,4 @@
-"""Norms that do not depend on how gradients are sharded, from order-independent integer sums.
+"""Norms from order-independent integer sums, which do not depend on how gradients are sharded.
 
 Converts local tensors to integers. Independent of ranks and parameters: ``_clip`` sums the integers
 over process groups.
