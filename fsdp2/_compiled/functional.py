@@ -239,7 +239,7 @@ class TracedGroup:
             raise StateError(
                 "FS808",
                 f"{group.fqn or '<root>'}: some gradients still need an all-reduce over replicas, "
-                "which a compiled step cannot do. Run the backward that all-reduces them "
+                "which compiled steps do not support. Run the backward that all-reduces them "
                 "(set_requires_all_reduce) on the original model, or call reset_iter_state().",
             )
         reduction, settings = reducer.prepare(group.settings), group.settings

@@ -1,4 +1,4 @@
-"""Optimizers that step on local shards, flat where possible (``_runs``), without DTensors."""
+"""Optimizers that step on local shards, not on DTensors: flat where possible (``_runs``)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fsdp2.optim._wrapped import (
     write_back,
 )
 
-# One call of torch's fused Adam kernel for all runs of a param group, with one step counter.
+# Steps all runs of a param group with one call of torch's fused Adam kernel and one counter.
 
 VARIANTS = (torch.optim.Adam, torch.optim.AdamW)  # classes whose fused step is this kernel
 

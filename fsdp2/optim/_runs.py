@@ -1,4 +1,4 @@
-"""``Run`` and ``StepPlan``: which parameters of one param group step as one tensor.
+"""``Run`` and ``StepPlan`` determine which parameters of a param group step as one tensor.
 
 Optimizer state has two forms: per parameter (for users and checkpoints) and per run (for steps).
 

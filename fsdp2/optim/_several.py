@@ -1,4 +1,4 @@
-"""One optimizer of several classes: param groups and states, split between its members."""
+"""An optimizer that combines several classes: each member has some param groups and states."""
 
 from __future__ import annotations
 
