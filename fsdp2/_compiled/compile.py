@@ -47,7 +47,7 @@ from fsdp2._core.engine.between_steps import rest, units_below
 from fsdp2._core.engine.tree import Runtime
 from fsdp2._core.params.group import ParamGroup
 
-OVERLAPPING = ("inductor", "aot_eager")  # backends whose graphs can be changed before they run
+OVERLAPPING = ("inductor", "aot_eager")  # backends that accept our graph passes
 
 
 def compile(  # noqa: A001  # torch's name for it
@@ -188,7 +188,7 @@ class FunctionalStep:
         self.choices = choices
         self._units: list[TracedUnit] = []
         self._ahead: list[TracedUnit] = []  # gathered before the model runs
-        self._several: list[TracedUnit] = []  # units of several modules
+        self._several: list[TracedUnit] = []  # units with several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
         self._agreed: set[int] = set()  # hashes of the sequences of gathers that were compared

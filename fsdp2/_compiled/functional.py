@@ -53,7 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Stored gradients that a forward claims. Its backward reduces them, or they are given back."""
+    """Stored gradients that a forward claims. If its backward does not run, they are given back."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -136,7 +136,7 @@ class Delivery:
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Set the gradients of the sharded parameters; without sync, store them unreduced. Raise
-        StateError if ``requires_grad`` changed since the forward, or as ``Claim.settle`` does."""
+        StateError if ``requires_grad`` changed since the forward, or from ``Claim.settle``."""
         plan, group = plans[self.key], self.group
         *given, missing = grads
         params = [group.params[index] for index in plan.members]

@@ -127,7 +127,7 @@ def _total(
     loop: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return the norm of all ranks' tensors, keyed by the process groups that split them."""
+    """Return the norm of all ranks' tensors. ``parts``' keys are the groups that split them."""
     norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
     _join_over_ranks(norms, order)
     if not norms:

@@ -85,7 +85,7 @@ class EMA:
                 self._averages[name] = self._like(value)
 
     def _values(self) -> dict[str, Tensor]:
-        """Return the averaged tensors, as registered between steps. StateError if in a step."""
+        """Return the tensors to average, as registered between steps. StateError in a step."""
         units = units_in(self.model, recurse=True)
         for unit in units:
             reshard_if_idle(unit)

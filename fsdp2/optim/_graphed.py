@@ -128,7 +128,7 @@ def _output_is_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(eq=False)
 class _Kind:
-    """The steps that one graph can run. Their inputs and settings have the same kind."""
+    """The steps that one graph can run. They have equal settings and the same kind of inputs."""
 
     inputs: Any  # the arguments, with None for each tensor
     tensors: list[tuple[Any, ...]]  # shape, stride, dtype and requires_grad

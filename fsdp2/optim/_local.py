@@ -169,7 +169,7 @@ def local(
 ) -> OptimizerT:
     """Make an optimizer of class ``cls`` whose steps run on local shards.
 
-    It is an instance of ``cls``, with its arguments, param groups, hooks and state, so
+    The result is an instance of ``cls``, with its arguments, param groups, hooks and state, so
     learning-rate schedulers, ``GradScaler`` and checkpoints work as with the plain optimizer.
     Parameters of one param group that are adjacent in their unit's flat buffer step as one tensor
     (or one tensor per distinct value of ``step``); others step individually on their local tensors.
@@ -282,7 +282,7 @@ class LocalOptimizer(Wrapped):
 
     @property
     def state(self) -> Table:
-        """States by parameter; during a step, by local tensor."""
+        """States, keyed by parameter; during a step, keyed by local tensor."""
         if self._inside is not None:
             return self._inside
         if self._plans is not None:
@@ -508,7 +508,7 @@ class LocalOptimizer(Wrapped):
         groups: Groups,
         grads: list[Tensor],
     ) -> bool:
-        """Run one fused kernel per param group, and return True, if this gives the same results."""
+        """Run one fused kernel per param group if this is equivalent; return whether it ran."""
         if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
             return False
         # attributes that GradScaler sets on a fused optimizer
@@ -532,7 +532,7 @@ class LocalOptimizer(Wrapped):
         return True
 
     def _plan(self, groups: Groups) -> tuple[list[StepPlan], list[Tensor]]:
-        """Return plans, new ones if the old ones are no longer valid, and each run's gradient."""
+        """Return the plans (new ones if the old ones are invalid), and the gradient of each run."""
         if self._plans is not None and len(self._plans) == len(groups):
             pairs = zip(self._plans, groups, strict=True)
             found = [plan.gradients(group["params"]) for plan, group in pairs]
@@ -558,7 +558,7 @@ class LocalOptimizer(Wrapped):
         return plans, grads
 
     def _place_states(self, groups: Groups) -> None:
-        """Place states like their parameters, in the same order on all ranks, unlike plans."""
+        """Place states like their parameters, in the same order on all ranks (plans may differ)."""
         with named("step of an optimizer: a state placed differently"), carrying():
             for param in params_of(groups):
                 entry = self._table.get(param)

@@ -78,8 +78,8 @@ def offload_states(
 
     The step runs on the device, unit by unit: while one unit steps, the next one's states are
     copied from the host, and the previous one's back. Parameters and gradients stay on the device,
-    and nothing else changes: results are bitwise the same, and so are ``param_groups``, hooks and
-    ``state_dict()``. States remain DTensors, with local parts on the host. Reading ``state`` waits
+    and results are bitwise equal. ``param_groups``, hooks and ``state_dict()`` work as before.
+    States remain DTensors, with local parts on the host. Reading ``state`` waits
     for copies in flight. Loading a state dict temporarily needs device memory for all states,
     because torch loads them to the device.
 
@@ -437,7 +437,7 @@ class OffloadedStates:
         return own
 
     def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
-        """Move states that are not on the device to it: the user loaded or assigned them."""
+        """Copy states that the user loaded or assigned on another device to the batch's device."""
         device = batch.device
         with torch.no_grad():
             for slot in self._slots(batch):
@@ -445,7 +445,7 @@ class OffloadedStates:
                     slot.put(slot.part.to(device))
 
     def _step_fused(self, *_: Any) -> bool:
-        """Return False: ``FusedAdam`` would keep evicted states alive. The class's step runs."""
+        """Return False so that the class's step runs: ``FusedAdam`` would keep evicted states."""
         return False
 
     def _drop_published(self, batch: Batch) -> None:

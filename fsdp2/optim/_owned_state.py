@@ -75,7 +75,7 @@ class Owned:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state in the owner's optimizer; empty on other ranks."""
+        """The state in the owner's optimizer, or an empty dict on other ranks."""
         kept: dict[str, Any] = {}
         if self.inner is not None and self.whole is not None:
             kept = self.inner.state.get(self.whole, kept)
@@ -96,7 +96,7 @@ class Owned:
         return self.whole.grad
 
     def gradient_cargo(self, wire: torch.dtype | None) -> Cargo:
-        """Return the gradient's cargo, in ``wire`` if that is set and the gradient is floating."""
+        """Return the gradient's cargo. Floating-point gradients are sent in ``wire``, if set."""
         dtype = self.param.dtype if self.param.grad is None else self.param.grad.dtype
         if wire is not None and dtype.is_floating_point:
             dtype = wire

@@ -20,7 +20,7 @@ Member = tuple[Any, list[int]]  # an optimizer, and the indices of its param gro
 
 
 class Several(Wrapped, Optimizer):
-    """Combines members with separate param groups. ``step_together`` steps those on owners."""
+    """Combines members with separate param groups. ``step_together`` steps those with owners."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ def whole(
         cls: a subclass of ``torch.optim.Optimizer``, from torch or another library.
         params: as for ``cls``; sharded, tensor-parallel and plain parameters of any dtype. A param
             group may name another class as ``"cls"`` (such as AdamW for embeddings and vectors);
-            one optimizer then has all classes. Element-wise classes step on local shards.
+            the result then combines the classes. Element-wise classes step on local shards.
         owners: ``"balanced"`` balances the FLOPs of Newton-Schulz steps; a function from a matrix's
             shape to its cost balances this cost. Ties are broken by bytes.
         wire_dtype: the dtype in which floating-point gradients are sent; None: their own.
@@ -825,7 +825,7 @@ def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
                     failed = failed or error
             fleets = [fleet for one in optimizers for fleet in one._fleets]
             grids = {fleet.peers.ranks: fleet.peers.grid for fleet in fleets}
-            in_order = sorted(grids, key=len)  # the largest last: it also reports their failures
+            in_order = sorted(grids, key=len)  # the largest last: it also reports the other errors
             _tell(failed, who, [(grids[ranks], sames.get(ranks, {})) for ranks in in_order])
             for one in optimizers:
                 failed = one._compute() or failed

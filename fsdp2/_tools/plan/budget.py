@@ -31,11 +31,11 @@ AGAIN: dict[str, Any] = {"activation_checkpointing": True}
 MOST = 1 << 16
 """Upper bound of the search for a batch size."""
 LOSS_CHUNKS = 8
-"""Number of chunks of a chunked loss: few enough that each is still a large matrix product."""
+"""Number of chunks of a chunked loss: few enough that each is still a large matmul."""
 LOGITS_SHARE = 0.05
 """A chunked loss is tried if logits are more than this share of the peak."""
 OFFLOADED = " without the optimizer's step on the host"
-"""Note on the time of an offloaded step, which includes the copies between host and device."""
+"""Note on an offloaded step's time. The time includes the copies between host and device."""
 WHOLE = ("optimizer", "gradients")
 """Values of ``shard`` with which parameters stay unsharded during the micro-batches of a step."""
 
@@ -180,7 +180,7 @@ class Search:
 
     def _settings(self) -> Iterator[Suggestion]:
         """Try memory settings. Skip those that use more memory than one that did not fit."""
-        most = -1  # index in MEMORY, which starts with the setting that keeps most
+        most = -1  # index in MEMORY; earlier settings use more memory
         for memory in self._memories():
             place = MEMORY.index(str(memory)) if memory in MEMORY else len(MEMORY)
             if place > most:
@@ -209,7 +209,7 @@ class Search:
                 yield {**AGAIN, "optimizer": self.fused, **own}
 
     def _smaller(self) -> Iterator[Suggestion]:
-        """Find the largest batch that fits, below the plan's own, by bisection from one row."""
+        """Find the largest batch that fits, smaller than the plan's own, by bisection."""
         rows = rows_of(self.batch)
         if rows is None or rows < 2:
             return
@@ -303,7 +303,7 @@ def search_of(
     budget: str | int | None,
     found: Callable[[Suggestion], None] = lambda suggestion: None,
 ) -> Search:
-    """Return the search of ``Plan.suggest``, or raise its errors. Suggestions go to ``found``."""
+    """Return the search for ``Plan.suggest``, or raise its errors. ``found`` gets suggestions."""
     plan.step_for("suggest")
     nbytes = budget_of(plan, "suggest", budget)
     if nbytes is None:

@@ -87,7 +87,7 @@ class Clock:
         return mark
 
     def finish(self) -> None:
-        """End open spans, and wait for the links."""
+        """End open spans, and wait until the links are idle."""
         self._end_compute()
         idle = max(self._free_at.values(), default=0.0)
         self.wait(idle, "links to become idle")

@@ -33,7 +33,7 @@ ALIGNMENT_NBYTES = 16
 CHANNELS = 16
 """Channels per communicator. One kernel spreads an NCCL group call's collectives over them.
 NCCL 2.28's cost model counts a ring's latency once per operation of a channel: ``divUp(operations,
-channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). Its
+channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). NCCL
 logs on 8 GPUs per node list 16 or 24 "coll channels". Not measured.
 Two ranks on one GPU, over sockets with two channels, took one latency for every two pieces."""
 

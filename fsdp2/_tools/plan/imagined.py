@@ -211,7 +211,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def groups_of(model: nn.Module) -> list[ParamGroup]:
-    """Return the groups of a model's units, outermost first. The list is empty if unsharded."""
+    """Return the groups of a model's units, outermost first (an empty list if unsharded)."""
     return [group for unit in units_below(model) for group in unit.own_groups]
 
 

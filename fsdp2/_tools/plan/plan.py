@@ -91,7 +91,7 @@ class Plan(Prediction):
         return replace(found, way_out=f"{way_out.name} fits ({peak})")
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
-        """Return problems of these settings, each with a figure and an improvement.
+        """Return problems with these settings, each with a figure and an improvement.
 
         The gains are predicted with more plans, so this takes as long as several plans.
 
@@ -191,8 +191,8 @@ def plan(
             no units below the root.
         batch: the inputs of one rank's forward: a tensor, a tuple of arguments, or a dict of
             keywords. Only the shapes and dtypes of tensors matter. None: no step is predicted.
-        loss: a function that computes a scalar from the output. None: the ``loss`` of the output,
-            or the sum of the means of its tensors.
+        loss: a function that computes a scalar from the output. None: the output's ``loss``, or the
+            sum of the means of its tensors.
         optimizer: a class or function that creates an optimizer from parameters, such as
             ``torch.optim.AdamW``. The plan includes its state after the first step, and its step on
             the shards of one rank.

@@ -78,7 +78,7 @@ class Template:
             self.model = without_memory(model)
 
     def run(self, setup: Setup, what: str) -> Found:
-        """Return the result of a setup. It is cached for advice, pages and suggestions."""
+        """Return the result of a setup, which is cached for advice, pages and suggestions."""
         key = setup.key()
         if key not in self._known:
             tell(what)

@@ -8,7 +8,7 @@ The layers of a model run the same operations, so planning each layer would repe
 block is a unit without inner units. Its forward is traced, first alone and then with its backward;
 afterwards, an autograd node replaces it. A block runs normally if no node can replace it, because
 it returns its input, stores tensors, changes its attributes, reads other modules' parameters, takes
-or returns values that are neither tensors nor plain values, or differs in form in most copies.
+or returns values that are neither tensors nor plain values, or has many different forms.
 """
 
 from __future__ import annotations
