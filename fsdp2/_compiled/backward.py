@@ -7,23 +7,23 @@ that no graph reduced (``OwedReductions``). Independent of the compiler.
 Activation checkpointing that the compiler did not trace reruns modules in backward, after the
 functional step. It may rerun a unit, one module of a unit with several, a conditional unit whose
 parameters another unit gathers, or any layer or function inside a unit, where there are no hooks.
-All of these *read parameters*. Therefore, after a backward reaches an output of the step and until
-it ends, reading a sharded parameter gathers its group. The registered parameters remain the shards;
-only the recomputation reads unsharded parameters.
+All of these *read parameters*. Therefore, from the time that a backward reaches an output of the
+step until the backward ends, reading a sharded parameter gathers its group. The registered
+parameters remain the shards; only the recomputation reads unsharded parameters.
 
-- Attribute access (``module.weight``) is treated as recomputation. ``parameters()`` may also be
-  called by a hook, which must see shards and may run on only one rank. It therefore returns
-  unsharded parameters only in grad mode or during a unit's call; hooks run outside of both.
+- Attribute access (``module.weight``) is treated as recomputation. A hook may also call
+  ``parameters()``, possibly on only one rank, and must get shards. Therefore ``parameters()``
+  returns unsharded parameters only in grad mode or during a unit's call; hooks run outside of both.
 - A call of a unit gathers all its parameters first and releases them at the end, so that ranks that
   read different parameters issue the same gathers. Parameters read outside of a call are kept until
   another unit's are read or the backward ends. Releasing them early costs only another gather.
-- Autograd records every gather. With reentrant checkpointing, gradients flow through this gather
-  and are reduced and accumulated at the end of the inner backward. Non-reentrant checkpointing uses
-  only its values; gradients flow through the gather of the forward.
+- Autograd records every gather. With reentrant checkpointing, gradients flow through the gather in
+  backward and are reduced and accumulated at the end of the inner backward. Non-reentrant
+  checkpointing uses only the gathered values; gradients flow through the gather in forward.
 - Reentrant checkpointing runs nested backwards, each with its own graph task id. Only the end of
   the outermost one matters: its callback runs then, or is destroyed if that backward fails.
 
-The engine's hooks cannot replace this: they miss the end of the backward and layers inside units.
+The engine's hooks do not suffice: they run neither inside units nor at the end of the backward.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> N
 
 
 class OwedReductions:
-    """At the end of a backward with sync, reduces the accumulated gradients that no graph reduced:
-    those of units that the step did not use, those of a forward without sync whose backward runs
-    with sync, and, if there are graph breaks, all of them."""
+    """At the end of a backward with sync, reduces the accumulated gradients that no graph reduced.
+    They belong to units that the step did not use, or to a forward without sync whose backward runs
+    with sync. With graph breaks, no graph reduces any accumulated gradient."""
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
         self._groups = [group.group for group in groups]
@@ -152,7 +152,7 @@ class FunctionalBackward:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Remove the readers while a step runs inside a backward: compilers inspect the dicts."""
+        """Remove the readers while a step runs inside a backward: compilers inspect the modules."""
         was_open = bool(self._registered)
         self._take_readers_off()
         try:
@@ -243,7 +243,7 @@ class _Place:
         return is_shard and self.group.group.registration.form is FORM_SHARDED
 
     def check(self) -> None:
-        """Raise StateError for recomputation inside summon_full_params: it gets no gradients."""
+        """Raise StateError for recomputation in summon_full_params: gradients would be missing."""
         unit = self.group.mover.unit
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
@@ -261,8 +261,8 @@ class _Place:
 
 
 class _ReadInBackward(dict[str, Any]):
-    """The ``_parameters`` of a module, which contain shards. Reading a parameter gathers it, unless
-    the eager engine or the user has replaced it. ``get`` and ``copy`` do not gather."""
+    """A module's ``_parameters``: a dict of shards. Reading a parameter gathers it, unless the
+    eager engine or the user has replaced it. ``get`` and ``copy`` do not gather."""
 
     def __init__(self, registered: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
         super().__init__(registered)

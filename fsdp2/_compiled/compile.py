@@ -47,7 +47,7 @@ from fsdp2._core.engine.between_steps import rest, units_below
 from fsdp2._core.engine.tree import Runtime
 from fsdp2._core.params.group import ParamGroup
 
-OVERLAPPING = ("inductor", "aot_eager")  # backends whose graphs can be changed before they run
+OVERLAPPING = ("inductor", "aot_eager")  # backends that accept our graph passes
 
 
 def compile(  # noqa: A001  # torch's name for it
@@ -63,12 +63,12 @@ def compile(  # noqa: A001  # torch's name for it
     each unit, and each large child of a root, has one all-gather, another one in backward if it
     reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
     Gradients are stored in ``grad`` as sharded DTensors. Those of forwards without sync accumulate
-    unreduced, as in eager mode. ``model`` itself still runs eagerly; the calls can be mixed.
+    unreduced, as in eager mode. ``model`` itself still runs eagerly; calls of both can be mixed.
 
     Args:
         model: a model on which, or on whose submodules, ``fully_shard`` was called. If it is a
             compiled model, its original model is compiled again.
-        overlap: overlap collectives with compute, as configured by ``set_memory``. None: only with
+        overlap: overlap collectives with compute, as set by ``set_memory``. None does so only with
             the backends ``"inductor"`` and ``"aot_eager"``. False leaves the order to the compiler.
         bucket: False gives each parameter its own collectives, for compilers that do the bucketing.
         torch_compile_kwargs: arguments of ``torch.compile``. The backend ``"eager"`` has no
@@ -188,7 +188,7 @@ class FunctionalStep:
         self.choices = choices
         self._units: list[TracedUnit] = []
         self._ahead: list[TracedUnit] = []  # gathered before the model runs
-        self._several: list[TracedUnit] = []  # units of several modules
+        self._several: list[TracedUnit] = []  # units with several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
         self._agreed: set[int] = set()  # hashes of the sequences of gathers that were compared
@@ -218,7 +218,7 @@ class FunctionalStep:
                 try:
                     self._agree(found, inputs)
                 except StateError as error:
-                    self._refused = error  # torch.compile wraps exceptions of a backend
+                    self._refused = error  # torch.compile wraps a backend's exceptions
                     raise
                 return overlapping(compiler, backend, found, overlap)(graph, inputs)
 
@@ -229,8 +229,8 @@ class FunctionalStep:
         self._switches = torch_compiler.switches_of_steps()
 
     def _agree(self, found: Sequence[Gathered], inputs: Sequence[Any]) -> None:
-        """Compare a graph's sequence of gathers with those of the other ranks. If they differ, all
-        ranks raise StateError. Collective for a new sequence: [Note: graphs that differ]."""
+        """Compare a graph's sequence of gathers across ranks. If they differ, all ranks raise
+        StateError. Collective if the sequence is new. See [Note: graphs that differ]."""
         traced = [group for unit in self._units for group in unit.groups]
         groups = [group.group for group in traced]
         if not found or not groups:
@@ -252,10 +252,10 @@ class FunctionalStep:
         if told is None:
             raise StateError(
                 "FS801",
-                f"{self._units[0].unit.fqn or '<root>'}: ranks compiled different graphs: they "
-                "would gather different parameters, or in a different order. Make all ranks take "
-                "the same branches and use the same units in the same order, or run the original "
-                "model, which checks every collective and reports the one that differs.",
+                f"{self._units[0].unit.fqn or '<root>'}: ranks compiled different graphs, which "
+                "gather different parameters, or the same ones in a different order. Make all "
+                "ranks take the same branches and use the same units in the same order, or run the "
+                "original model, which checks every collective and reports the one that differs.",
             )
         self._agreed.add(number)
 
@@ -279,7 +279,7 @@ class FunctionalStep:
             return self._run(args, kwargs)
 
     def _watch(self, output: Any) -> None:
-        """Register hooks on the output's backward, for the work outside of graphs."""
+        """Register backward hooks on the output, for the work that is done outside of graphs."""
         groups = [group for unit in self._units for group in unit.groups]
         owed = [g for g in groups if g.group.reducer.unreduced.is_owed or not g.syncs]
         if owed and torch.is_grad_enabled():
@@ -316,7 +316,7 @@ class FunctionalStep:
                 unit.put_parameters_back()
 
     def _begin(self) -> None:
-        """Reshard every unit and apply changes since the last step. Raise if a step cannot run."""
+        """Reshard all units, and apply changes since the last step. Raise if a step cannot run."""
         for runtime in self._runtimes:
             runtime.recover_if_failed()
             if runtime.context.phase is not IDLE:
@@ -334,7 +334,7 @@ class FunctionalStep:
             if owner is not None and owner not in inside:
                 raise StateError(
                     "FS305",
-                    f"{unit.unit.fqn}: is conditional, but was compiled without its enclosing "
+                    f"{unit.unit.fqn} is conditional, but was compiled without its enclosing "
                     "module, which gathers its parameters. Compile the enclosing module, or apply "
                     "fully_shard to this module without conditional.",
                 )
@@ -426,7 +426,7 @@ def check_group(group: ParamGroup, name: str) -> None:
     if found is not None:
         raise UnsupportedError(
             "FS802",
-            f"{name or '<root>'}: cannot be compiled as a whole, because {found}. Call compile() "
+            f"{name or '<root>'} cannot be compiled as a whole, because {found}. Call compile() "
             "on the blocks instead: fsdp2's hooks then run eagerly around them.",
         )
 
@@ -466,7 +466,7 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
 def overlapping(
     compiler: Callable[..., Any], backend: Any, found: Sequence[Gathered], overlap: bool
 ) -> Callable[..., Any]:
-    """Return the compiler with our passes added, for a graph with these gathers."""
+    """Return the compiler with our passes added, or unchanged if they do not apply."""
     if not found or backend not in OVERLAPPING:
         return compiler
     change = Overlapped(plans[found[0].key].overlap) if overlap else None

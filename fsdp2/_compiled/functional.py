@@ -7,21 +7,21 @@ parameters are unsharded (``TracedUnit``). Independent of the compiler.
 During a functional step, no sharded parameter is registered on a module. Units are gathered into
 *new* tensors, which are registered, used and released. If the whole model is one graph, all units
 are gathered before the model runs (a pass moves each gather to its first use); otherwise each unit
-is gathered when it is called. A step uses no streams, freed storages or unit states, but only the
-operations in ``_compiled.ops``, so it may be partly traced and partly eager. The compiler derives
-lifetimes from uses. To reshard after forward, ``unshard`` is recomputed in backward.
+is gathered when it is called. A step uses only the operations in ``_compiled.ops``, not streams,
+freed storages or unit states, so it may be partly traced and partly eager. The compiler frees
+tensors after their last use. To reshard after forward, ``unshard`` is recomputed in backward.
 
 [Note: gradients that wait]
 Without sync, the graph returns unreduced gradients, which are stored as in eager mode. If the whole
 model is one graph, the next forward with sync that autograd records *claims* them: its backward
-adds them to its own gradients and reduces the sum. The autograd graph owns the claim: if it is
-freed without a backward, the gradients are stored again. Gradients that are not claimed, or belong
-to unused units, are reduced at the end of a backward with sync (``OwedReductions``).
+adds them to its own gradients and reduces the sum. The claim belongs to that forward's autograd
+graph: if the graph is freed without a backward, the gradients are stored again. Gradients that are
+unclaimed or belong to unused units are reduced when a backward with sync ends (``OwedReductions``).
 
 [Note: recorded as the step is]
 A unit's parameters may be gathered in no-grad mode but used in grad mode: if a unit has several
 modules, the first may run under ``no_grad`` or reentrant checkpointing, and the second normally. So
-autograd records a gather if it records the step, regardless of the grad mode of the module.
+autograd records a gather if it records the step, regardless of the module's grad mode.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Stored gradients that a forward claims: its backward reduces them, or they are given back."""
+    """Stored gradients that a forward claims. If its backward does not run, they are given back."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -73,9 +73,9 @@ class Claim:
         if self.give_back.detach() is None:
             raise StateError(
                 "FS807",
-                f"{fqn or '<root>'}: a second backward ran through the same compiled forward. The "
-                "first one already reduced the gradients accumulated without sync, which would be "
-                "counted twice. Run the forward again instead of using retain_graph=True.",
+                f"{fqn or '<root>'}: a second backward ran through the same compiled forward. It "
+                "would count the gradients accumulated without sync twice, because the first one "
+                "already reduced them. Run the forward again instead of using retain_graph=True.",
             )
 
 
@@ -123,9 +123,9 @@ class _Sinks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """Sets the gradients of one forward. A graph may return the same tensor as two gradients, or a
-    tensor that the user passed to backward; a parameter's ``grad`` must not alias either. Therefore
-    a tensor is copied if no collective produced it or if it was already delivered."""
+    """Sets the gradients of one forward. A graph may return one tensor as two gradients, or return
+    a tensor that the user passed to backward; a parameter's ``grad`` must not alias such a tensor.
+    Therefore a tensor is copied if no collective produced it or if it was already delivered."""
 
     group: ParamGroup
     key: str  # key of the plan that computed the gradients
@@ -136,7 +136,7 @@ class Delivery:
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Set the gradients of the sharded parameters; without sync, store them unreduced. Raise
-        StateError if ``requires_grad`` changed since the forward, or as ``Claim.settle`` does."""
+        StateError if ``requires_grad`` changed since the forward, or from ``Claim.settle``."""
         plan, group = plans[self.key], self.group
         *given, missing = grads
         params = [group.params[index] for index in plan.members]
@@ -179,7 +179,7 @@ class Delivery:
 
 
 def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
-    """Return a local gradient as it is stored: a DTensor if the unsharded parameter is one."""
+    """Convert a local gradient for storage: to a DTensor if the unsharded parameter is one."""
     if not _waits(param):
         grad = grad.clone(memory_format=torch.contiguous_format)
     spec = param.placement.unsharded_spec(grad.dtype)
@@ -214,10 +214,10 @@ class TracedGroup:
         self.flats: list[Tensor] = []
         self.sinks: list[Tensor] = []
         self.added: list[Tensor] = []
-        self.claim: Claim | None = None  # set during the forward; afterwards only the graph has it
+        self.claim: Claim | None = None  # set during the forward, then owned by the graph
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
-        self.again: tuple[Tensor, ...] | None = None  # parameters that a backward unsharded again
+        self.again: tuple[Tensor, ...] | None = None  # parameters gathered again in backward
         self._leaf = _leaf_on(group.residence.compute)
         self._made_for: tuple[Any, ...] = ()  # compared by identity
 
@@ -229,9 +229,9 @@ class TracedGroup:
         joins: bool,
         delivered: set[int],
     ) -> None:
-        """Apply changes since the last step to dtypes, ``requires_grad``, settings and buffers.
-        ``joins``: whether the graph reduces stored gradients. Raise StateError if some of them
-        still need an all-reduce over replicas."""
+        """Apply all changes of dtypes, ``requires_grad``, settings and buffers since the last step.
+        ``joins``: whether the graph reduces stored gradients. Raise StateError if a stored gradient
+        still needs an all-reduce over replicas."""
         group, reducer = self.group, self.group.reducer
         buffer = group.buffers.home
         assert buffer is not None  # set by ``inspect``
@@ -239,7 +239,7 @@ class TracedGroup:
             raise StateError(
                 "FS808",
                 f"{group.fqn or '<root>'}: some gradients still need an all-reduce over replicas, "
-                "which a compiled step cannot do. Run the backward that all-reduces them "
+                "which compiled steps do not support. Run the backward that all-reduces them "
                 "(set_requires_all_reduce) on the original model, or call reset_iter_state().",
             )
         reduction, settings = reducer.prepare(group.settings), group.settings
@@ -315,7 +315,7 @@ class TracedGroup:
             ),
             grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in self.params if p.trainable),
             counts_used=not settings.reduce_unused,
-            # the two settings for parts of roots do not apply to graphs
+            # graphs ignore these two settings, which affect the separate parts of a root
             overlap=replace(settings.overlap, keeps_parts=False, synchronizes=False),
             bucketed=self.mover.bucketed,
             syncs=syncs,
@@ -323,7 +323,7 @@ class TracedGroup:
         )
 
     def let_go(self) -> None:
-        """Drop the references to a completed forward; its graph holds its own."""
+        """Drop the references to a completed forward's tensors; the autograd graph has its own."""
         self.sinks, self.added, self.claim = [], [], None
 
     def abandon(self) -> None:
@@ -358,12 +358,12 @@ class TracedGroup:
 
 @torch.inference_mode(False)
 def _leaf_on(device: torch.device) -> Tensor:
-    """Create the leaf from which sinks are computed, so that they require gradients."""
+    """Create the leaf from which sinks are computed, so that sinks require grad."""
     return torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
-    """Return the dtype for gradient sums over the parameter's own axes if wider than compute's."""
+    """Return the dtype of gradient sums over a parameter's own axes, or None for compute's."""
     dtype = param.accumulated_dtype
     if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None
@@ -377,7 +377,7 @@ def _wrap(tensor: Tensor, spec: Any) -> Tensor:
 
 
 def _name_of(axis: Any) -> str:
-    """Return the name of a process group in functional collectives; empty for one rank."""
+    """Return an axis's group name for functional collectives, or an empty string for one rank."""
     return "" if axis.size == 1 else axis.pg.group_name
 
 
@@ -397,7 +397,7 @@ class TracedUnit:
         self.output_dtype: torch.dtype | None = None
 
     def begin(self, joins: bool, delivered: set[int]) -> None:
-        """Prepare a step, in which modules have unsharded instead of sharded parameters."""
+        """Prepare a step, during which modules have unsharded instead of sharded parameters."""
         if self._made_of != self.unit.groups:
             self._made_of = list(self.unit.groups)
             self._forwards.clear()  # cached forwards contain a snapshot of the groups' slots
@@ -461,12 +461,12 @@ class TracedUnit:
         for group in self.groups:
             wholes = group.wholes()
             for module, name, index in group.slots:
-                module._parameters[name] = wholes[index]  # type: ignore[assignment]  # no leaf
+                module._parameters[name] = wholes[index]  # type: ignore[assignment]  # not a leaf
 
     def compute(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a module of a gathered unit, with the casts of its policy."""
+        """Run a module of a gathered unit, with the casts that the unit's policy specifies."""
         loan = Loan(lambda t: _cast(t, self.input_dtype))
         if self.input_dtype is not None or self.output_dtype is not None:
             args = tuple([loan.exchange(arg) for arg in args])

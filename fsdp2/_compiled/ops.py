@@ -5,12 +5,12 @@ decompose them into functional collectives; outside of a graph they run eagerly.
 groups, units and modules.
 
 [Note: the gradient of unshard]
-``unshard`` takes views of the group's shard buffer, which do not require gradients, and *sinks*:
+``unshard`` takes views of the group's shard buffer, which do not require grad, and *sinks*:
 expanded zeros, one with the shape of each reduced piece. Forward ignores the sinks; their gradients
-are defined to be the reduced pieces. This keeps DTensors and meshes out of the graph. An additional
-sink has no elements. It gets a gradient if a parameter had none when the graph was traced (also if
-the graph was loaded from a cache). In that case the counts are read, to find the parameters that
-had a gradient on at least one rank.
+are defined to be the reduced pieces. This keeps DTensors and meshes out of the graph. An extra,
+empty sink gets a gradient if some parameter had none when the graph was traced (even if the graph
+was later loaded from a cache). In that case the counts are read, to find the parameters that had a
+gradient on at least one rank.
 
 [Note: operations, not functions]
 Caches of compiled graphs accept custom operations with a CompositeImplicitAutograd kernel, but not
@@ -44,12 +44,12 @@ _library.define("outer_gather(str key, Tensor[] flats) -> Tensor[]")
 unshard = torch.ops.fsdp2.unshard
 """Return the unsharded parameters of a group, without the DTensor wrappers for their own axes.
 
-Args: ``sinks``, which receive the reduced gradients (empty: no gradients are needed); ``waiting``,
+Args: ``sinks``, which receive the reduced gradients (empty if none are needed); ``waiting``,
 the result of ``outer_gather``, if the group reshards to a smaller mesh; ``added``, the unreduced
 gradients of the members that have one; ``flats``, one tensor for each segment of the layout."""
 
 outer_gather = torch.ops.fsdp2.outer_gather
-"""Gather this rank's rows of each piece, flat, which are kept between forward and backward."""
+"""Gather the rows of each piece that this rank keeps from forward to backward, as flat tensors."""
 
 
 def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -106,7 +106,7 @@ class _Unshard(torch.autograd.Function):
         plan: TracedPlan = ctx.plan
         pairs = zip(plan.trainable, grads, strict=True)
         found = [grad for is_trained, grad in pairs if is_trained]
-        # after the first backward, access raises even if no tensors were saved
+        # after the first backward, reading saved_tensors raises even if none were saved
         added = ctx.saved_tensors if plan.added else ()
         given = reduce(plan, found, added)
         return None, None, *given, *(None,) * (ctx.inputs - len(given))
@@ -235,8 +235,8 @@ def _with_stride(flat: Tensor, shard: ShardLayout) -> Tensor:
 def reduce(
     plan: TracedPlan, grads: Sequence[Tensor | None], added: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Reduce the members' local gradients. Return one row per piece, and the gradient of the sink
-    for missing gradients. Without sync, return the local gradients, or None, instead of rows."""
+    """Reduce the members' local gradients. Return one row per piece, and the gradient of the empty
+    sink. Without sync, return the local gradients (None if missing) instead of rows."""
     like = next(grad for grad in grads if grad is not None)
     missing = [like.new_empty(0, dtype=plan.reduction.dtype) if None in grads else None]
     dense = [_in_its_dtype(grad, plan, place) for place, grad in enumerate(grads)]
@@ -252,7 +252,7 @@ def reduce(
 
 
 def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor | None:
-    """Return a gradient in the dtype of a single eager backward."""
+    """Return a dense gradient in the dtype that one eager backward would give it."""
     if grad is None:
         return None
     dense = grad if grad.layout is torch.strided else grad.to_dense()
@@ -283,7 +283,7 @@ def _pack(
 def _column(
     grad: Tensor | None, plan: TracedPlan, piece: ReducePiece, position: int, like: Tensor
 ) -> Tensor:
-    """Return the data of one member that this rank sends to each rank, ``[W, width]``."""
+    """Return the data that this rank sends to each rank for one member, ``[W, width]``."""
     layout = piece.layout
     shard, size = layout.shards[position], layout.size
     if grad is None:
@@ -304,7 +304,7 @@ def _column(
 def _counts(
     present: list[bool], plan: TracedPlan, like: Tensor, extra: Tensor | None
 ) -> list[Tensor]:
-    """Return per-member counts in columns ``[W, n]``. Add ``extra`` if a gradient exists."""
+    """Return the members' counts as columns ``[W, n]``, plus ``extra`` where a gradient exists."""
     columns = []
     for flag, run in itertools.groupby(present):
         count = like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduction.dtype)
@@ -313,9 +313,9 @@ def _counts(
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Return zero (False), computed from a gradient, unless its first element is NaN. A compiler
-    would move the collective of constant counts to forward and merge those of equal groups, which
-    inductor's own bucketing does not support. (A product with 0 would be folded.)"""
+    """Return zero (False), computed from a gradient, unless its first element is NaN. If counts
+    were constant, a compiler would move their collective to forward and merge it with an equal
+    group's, which inductor's bucketing does not support. (It would fold a product with 0.)"""
     return like.reshape(-1)[:1].isnan().any()
 
 

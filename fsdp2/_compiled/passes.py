@@ -5,14 +5,14 @@ Owns passes over graphs with functional collectives, independent of groups and p
 ``Overlapped`` overlaps collectives with compute in the forward and backward graphs.
 
 [Note: overlap in a graph]
-A graph runs its nodes in order, and as traced, every collective is followed by its wait. The pass
-keeps the order of compute nodes and moves other nodes. Waits, and views of a collective's result,
-move to their first use. An all-gather starts at the first use of the one ``prefetch`` positions
-before it, and overlaps with the compute in between, at the cost of ``prefetch`` more unsharded
-units. The wait for a reduction moves to the first use of its result or to the start of the one
-``reductions`` positions later, whichever comes first; its input is kept until then. An all-reduce
-over replicas starts at that wait; its own wait follows the same number of reductions later, and
-then the gradient is processed. The memory setting sets both numbers; with 0 there is no overlap.
+A graph runs its nodes in order. As traced, every collective is followed by its wait. The pass keeps
+the order of compute nodes and moves other nodes. Waits, and views of a collective's result, move to
+their first use. An all-gather starts at the first use of the all-gather ``prefetch`` positions
+earlier, and overlaps with the compute in between; this keeps ``prefetch`` more units unsharded. The
+wait for a reduction, which frees its input, moves to the first use of its result or to the start of
+the reduction ``reductions`` positions later, whichever comes first. An all-reduce over replicas
+starts at that wait. Its own wait comes ``reductions`` reductions later, and then the gradient is
+processed. The memory setting determines both numbers; 0 disables overlap.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gathered:
     """A gather in a traced graph."""
 
     key: str  # key of the gather's plan
-    place: int | None  # index of its graph input; None in a nested graph
+    place: int | None  # index of the graph input that it gathers; None in a nested graph
 
 
 def place_gathers(graph: GraphModule) -> list[Gathered]:
@@ -83,7 +83,7 @@ def _sink(graph: Graph) -> None:
 
 
 def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
-    """Map each node that turns grad mode off to the held nodes used before the next switch: a
+    """Map each node that turns grad mode off to the ``held`` nodes used before the next switch. A
     gather that autograd records must not move into a range where grad mode is off."""
     used: dict[Node, list[Node]] = {}
     switch: Node | None = None
@@ -148,7 +148,7 @@ def _emit(graph: Graph, order: Order) -> None:
 class SeenThrough:
     """A pass over the joint graph of forward and backward, after which no region returns views of
     its inputs. If a region saved a view of a weight for its backward, the partitioner would keep
-    the unsharded weight. The pass recreates the view outside of the region, from its input."""
+    the unsharded weight. The pass recreates the view outside of the region, from the input."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
@@ -203,7 +203,7 @@ class Found:
 
     gathers: list[Node] = field(default_factory=list)
     reductions: list[Node] = field(default_factory=list)
-    of: dict[Node, Node] = field(default_factory=dict)  # the collective of a wait or later node
+    of: dict[Node, Node] = field(default_factory=dict)  # the collective that a node depends on
     free: set[Node] = field(default_factory=set)  # nodes computed from inputs only
     gathered: set[Node] = field(default_factory=set)  # gathers; views and copies of their results
     reduced: set[Node] = field(default_factory=set)  # nodes computed from reductions only
@@ -222,7 +222,7 @@ def find(nodes: Iterable[Node]) -> Found:
         if node.op != "call_function" or torch_compiler.has_effects(node):
             continue
         one = next((of[needed] for needed in inputs if needed in of), None)
-        # A gather of gathered values stays in place: an early start would wait for the first one.
+        # A gather of gathered values stays in place: if started early, it would wait for the other.
         if kind == "all_gather_into_tensor" and _all_in(inputs, free):
             found.gathers.append(node)
             of[node] = node
@@ -324,7 +324,7 @@ _MOVES = (
 
 
 def _moves_only(node: Node, kind: str) -> bool:
-    """Return True if a node computes nothing: a wait, a view, a copy, a cast."""
+    """Return True if a node does no arithmetic: a wait, a view, a copy, or a cast."""
     is_trivial = kind == "wait_tensor" or node.target is operator.getitem
     return is_trivial or torch_compiler.operation_of(node) in _MOVES
 

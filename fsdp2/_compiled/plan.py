@@ -1,6 +1,6 @@
 """The collectives of a group in a graph, and the layouts of their payloads.
 
-Owns ``TracedPlan`` and the names by which graphs refer to plans. Independent of tensors, groups and
+Owns ``TracedPlan`` and the keys by which graphs refer to plans. Independent of tensors, groups and
 units.
 
 Legend: W = ranks of the shard axis; a *piece* is the payload of one collective. A large parameter
@@ -22,12 +22,12 @@ from fsdp2._core.base.capabilities import ROW_NBYTES, capabilities
 from fsdp2._core.base.policy import Overlap
 from fsdp2._core.params.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
 
-# Hash of this folder, so that a cache does not reuse graphs compiled by another version.
+# Hash of this folder, so that a cache does not reuse graphs compiled by another version of fsdp2.
 SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
 # On a CPU, a parameter is small if it is below both the zero-copy size and 1/SMALL_SHARE of its
-# group, to save copies. On a device, only the zero-copy size matters, to save launches.
+# group, because copies are slow. On a device only the former applies, because launches are slow.
 SMALL_SHARE = 32
 
 
@@ -47,8 +47,8 @@ class GatherPiece:
     dtype: torch.dtype
     runs: tuple[Run, ...]
     indices: tuple[int, ...]  # indices of the piece's items
-    gap: int  # trailing elements that pad a row
-    coded: GatherItem | None = None  # the only parameter, if it is sent encoded, as bytes
+    gap: int  # number of trailing elements that pad a row
+    coded: GatherItem | None = None  # the piece's only parameter, if it is sent encoded as bytes
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -59,11 +59,11 @@ class GatherPiece:
 
 @dataclass(frozen=True)
 class ReducePiece:
-    """Payload of one reduce-scatter: gradients of members."""
+    """Payload of one reduce-scatter: gradients of *members*, a group's trainable parameters."""
 
     layout: ReduceLayout
     positions: tuple[int, ...]  # the members' positions among all members
-    counts: int  # trailing elements, one per member: the number of ranks that had its gradient
+    counts: int  # trailing elements, one per member, that count the ranks with its gradient
 
     @cached_property
     def numel(self) -> int:
@@ -76,21 +76,21 @@ class Neighbours:
 
     size: int
     rank: int
-    outer_group: str  # ranks that keep the same part; empty: gather over the shard axis instead
+    outer_group: str  # ranks that keep the same rows; empty: gather over the shard axis instead
     inner_group: str
 
 
 @dataclass(frozen=True)
 class Joining:
     dtype: torch.dtype
-    wire_dtype: torch.dtype  # if not ``dtype``: exchange rows in this dtype, sum in ``dtype``
-    scale: tuple[float, float]  # factors before and after
+    wire_dtype: torch.dtype  # the dtype of exchanged rows; they are summed in ``dtype``
+    scale: tuple[float, float]  # factors before and after the reduction
     op: str
 
 
 @dataclass(frozen=True)
 class TracedPlan:
-    """The description of a group for the functions of ``ops``. Equal plans have equal keys."""
+    """Describes a group to the functions in ``ops``. Equal plans have equal keys."""
 
     layout: GatherLayout
     rank: int
@@ -99,9 +99,9 @@ class TracedPlan:
     replicate_group: str
     neighbours: Neighbours | None
     recompute: bool
-    trainable: tuple[bool, ...]  # per parameter; the layout may have a tail after them
-    # Per parameter: a dtype wider than its compute dtype, or None. The parameter is returned in it,
-    # so that autograd sums its gradient in it over the parameter's own axes, before the reduction.
+    trainable: tuple[bool, ...]  # per parameter; the layout may have a tail after the parameters
+    # Per parameter: a dtype wider than its compute dtype, or None. ``unshard`` returns parameters
+    # in this dtype, so autograd also uses it to sum gradients over the parameters' own axes.
     widened: tuple[torch.dtype | None, ...]
     reduction: Joining
     grad_dtypes: tuple[torch.dtype, ...]  # per member, as after one backward in eager mode
@@ -133,7 +133,7 @@ class TracedPlan:
 
     @cached_property
     def sinks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shapes and dtypes of the sinks: rows (without sync: full gradients), and an empty one."""
+        """Shapes and dtypes of the sinks: one per piece, or per member without sync; one empty."""
         rows = [((piece.numel,), self.reduction.dtype) for piece in self.reduces]
         pairs = zip(self.shards, self.grad_dtypes, strict=True)
         wholes = [(shard.shape, dtype) for shard, dtype in pairs]
@@ -200,7 +200,7 @@ class TracedPlan:
 
     @property
     def _row_nbytes(self) -> int:
-        """Alignment of a row in bytes, as in eager mode; 1 on a host."""
+        """Alignment of a row in bytes, as in eager mode, or 1 on a host."""
         return 1 if capabilities(torch.device(self.device)).is_host else ROW_NBYTES
 
     def _goes_alone(self, item: GatherItem, least: int) -> bool:
@@ -238,9 +238,9 @@ _keys: dict[TracedPlan, str] = {}
 
 
 def key_of(plan: TracedPlan) -> str:
-    """Return the key by which graphs refer to a plan: a string, which compilers never make dynamic.
-    It is a hash of the plan's contents, so equal units and restored settings share a key, and an
-    on-disk cache never finds a different plan for it."""
+    """Return the key by which graphs refer to a plan. It is a string, because compilers never make
+    strings dynamic. It is a hash of the plan's contents, so equal units share a key, restored
+    settings restore the key, and an on-disk cache never maps the key to a different plan."""
     if plan not in _keys:
         _keys[plan] = hashlib.sha256(f"{SOURCE} {plan}".encode()).hexdigest()[:16]
         plans[_keys[plan]] = plan

@@ -1,6 +1,6 @@
 """Optimizer states stored in blocks of elements: low-bit codes with one scale per block.
 
-In checkpoint form they are tensors over the full parameter, sharded like its rows. No block may be
+In checkpoints, they are tensors for the full parameter, sharded like its rows. A block must not be
 split across ranks.
 
 [Note: states in blocks]
@@ -9,9 +9,9 @@ Libraries store such states as plain tensors whose lengths differ from the param
 layout, so we probe it: a step on zeros of a shard's shape, with the options of its param group,
 creates the states of a shard. Each plain tensor among them, or inside a wrapper, has one element
 per ``block`` elements of the flattened parameter. ``block`` must be the same for all shard sizes,
-so each rank can compute the other ranks' layouts without communication. Tables that decode codes
-(``qmap``) are not saved: the class creates them together with the states. To load states, a step on
-zeros allocates them, and the loaded values are copied in.
+so that each rank can compute the other ranks' layouts without communication. Tables for decoding
+(``qmap``) are not saved: the class creates them together with the states. Loading runs a step on
+zeros, which allocates the states, and copies the loaded values into them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Lines:
 
     @staticmethod
     def of(param: DTensor) -> Lines | None:
-        """Return a parameter's distribution; None unless it is sharded by rows over one axis."""
+        """Return a parameter's distribution, or None unless one axis shards it by rows."""
         cuts = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
         if len(cuts) != 1 or not torch_dtensor.shards_dim(cuts[0][1], 0):
             return None
@@ -68,7 +68,7 @@ class Lines:
         return Lines(axis, size, place, math.prod(param.shape[1:]), rows)
 
     def ends(self, block: int) -> tuple[int, ...] | None:
-        """Return the end of each rank's part, in blocks; None if any block is split."""
+        """Return the end of each rank's part, in blocks, or None if any block is split."""
         if any(start * self.row_numel % block for start, count in self.rows if count):
             return None
         counts = [-(-count * self.row_numel // block) for _, count in self.rows]
@@ -110,7 +110,7 @@ def plain_parts(entry: State) -> dict[str, Tensor]:
 
 
 def _block_of(numel: int, count: int) -> int | None:
-    """Return the number of shard elements per state element; None if it is not constant."""
+    """Return the number of shard elements per state element, or None if it is not constant."""
     if not count or count > numel:
         return None
     if numel % count == 0:
@@ -122,7 +122,7 @@ def _block_of(numel: int, count: int) -> int | None:
 
 
 class StatesInBlocks:
-    """A class's states for the shards of one parameter; ``parts`` are those of non-empty shards."""
+    """A class's states for one parameter. ``parts``: the plain tensors of a non-empty shard."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class StatesInBlocks:
 
     @staticmethod
     def of(fqn: str, param: DTensor, probe: Probe) -> StatesInBlocks | None:
-        """Probe the class. Return None for plain states, raise UnsupportedError if incompatible."""
+        """Probe the class. Return None for plain states; raise UnsupportedError for bad layouts."""
         lines = Lines.of(param)
         if lines is None:
             return None
@@ -153,7 +153,7 @@ class StatesInBlocks:
             for name, part in plain_parts(entry).items():
                 block = _block_of(numel, part.numel())
                 if block is None:
-                    raise _refused(fqn, f"{name} has {part.numel()} elements, the shard {numel}")
+                    raise _refused(fqn, f"{name} has {part.numel()} elements; a shard has {numel}")
                 is_plain = is_plain and block == 1 and name in entry
                 parts[name] = Part(block, part.dtype)
             found[numel] = parts
@@ -172,11 +172,11 @@ class StatesInBlocks:
         kept = found[max(found)]
         for name, one in kept.items():
             if lines.ends(one.block) is None:
-                raise _refused(fqn, f"shards split the blocks of {one.block} elements of {name}")
+                raise _refused(fqn, f"shards split {name}'s blocks of {one.block} elements")
         return StatesInBlocks(fqn, param, lines, kept)
 
     def placed(self, name: str, local: Tensor | None) -> DTensor:
-        """Return a part as a tensor over the full parameter; None allocates this rank's share."""
+        """Return a part as a DTensor for the full parameter. Without ``local``, allocate it."""
         part, param, lines = self.parts[name], self.param, self.lines
         shape, own = tuple(param.shape), torch_dtensor.local_tensor(param)
         placements: list[Placement] = list(param.placements)

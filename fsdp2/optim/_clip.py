@@ -43,14 +43,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm.
 
-    The norm is that of all unsharded gradients as one vector, before scaling. An element on several
-    ranks (a replicate axis, an unsharded parameter under tensor parallelism) counts once, and so
+    The norm is computed over all unsharded gradients as one vector, before scaling. An element on
+    several ranks (on a replicate axis, or unsharded under tensor parallelism) counts once, and so
     does a parameter that is passed twice. Plain parameters are assumed to have the same gradient on
-    every rank. Parameters whose ``grad`` is None contribute nothing.
+    every rank. Parameters whose ``grad`` is None do not contribute.
 
     Only local norms are communicated: one all-gather per process group over which a parameter is
-    split. Collective: every rank passes the same parameters in the same order, but ranks may have
-    gradients for different parameters.
+    split. Collective: every rank must pass the same parameters in the same order, but ranks may
+    have gradients for different parameters.
 
     Args:
         parameters: a tensor, or an iterable (which may be a generator) of plain parameters and of
@@ -58,14 +58,14 @@ def clip_grad_norm_(
         norm_type: any number; ``inf`` is the largest magnitude, ``-inf`` the smallest, 0 the number
             of nonzero elements.
         error_if_nonfinite: raise if the total is NaN or infinite, instead of scaling by it.
-        foreach: False: one kernel per gradient. None and True: one kernel for many gradients.
+        foreach: False runs one kernel per gradient; None and True run one kernel for many.
 
     Returns:
-        A plain 0-dim tensor, the same on every rank, on the device of the first gradient; float32,
-        or float64 if any parameter has 64-bit floats.
+        A plain 0-dim tensor, equal on all ranks, on the device of the first gradient. Its dtype is
+        float32, or float64 if any parameter has 64-bit floats.
 
     Raises:
-        ConfigError: not tensors; a negative ``max_norm``; NaN.
+        ConfigError: a parameter that is not a tensor; a negative ``max_norm``; a NaN argument.
         StateError: the total is not finite and ``error_if_nonfinite`` is set; gradients are
             unchanged.
 
@@ -127,7 +127,7 @@ def _total(
     loop: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return the norm of all ranks' local tensors, each split over its key's process groups."""
+    """Return the norm of all ranks' tensors. ``parts``' keys are the groups that split them."""
     norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
     _join_over_ranks(norms, order)
     if not norms:
@@ -146,7 +146,7 @@ def _exact_total(
     if order not in (1.0, 2.0):
         if math.isinf(order) or order == 0:  # magnitudes and counts are exact in any order
             return _total(parts, order, torch.float64, loop, device).to(dtype)
-        hint = "Pass one of these, or end it with reproducible(model, None)."
+        hint = "Pass one of these, or call reproducible(model, None) first."
         expected = "0, 1, 2, inf or -inf while a model is reproducible"
         raise wrong_value("clip_grad_norm_", "norm_type", expected, order, hint)
     largest = _total(parts, math.inf, torch.float64, loop, device)
@@ -159,7 +159,7 @@ def _exact_total(
 
 
 def _join_over_ranks(norms: dict[Spread, Tensor], order: float) -> None:
-    """Combine all ranks' values in place, over each process group of their spread."""
+    """Combine all ranks' values, in place, over each process group in the values' keys."""
     for group in dict.fromkeys(group for spread in norms for group in spread):
         mine = [spread for spread in norms if group in spread]
         with carrying():
@@ -179,8 +179,8 @@ def _unique(parameters: object) -> list[Tensor]:
         if not issubclass(kind, Tensor):
             raise ConfigTypeError(
                 "FS101",
-                f"clip_grad_norm_: expected parameters to be {expected}, found one of class "
-                f"{kind.__name__} in it. {hint}",
+                f"clip_grad_norm_: expected parameters to be {expected}, found an element of class "
+                f"{kind.__name__}. {hint}",
             )
     return list(unique.values())
 

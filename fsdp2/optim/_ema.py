@@ -44,8 +44,8 @@ class EMA:
     Args:
         model: fully, partly or not sharded; materialised.
         decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first).
-        dtype: of the averages of floating-point values; by default each value's own. Use
-            ``torch.float32`` for bf16 parameters: their averages lose small updates otherwise.
+        dtype: dtype of the averages of floating-point values; by default each value's own. For bf16
+            parameters, use ``torch.float32``: bf16 averages lose small updates.
         include_buffers: average floating-point buffers, and copy other buffers.
 
     Integers, booleans and 8-bit floats are copied, not averaged.
@@ -85,7 +85,7 @@ class EMA:
                 self._averages[name] = self._like(value)
 
     def _values(self) -> dict[str, Tensor]:
-        """Return the averaged tensors as registered between steps; StateError during a step."""
+        """Return the tensors to average, as registered between steps. StateError in a step."""
         units = units_in(self.model, recurse=True)
         for unit in units:
             reshard_if_idle(unit)
@@ -112,8 +112,8 @@ class EMA:
         if self._is_swapped:
             raise StateError(
                 "FS706",
-                "EMA.update: called inside swapped(), where the parameters are the averages. Exit "
-                "the context first.",
+                "EMA.update was called inside swapped(), where the parameters are the averages. "
+                "Exit the context first.",
             )
         wait_for_copies()
         decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
@@ -153,21 +153,21 @@ class EMA:
             raise StateError(
                 "FS707",
                 f"EMA: {what} differ from the averages: missing {missing}, unexpected {more}. "
-                "Create the EMA from the model of these averages.",
+                "Create the EMA from the model that was averaged.",
             )
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Replace the parameters' values with the averages inside the context, to evaluate or save.
 
-        Each rank keeps a copy of its shards meanwhile. On exit the values are restored; writes made
-        inside are lost.
+        Meanwhile, each rank keeps a copy of its shards. On exit, the values are restored, so writes
+        made in the context are lost.
 
         Raises:
             StateError: as ``update``.
         """
         if self._is_swapped:
-            raise StateError("FS706", "EMA.swapped: is already entered. Exit it first.")
+            raise StateError("FS706", "EMA.swapped was entered twice. Exit the context first.")
         with torch.no_grad():
             pairs = self._pairs()
             kept = [value.clone() for _, value in pairs]

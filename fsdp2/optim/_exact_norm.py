@@ -1,4 +1,4 @@
-"""Norms that do not depend on how gradients are sharded, from order-independent integer sums.
+"""Norms from order-independent integer sums, which do not depend on how gradients are sharded.
 
 Converts local tensors to integers. Independent of ranks and parameters: ``_clip`` sums the integers
 over process groups.
@@ -21,7 +21,7 @@ from fsdp2._core.base import torch_tensors
 
 BITS = 30
 PIECE_NUMEL = 1 << 22
-"""Elements processed at a time, few enough that their sums are exact in fp64."""
+"""Maximum number of elements processed at a time. Sums of this many are exact in fp64."""
 
 
 def unit_of(largest: Tensor, order: float) -> Tensor:

@@ -1,7 +1,7 @@
 """``graphed``: a training step that is captured once as a device graph, and replayed.
 
 Decides whether a step is captured, replayed or run eagerly. Owns the static inputs, and the
-optimizer values read on the host. The engine's state around a replay is in ``_core.engine.replay``.
+learning rates that graphs read. The engine's state around a replay is in ``_core.engine.replay``.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def graphed(
 
     Args:
         model: a sharded model on a device with graphs (CUDA).
-        optimizer: stepped at the end of each step, then its gradients are cleared. A
-            ``torch.optim.Optimizer`` that can count steps on the device: its param groups get
-            ``capturable=True``. ``SGD`` counts no steps. None: the step leaves gradients in place.
+        optimizer: a ``torch.optim.Optimizer`` that can count steps on the device (its param groups
+            get ``capturable=True``), or ``SGD``, which counts none. It is stepped, and gradients
+            are cleared, at the end of each step. None: the step leaves gradients in place.
         loss: called with the model and the step's arguments; returns the loss, or a tuple that
             begins with the loss. None: the model's output is the loss.
         max_norm: clip gradients to this total norm before the optimizer's step.
-        warmup: eager steps of each kind (shapes, dtypes, loss, micro-batch) before its capture.
+        warmup: number of eager steps of a kind (shapes, dtypes, loss, micro-batch) before capture.
         max_captures: upper bound on captures. Further steps run eagerly, with a warning.
 
     Raises:
@@ -87,7 +87,7 @@ def graphed(
         raise UnsupportedError(
             "FS327",
             f"graphed: {away.fqn or '<root>'} keeps its parameters on the host (CPUOffloadPolicy), "
-            "so the host waits in each step, which a graph cannot do. Omit offload_policy.",
+            "so the host waits in each step, and a graph cannot capture that. Omit offload_policy.",
         )
     if check_optimizer("graphed", optimizer) is not None:
         _make_capturable(optimizer)
@@ -128,10 +128,10 @@ def _output_is_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(eq=False)
 class _Kind:
-    """The steps that one graph can run: those with the same kind of inputs and settings."""
+    """The steps that one graph can run. They have equal settings and the same kind of inputs."""
 
     inputs: Any  # the arguments, with None for each tensor
-    tensors: list[tuple[Any, ...]]  # shape, stride, dtype, and whether it needs a gradient
+    tensors: list[tuple[Any, ...]]  # shape, stride, dtype and requires_grad
     facts: tuple[Any, ...]
     eager: int = 0  # steps of this kind that ran eagerly since the last graph
     graph: _Captured | None = None
@@ -143,15 +143,15 @@ class _Kind:
 
 
 class GraphedStep:
-    """A training step, returned by ``graphed``: call it with a batch, and it returns the loss.
+    """A training step, returned by ``graphed``. Calling it with a batch returns the loss.
 
     Attributes:
         loss: the loss function; may be replaced between steps.
         why_eager: the reason why the last step ran eagerly; "" if it was a replay.
         captures: the number of graphs captured so far.
         replays: the number of steps that were replays.
-        grad_norm: the gradient norm of the last step, before clipping; None without ``max_norm``.
-            The next replay overwrites this tensor: clone it to keep the value.
+        grad_norm: the gradient norm of the last step before clipping, or None without ``max_norm``.
+            The next replay overwrites this tensor, so clone it to keep the value.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class GraphedStep:
         return self._take(args, kwargs, is_last=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of any micro-batch but the last; nothing is reduced."""
+        """Run forward and backward of a micro-batch before the last, without reducing gradients."""
         return self._take(args, kwargs, is_last=False)
 
     def reset(self) -> None:
@@ -239,9 +239,9 @@ class GraphedStep:
 
     def _why_not(self, given: Sequence[Tensor]) -> str:
         if any(tensor.requires_grad for tensor in given):
-            return "an input needs a gradient"
+            return "an input requires grad"
         if not torch.is_grad_enabled():
-            return "gradients are off"
+            return "grad mode is off"
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is on around the step: use it in the loss function"
         return ""
@@ -250,7 +250,7 @@ class GraphedStep:
         if kind.eager < self._warmup:
             return f"warm-up {kind.eager + 1} of {self._warmup}"
         if trees.are_waiting and not self._last_was_replay:
-            return "earlier micro-batches were eager"
+            return "earlier micro-batches ran eagerly"
         if self.captures < self._most:
             return ""
         warn(
@@ -343,7 +343,7 @@ def _reads_rate_on_device(group: dict[str, Any]) -> bool:
 
 
 class _Rates:
-    """Learning rates of an optimizer, on the device, where a graph reads them."""
+    """An optimizer's learning rates, on the device, so that graphs can read them."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         groups = [] if optimizer is None else optimizer.param_groups
@@ -446,7 +446,7 @@ class _Captured:
         self.gradients = [(one, one.grad) for one in trees.params if one.grad is not None]
 
     def why_left(self, follows_graph: bool) -> str:
-        """Return the reason why the graph is no longer valid; "" if it is."""
+        """Return the reason why the graph is no longer valid, or "" if it is valid."""
         if not self.replayed.is_planned:
             return "a setting or the addresses of parameters changed"
         if follows_graph and not self.replayed.finds_gradients:

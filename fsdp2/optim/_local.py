@@ -1,4 +1,4 @@
-"""Optimizers that step on local shards, flat where possible (``_runs``), without DTensors."""
+"""Optimizers that step on local shards, not on DTensors: flat where possible (``_runs``)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from fsdp2.optim._wrapped import (
     write_back,
 )
 
-# One call of torch's fused Adam kernel for all runs of a param group, with one step counter.
+# Steps all runs of a param group with one call of torch's fused Adam kernel and one counter.
 
 VARIANTS = (torch.optim.Adam, torch.optim.AdamW)  # classes whose fused step is this kernel
 
 
 class FusedAdam:
-    """The kernel's arguments for the runs of one plan, except gradients and hyperparameters."""
+    """The fused kernel's arguments for one plan's runs, except gradients and hyperparameters."""
 
     def __init__(self, runs: Sequence[Run], uses_amsgrad: bool) -> None:
         self._runs = runs
@@ -65,7 +65,7 @@ class FusedAdam:
 
     @staticmethod
     def of(plan: StepPlan, group: dict[str, Any]) -> FusedAdam | None:
-        """Return the kernel for a plan's runs; None if the class must step them."""
+        """Return the kernel for a plan's runs, or None if the class itself must step them."""
         if not _suits(group) or plan.plain or not plan.runs:
             return None
         names = {"step", "exp_avg", "exp_avg_sq"}
@@ -142,7 +142,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Classes that compute each element from its own parameter, gradient and state alone."""
+"""Classes that update each element from its own value, gradient and state alone."""
 
 MIXING: tuple[type[Optimizer], ...] = (
     torch.optim.Adafactor,
@@ -169,41 +169,41 @@ def local(
 ) -> OptimizerT:
     """Make an optimizer of class ``cls`` whose steps run on local shards.
 
-    It is an instance of ``cls``, with its arguments, param groups, hooks and state, so
+    The result is an instance of ``cls``, with its arguments, param groups, hooks and state, so
     learning-rate schedulers, ``GradScaler`` and checkpoints work as with the plain optimizer.
     Parameters of one param group that are adjacent in their unit's flat buffer step as one tensor
     (or one tensor per distinct value of ``step``); others step individually on their local tensors.
     Parameters, gradients and states remain DTensors for the user. ``state`` and ``state_dict()``
-    return views of the stepped memory, with the parameters' placements, and copies of 0-dim states
-    such as ``step``, current when ``state`` is read. The next step uses any changes made through
+    return views of the memory that steps update, with the parameters' placements. 0-dim states such
+    as ``step`` are copied whenever ``state`` is read. The next step uses all changes made through
     ``state``.
 
-    Results are bitwise those of ``cls`` on the DTensors with the same arguments (for a user-defined
-    class on a CPU, provided that its kernels round the same at any position). If ``foreach`` is
-    None, the loop runs, which torch also chooses for DTensors. If torch has no ``DTensor`` kernels
-    (fused SGD and Adagrad, Rprop), results are those on plain local tensors.
+    Results are bitwise equal to those of ``cls`` on the DTensors with the same arguments (for a
+    user-defined class on a CPU, if its kernels round the same at any position). If ``foreach`` is
+    None, parameters step in a loop, as torch does for DTensors. If torch has no ``DTensor`` kernels
+    (fused SGD and Adagrad, Rprop), results are equal to those on plain local tensors.
 
     Args:
         cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
             ``torch.optim``; any other class only with ``elementwise=True``.
         params: as for ``cls``; sharded, tensor-parallel and plain parameters of any dtype.
-        elementwise: declares that a user-defined or third-party class is element-wise. It must
-            compute each element from that element's parameter, gradient and states alone, and keep
-            no data about parameters between steps except its states. Its first step runs parameter
-            by parameter. If its states are plain tensors that are 0-dim or have the parameter's
-            shape, adjacent parameters step as one afterwards. Other states (codes and scales of an
+        elementwise: declares that a user-defined or third-party class is element-wise. The class
+            must update each element from its own value, gradient and states alone, and keep no data
+            about parameters between steps except its states. Its first step runs parameter by
+            parameter. If its states are plain tensors that are 0-dim or have the parameter's shape,
+            adjacent parameters step as one tensor afterwards. Other states (codes and scales of an
             8-bit optimizer's blocks) are saved for the full parameter if no shard boundary splits a
-            block, which ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures; to find
-            their layout, the class steps once on zeros of a shard's shape. If a block is split,
-            they are only valid for this rank's shards: ``state_dict()`` refuses them; save them
-            with ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
+            block, which ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures. To find
+            their layout, the class steps once on zeros of a shard's shape. If a block is split, its
+            states are valid for this rank's shards only, and ``state_dict()`` raises an error: save
+            them with ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
         kwargs: the arguments of ``cls``.
 
     Raises:
         ConfigError: a class that is not known to be element-wise, or is known not to be; arguments
-            that a class of ``torch.optim`` refuses.
+            that a class of ``torch.optim`` rejects.
         UnsupportedError: ``capturable=True`` or ``differentiable=True``; a class whose ``step``
-            requires a closure, because it computes the loss in the middle of a step.
+            requires a closure, because that class computes the loss in the middle of a step.
 
     Source: the optimizers of ``torch.optim``; only the location of their values differs.
     """
@@ -237,8 +237,8 @@ def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
         raise ConfigError(
             "FS702",
             f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, but on local "
-            "shards only element-wise optimizers compute the same as on full parameters. Use one "
-            f"of {known}; fsdp2.optim.whole, if {cls.__name__} steps parameters independently; "
+            "shards only element-wise optimizers give the same results as on full parameters. Use "
+            f"one of {known}; fsdp2.optim.whole, if {cls.__name__} steps parameters independently; "
             f"{cls.__name__} itself on the DTensors; {way}",
         )
     if needs_closure(cls):
@@ -259,8 +259,8 @@ def needs_closure(cls: type[Optimizer]) -> bool:
 
 
 class LocalOptimizer(Wrapped):
-    """The wrapper of ``local``. A step keeps the state in plans; reading ``state`` moves it to a
-    table, from which the next step makes plans.
+    """The base class of ``local``'s optimizers. A step keeps states in plans. Reading ``state``
+    moves them to a table, from which the next step creates new plans.
     """
 
     _table: Table
@@ -282,7 +282,7 @@ class LocalOptimizer(Wrapped):
 
     @property
     def state(self) -> Table:
-        """States by parameter; during a step, by local tensor."""
+        """States, keyed by parameter; during a step, keyed by local tensor."""
         if self._inside is not None:
             return self._inside
         if self._plans is not None:
@@ -296,8 +296,8 @@ class LocalOptimizer(Wrapped):
 
     def _place_scalars(self) -> None:
         """Place states of 0-dim parameters like the parameters, because torch's checkpoints load
-        them plain. Counters stay plain: those in ``COUNTERS`` for a known class, and for others
-        every state that is never a DTensor.
+        them as plain tensors. Counters stay plain. In a known class, these are the states in
+        ``COUNTERS``; in others, all states that are never DTensors.
         """
         entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
         if not entries:
@@ -429,7 +429,7 @@ class LocalOptimizer(Wrapped):
         key: str,
         shape: tuple[int, ...],
     ) -> Tensor | None:
-        """Allocate a part of a state in blocks to load into; None for other states."""
+        """Allocate the tensor that a state in blocks is loaded into, or return None for others."""
         if self._plain_class in ELEMENTWISE or not isinstance(param, DTensor):
             return None
         if param.device_mesh.size() == 1 or (shape == tuple(param.shape) and "." not in key):
@@ -448,7 +448,7 @@ class LocalOptimizer(Wrapped):
         return room
 
     def _blocks_of(self, param: DTensor) -> StatesInBlocks | None:
-        """Return a parameter's states in blocks; None if the class has none, or refuses to step."""
+        """Return a parameter's states in blocks, or None if the class has none or a probe fails."""
         if self._plain_class in ELEMENTWISE:
             return None
         name = f"fsdp2.optim.local({self._plain_class.__name__}): {_name_of(param)}"
@@ -460,7 +460,7 @@ class LocalOptimizer(Wrapped):
             return None
 
     def _probe_for(self, param: Tensor) -> Probe:
-        """Return a probe that makes states as the class does for ``param``."""
+        """Return a probe that creates the states that the class would create for ``param``."""
         groups = self.param_groups
         index = next(i for i, g in enumerate(groups) if any(p is param for p in g["params"]))
 
@@ -482,7 +482,7 @@ class LocalOptimizer(Wrapped):
         return probe
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict()`` including rank-local states, which load on this rank only."""
+        """Return ``state_dict()`` with rank-local states, which only this rank can load."""
         return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
 
     def _step_with(
@@ -508,7 +508,7 @@ class LocalOptimizer(Wrapped):
         groups: Groups,
         grads: list[Tensor],
     ) -> bool:
-        """Step with a kernel call per param group if equivalent; return True if it did."""
+        """Run one fused kernel per param group if this is equivalent; return whether it ran."""
         if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
             return False
         # attributes that GradScaler sets on a fused optimizer
@@ -518,7 +518,7 @@ class LocalOptimizer(Wrapped):
             kernels = [FusedAdam.of(plan, group) for plan, group in pairs]
             self._kernels = [kernel for kernel in kernels if kernel is not None]
             if len(self._kernels) < len(kernels):
-                self._kernels = []  # the other plans have no counts yet
+                self._kernels = []  # other plans may have no counters yet
         if not self._kernels:
             return False
         counts = itertools.accumulate((len(plan.runs) for plan in plans), initial=0)
@@ -532,7 +532,7 @@ class LocalOptimizer(Wrapped):
         return True
 
     def _plan(self, groups: Groups) -> tuple[list[StepPlan], list[Tensor]]:
-        """Return the plans, remade if they are no longer valid, and the gradient of each run."""
+        """Return the plans (new ones if the old ones are invalid), and the gradient of each run."""
         if self._plans is not None and len(self._plans) == len(groups):
             pairs = zip(self._plans, groups, strict=True)
             found = [plan.gradients(group["params"]) for plan, group in pairs]
@@ -545,7 +545,7 @@ class LocalOptimizer(Wrapped):
         self._place_states(groups)
         for group in groups:
             granule: Granule = functools.partial(_granule, bool(group.get("fused")))
-            if not self._joins:  # states may not be separable
+            if not self._joins:  # it may be impossible to split states
                 granule = _never
             plan = StepPlan(group["params"], self._table, granule, self._known)
             own = plan.gradients(group["params"])
@@ -660,7 +660,7 @@ def _never(tensor: Tensor) -> int:
 
 
 def _granule(is_fused: bool, tensor: Tensor) -> int:
-    """Return the alignment after which a run may continue with exact results. See ``Granule``."""
+    """Return the alignment at which a run may continue with exact results. See ``Granule``."""
     # Device kernels compute every element in the same way. CPU kernels have a vector loop and a
     # scalar tail, which round differently in fused kernels and for half precision.
     if tensor.device.type != "cpu":

@@ -1,21 +1,21 @@
-"""Optimizer states on the host: copied to the device for their unit's step, and back.
+"""Optimizer states in host memory, which are copied to the device only while their unit steps.
 
 Independent of optimizer classes; ``_core/api/host_memory`` orders the copies.
 
 [Note: states that travel]
 A *batch* is the parameters of one unit, or of several small ones. Its states are in one block of
 pinned memory, and move in one copy. The class's step runs once per batch, with the param groups
-reduced to its parameters. While one batch steps, the next one's states are being copied in and the
-previous one's out. So at most three batches are on the device at a time, and none between steps.
-``max_bytes`` replaces this limit: copies in then start when backward has their gradients, and the
-last copies out overlap with the next forward.
+reduced to the batch's parameters. While one batch steps, the next one's states are copied in and
+the previous one's are copied out. So at most three batches are on the device at a time, and none
+between steps. With ``max_bytes``, which replaces this limit, a copy in starts when backward has
+computed the batch's gradients, and the last copies out overlap with the next forward.
 
 Between steps, the user sees host tensors with unchanged placements: DTensors whose local parts are
 views of the pinned memory. Reading them waits for the copies. Counters stay where they are.
 
 [Note: states of runs that travel]
-``fsdp2.optim.local`` keeps states in its plans, by runs. Each batch has separate plans. Between
-steps the optimizer holds the plans of all batches, as after one step.
+``fsdp2.optim.local`` keeps states per run, in its plans. Each batch has separate plans. Between
+steps the optimizer holds the plans of all batches, like an optimizer that is not offloaded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from fsdp2.optim._wrapped import (
 
 LEAVING = 2  # number of batches that may be copied out while another one is copied in
 LEAST_NBYTES = 1 << 25
-"""Units with smaller local parameters step with the next ones, to amortise a copy."""
+"""Units with fewer bytes of local parameters step with the next units, to amortise the copies."""
 ALIGNMENT = 128
 BY_THEMSELVES = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon)
 """Classes that step each parameter independently of the others."""
@@ -78,23 +78,23 @@ def offload_states(
 
     The step runs on the device, unit by unit: while one unit steps, the next one's states are
     copied from the host, and the previous one's back. Parameters and gradients stay on the device,
-    and nothing else changes: results are bitwise the same, and so are ``param_groups``, hooks and
-    ``state_dict()``. States remain DTensors, with local parts on the host. Reading ``state`` waits
-    for copies in flight. Loading a state temporarily needs device memory for all of it, because
-    torch loads it there.
+    and results are bitwise equal. ``param_groups``, hooks and ``state_dict()`` work as before.
+    States remain DTensors, with local parts on the host. Reading ``state`` waits
+    for copies in flight. Loading a state dict temporarily needs device memory for all states,
+    because torch loads them to the device.
 
     On a CPU, and for parameters on the host (``CPUOffloadPolicy``), states stay where they are.
-    With ``max_bytes``, states copied in during backward stay on the device until the step is done,
-    even if it is skipped, for example because of a non-finite gradient.
+    With ``max_bytes``, states copied in during backward stay on the device until a step has run. If
+    a step is skipped, for example because of a non-finite gradient, they stay until the next one.
 
     Args:
-        optimizer: of ``torch.optim`` or ``fsdp2.optim.local``, before or after its first step. It
-            is changed in place: its class becomes a subclass of its original class.
+        optimizer: a ``torch.optim`` optimizer, or one from ``fsdp2.optim.local``, before or after
+            its first step. It is changed in place: its class is replaced by a subclass.
         max_bytes: upper bound on the bytes of states on the device at a time. None means three
-            units, during the step only. With a number, copies in start in backward, once their unit
-            has its gradients, and the last copies out overlap with the next forward. To keep the
-            peak unchanged, choose the memory that backward frees in total: activations minus
-            gradients. At least two units are on the device during the step.
+            units, during the step only. With a number, a unit's states are copied in during
+            backward, once its gradients exist, and the last copies out overlap with the next
+            forward. To keep the peak unchanged, choose the memory that backward frees in total:
+            activations minus gradients. At least two units are on the device during the step.
         by_itself: declares that a user-defined or third-party class steps each parameter
             independently, and keeps no data about parameters except its states.
 
@@ -121,7 +121,7 @@ def offload_states(
     if isinstance(optimizer, WholeOptimizer | Several) or needs_closure(plain):
         raise UnsupportedError(
             "FS715",
-            f"{who}: {type(optimizer).__name__} cannot step its parameters separately: "
+            f"{who}: {type(optimizer).__name__} cannot step parameters separately, because "
             + ("its step requires a closure." if needs_closure(plain) else "owners step them.")
             + " Use an optimizer of torch.optim, or fsdp2.optim.local.",
         )
@@ -129,14 +129,14 @@ def offload_states(
         raise ConfigError(
             "FS716",
             f"{who}: {plain.__name__} is not known to step each parameter independently, but units "
-            "step sequentially here. Use a class of torch.optim, or pass by_itself=True if it uses "
-            "one parameter at a time.",
+            "step one after another here. Use a class of torch.optim, or pass by_itself=True if "
+            "this class does.",
         )
     if not torch_optim.steps_as_its_class(optimizer):
         raise ConfigError(
             "FS717",
-            f"{who}: other code replaced the step method of this {plain.__name__}, so that method "
-            "would not run. Call offload_states before replacing it.",
+            f"{who}: other code replaced the step method of this {plain.__name__}, and the "
+            "replacement would not run. Call offload_states before replacing the method.",
         )
     state = optimizer.state
     optimizer.__class__ = offloaded_class(type(optimizer))
@@ -158,7 +158,7 @@ class Home(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the state in a batch's memory, in its own storage, as in ``packing.own_shard``."""
+        """View the state in a batch's memory, with its own storage, as in ``packing.own_shard``."""
         end = self.offset + self.size.numel() * self.dtype.itemsize
         found = torch.empty(0, dtype=self.dtype, device=flat.device)
         return found.set_(flat.untyped_storage()[self.offset : end], 0, self.size, self.stride)
@@ -186,7 +186,7 @@ class Batch:
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
-        self.keys: set[str] = set()  # names of the states that travel
+        self.keys: set[str] = set()  # names of the states that are copied
         self.plans: Any = None  # the plans of ``fsdp2.optim.local``
         self.buffer: HostBuffer | None = None
         self.flat: Tensor | None = None  # all states, on the device
@@ -216,7 +216,7 @@ class Batch:
             slot.put(home.view(flat))
 
     def _home_of(self, part: Tensor) -> Home | None:
-        """Return a state's home in the batch's host memory; None if it is elsewhere."""
+        """Return a state's home in the batch's host memory, or None if it is elsewhere."""
         if self.buffer is None or part.device.type != "cpu" or not part.numel():
             return None
         offset = part.data_ptr() - self.buffer.data.data_ptr()
@@ -254,7 +254,7 @@ class Batch:
         memory: HostMemory,
         lanes: CopyLanes,
     ) -> None:
-        """Start copying the states to the host, where they are visible from now on."""
+        """Start copying the states to the host. ``state`` has the host copies from now on."""
         moving = [slot for slot in slots if _can_travel(slot.value)]
         parts = [slot.part for slot in moving]
         homes, nbytes = _laid_out(parts)
@@ -276,7 +276,7 @@ class Batch:
         homes: Sequence[Home],
         nbytes: int,
     ) -> Tensor:
-        """Return memory with all states in order: usually the memory that they were copied into."""
+        """Return one block with all states in order, usually the block they were copied into."""
         flat = self.flat
         if flat is not None and flat.numel() >= nbytes:
             begin = flat.data_ptr()
@@ -311,7 +311,7 @@ class OffloadedStates:
         self._states: Any = defaultdict(dict)
 
     def _set_most(self, most: int | None) -> None:
-        """Set the bound on bytes on the device, and whether copies in start in backward."""
+        """Set the bound on states on the device, and whether they are copied in during backward."""
         batches = self._batches_now()
         _remove_all(self._handles)
         self._most = most
@@ -319,7 +319,7 @@ class OffloadedStates:
             self._follow(batch)
 
     def _follow(self, batch: Batch) -> None:
-        """With ``max_bytes``, register a hook that runs when backward has a batch's gradients."""
+        """With ``max_bytes``, register a hook that runs when a batch's gradients are complete."""
         first = next((p for p in batch.params if p.requires_grad), None)
         if self._most is not None and first is not None:
             hook = functools.partial(_come_ahead, weakref.ref(self), weakref.ref(batch))
@@ -337,7 +337,7 @@ class OffloadedStates:
 
     @property
     def state(self) -> Any:
-        """States by parameter, on the host; waits for copies to it."""
+        """States by parameter, on the host. Reading them waits for copies to the host."""
         if not self._is_stepping:
             for batch in self._batches:
                 if batch.buffer is not None and batch.buffer.event is not None:
@@ -375,7 +375,7 @@ class OffloadedStates:
         self._is_stepping = True
         stepped: dict[int, dict[str, Any]] = {}
         leaving: deque[Batch] = deque()
-        # step in order of arrival: the first ones leave while the last ones are still in flight
+        # step in order of arrival: the first batches leave while the last are still in flight
         ahead, self._ahead = [batch for batch in self._ahead if batch.flat is not None], []
         order = ahead + [batch for batch in batches if batch not in ahead]
         try:
@@ -404,7 +404,7 @@ class OffloadedStates:
         return loss
 
     def _bring_more(self, following: Sequence[Batch], leaving: deque[Batch]) -> None:
-        """Bring the next batch, evicting others if necessary, and more while there is room."""
+        """Copy in the next batch, evicting others if necessary, and more batches if they fit."""
         for place, batch in enumerate(following):
             if batch.flat is not None:
                 continue
@@ -417,7 +417,7 @@ class OffloadedStates:
     def _step_batch(
         self, batch: Batch, groups: Groups, places: dict[Tensor, int]
     ) -> dict[int, dict[str, Any]]:
-        """Run the class's step on a batch; return its groups. ``places``: groups by parameter."""
+        """Step a batch; return its param groups by number. ``places``: each parameter's group."""
         params: dict[int, list[Tensor]] = defaultdict(list)
         for param in batch.params:
             if param in places:  # the user may have removed it from its param group
@@ -437,7 +437,7 @@ class OffloadedStates:
         return own
 
     def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
-        """Copy to the device states that are elsewhere: loaded or assigned by the user."""
+        """Copy states that the user loaded or assigned on another device to the batch's device."""
         device = batch.device
         with torch.no_grad():
             for slot in self._slots(batch):
@@ -445,11 +445,11 @@ class OffloadedStates:
                     slot.put(slot.part.to(device))
 
     def _step_fused(self, *_: Any) -> bool:
-        """Let the class's own step run: ``FusedAdam``'s tensor lists would keep evicted states."""
+        """Return False so that the class's step runs: ``FusedAdam`` would keep evicted states."""
         return False
 
     def _drop_published(self, batch: Batch) -> None:
-        """Remove the states that plans have from the table of ``fsdp2.optim.local``."""
+        """Remove the states that are in plans from the table of ``fsdp2.optim.local``."""
         for plan in batch.plans or ():
             for run in plan.runs:
                 for member in run.members:
@@ -560,7 +560,7 @@ def _remove_all(handles: list[Any]) -> None:
 def _come_ahead(
     optimizer: weakref.ref[OffloadedStates], batch: weakref.ref[Batch], _param: Tensor
 ) -> None:
-    """Copy in the states of a batch whose gradients are ready, if there is room for them."""
+    """Copy in the states of a batch whose gradients are complete, if there is room for them."""
     own, its = optimizer(), batch()
     if own is not None and its is not None and own._has_room(its, ()):
         own._bring(its)

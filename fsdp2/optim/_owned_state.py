@@ -3,12 +3,12 @@
 ``bring`` moves states from the checkpoint form to the owners, and ``give_back`` moves them back.
 
 [Note: states of owners]
-An owner's optimizer may keep anything for a matrix: tensors of its shape (momentum), of other
-shapes (Shampoo's factors), numbers, in any containers. In the checkpoint form a tensor is a DTensor
-on the parameter's mesh. A tensor of the parameter's shape has the parameter's placements; any other
-is sharded by rows over the first axis along which the parameter is sharded. 0-dim tensors and
-everything else are the same on every rank. The states of a batch of matrices are stacked. A loaded
-state may also consist of plain tensors, unsharded on every rank.
+An owner's optimizer may keep any state for a matrix: tensors of its shape (momentum) or of other
+shapes (Shampoo's factors) and numbers, in any containers. In the checkpoint form, tensors are
+DTensors on the parameter's mesh. Those of the parameter's shape have the parameter's placements;
+others are sharded by rows over the first axis along which the parameter is sharded. 0-dim tensors
+and all other values are the same on every rank. The states of a batch of matrices are stacked. A
+loaded state may also consist of plain tensors, unsharded on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdp2.optim._wrapped import Table
 
 @dataclass(eq=False)
 class Owned:
-    """A parameter, or matrix ``lead`` of a batch; only its owner has ``whole`` and ``inner``."""
+    """A parameter, or matrix ``lead`` of a batch. ``whole`` and ``inner`` are set on its owner."""
 
     name: str
     param: Tensor
@@ -48,7 +48,7 @@ class Owned:
     cargo: Cargo
     whole: nn.Parameter | None = None
     inner: Optimizer | None = None
-    printed: Tensor | None = None  # fingerprint when this rank's part last matched the owner's
+    printed: Tensor | None = None  # this rank's fingerprint when it last matched the owner
     _cargos: dict[torch.dtype, Cargo] = field(default_factory=dict)
 
     def make_whole(self) -> nn.Parameter:
@@ -75,7 +75,7 @@ class Owned:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state in the owner's optimizer; empty on other ranks."""
+        """The state in the owner's optimizer, or an empty dict on other ranks."""
         kept: dict[str, Any] = {}
         if self.inner is not None and self.whole is not None:
             kept = self.inner.state.get(self.whole, kept)
@@ -96,7 +96,7 @@ class Owned:
         return self.whole.grad
 
     def gradient_cargo(self, wire: torch.dtype | None) -> Cargo:
-        """Return the gradient's cargo, in its dtype or, if floating-point, in ``wire``."""
+        """Return the gradient's cargo. Floating-point gradients are sent in ``wire``, if set."""
         dtype = self.param.dtype if self.param.grad is None else self.param.grad.dtype
         if wire is not None and dtype.is_floating_point:
             dtype = wire
@@ -156,11 +156,11 @@ def bit_sum(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Placeholder for tensor number ``place`` of a state that an owner describes to others."""
+    """Represents tensor number ``place`` of a state in the description that its owner sends."""
 
     place: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # the rounding of matrix products depends on it
+    stride: tuple[int, ...]  # matmuls round differently for other strides
     dtype: torch.dtype
 
 
@@ -171,7 +171,7 @@ class _Number:
 
 
 EACH = "of each matrix"
-"""Key of a list, in a batch's state, for a field that differs between its matrices."""
+"""A field that differs between a batch's matrices is saved as a list under this key."""
 
 
 def _of_matrix(entry: dict[str, Any], lead: int | None) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> Non
 
 
 def _room(value: DTensor, cargo: Cargo) -> Tensor:
-    """Allocate a full state, with the layout that it had on its owner, if known."""
+    """Allocate a full state, with the strides that it had on its owner, if known."""
     shape = cargo.cut.shape
     stride = dense_stride(shape, value.stride()[value.dim() - len(shape) :])
     device = torch_dtensor.local_tensor(value).device
@@ -317,7 +317,7 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
-    """See [Note: states of owners]."""
+    """Allocate the checkpoint form of a state's tensor. See [Note: states of owners]."""
     shape, stride = leaf.shape, leaf.stride
     if one.lead is not None:
         shape, stride = (len(one.param), *shape), (max(math.prod(shape), 1), *stride)

@@ -21,7 +21,7 @@ from fsdp2._core.transfer.owners import Cargo, Cut, assign
 from fsdp2._core.transfer.peers import Freight, Peers
 
 MAX_BYTES = 256 << 20
-"""Default upper bound on the buffers of the rounds that are in memory at a time."""
+"""Default upper bound on the bytes of buffers in memory, for all rounds in flight together."""
 
 MOST_RANKS = 1 << 20
 
@@ -29,7 +29,7 @@ Cost = Callable[[tuple[int, ...]], float]
 
 
 def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
-    """Return the cost of a matrix; ConfigError unless it is a number of at least 0."""
+    """Return the cost of a matrix. Raise ConfigError unless it is a number of at least 0."""
     found = cost(shape)
     if not isinstance(found, int | float) or not 0 <= found < math.inf:
         raise wrong_value(who, f"the cost of {shape}", "a number of at least 0", found)
@@ -38,7 +38,7 @@ def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Owners:
-    """The owner of each tensor, the same on every rank.
+    """The owner of each tensor. The plan is equal on all ranks.
 
     Attributes:
         owners: for each tensor, the global rank that owns it, or one of the simulated ``ranks``.
@@ -52,9 +52,9 @@ class Owners:
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's cost divided by the mean cost: 1 is optimal.
+        """The busiest rank's cost divided by the mean cost per rank: 1 is optimal.
 
-        The lower bound is the costliest tensor's cost divided by the mean.
+        It is at least the costliest tensor's cost divided by this mean.
         """
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean if mean else 1.0
@@ -76,7 +76,7 @@ def plan_owners(
         itemsize: bytes per element of a shape.
 
     Raises:
-        ConfigError: not tensors, or shapes without ``ranks``.
+        ConfigError: ``tensors`` is not a list of tensors, or has shapes but ``ranks`` is None.
     """
     _listed("plan_owners", "tensors", tensors)
     check_function("plan_owners", "cost", cost, "a function of a shape or None")
@@ -148,7 +148,7 @@ def _checked(tensor: object) -> Tensor:
 
 
 def _fleets(tensors: Sequence[object]) -> list[tuple[Peers, list[int]]]:
-    """Group tensors by their peers, as indices. Collective on first use."""
+    """Group the indices of tensors by the tensors' peers. Collective on first use."""
     found: dict[tuple[int, ...], tuple[Peers, list[int]]] = {}
     for index, one in enumerate(tensors):
         tensor = _checked(one)
@@ -202,7 +202,7 @@ def to_owners(
     """Return each tensor unsharded on its owner, and None on the other ranks.
 
     Collective over the tensors' meshes. Parts are sent in rounds, one all-to-all each, without
-    padding. Per rank, they take at most ``max_bytes`` in addition to the tensors that it owns.
+    padding. Each rank uses at most ``max_bytes`` for them, in addition to the tensors that it owns.
 
     Args:
         tensors: DTensors that shard or replicate any dims; plain ones are owned by every rank.
@@ -246,7 +246,7 @@ def from_owners(
         tensors: DTensors (or plain tensors) to write to.
 
     Raises:
-        ConfigError: an owner has no value, or one of another shape; a plan for other tensors.
+        ConfigError: an owner's value is missing or has another shape; a plan for other tensors.
     """
     _listed("from_owners", "tensors", tensors)
     _listed("from_owners", "whole", whole)

@@ -1,16 +1,16 @@
-"""``Run`` and ``StepPlan``: which parameters of one param group step as one tensor.
+"""``Run`` and ``StepPlan`` determine which parameters of a param group step as one tensor.
 
 Optimizer state has two forms: per parameter (for users and checkpoints) and per run (for steps).
 
 [Note: runs]
 The shards of a group are adjacent, with padding, in its shard buffer; its gradients are in a
 gradient buffer in the same order. Adjacent parameters whose gradients are adjacent too, and whose
-scalar states (``step``) agree, are a *run*: one tensor, including padding (which is never read). A
-parameter without such neighbours is a separate run, with its own shape.
+scalar states (``step``) agree, form a *run*: they step as one tensor, including padding (which is
+never read). A parameter without such neighbours is a separate run, with its own shape.
 
 A plan refers to parameters, shards and state. It must never refer to a gradient, its local tensor
-or its storage (see [Note: reused gradients]); weak references identify the gradients that it has
-already checked. A plan is valid as long as every gradient is where its run expects it.
+or its storage (see [Note: reused gradients]); weak references identify the gradients that were
+already checked. A plan is valid while every gradient has the address that its run expects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdp2._core.params.reduce import GradientBuffer
 from fsdp2.optim._wrapped import State, Table
 
 Granule = Callable[[Tensor], int]
-"""Byte alignment at which a run may continue after a local tensor; 0: never."""
+"""Byte alignment at which a run may continue after a local tensor, or 0 if it must end there."""
 
 get_grad = attrgetter("grad")
 referent = methodcaller("__call__")
@@ -86,7 +86,7 @@ class Member:
 
 
 class Run:
-    """Members that step as one; ``starts`` are their offsets in elements (0 if without rows)."""
+    """Members that step as one tensor. ``starts``: offsets in elements (0 for empty members)."""
 
     def __init__(self, members: Sequence[Member], known: set[int]) -> None:
         self.members = members
@@ -127,7 +127,7 @@ class Run:
         return self.members[0].part(value).view(self.tensor.shape)
 
     def _join(self, key: str, known: set[int]) -> Any:
-        """Join the members' matching states; ``known`` contains the storages of runs."""
+        """Join the members' states of this name. ``known``: storage addresses of joined states."""
         values = [member.entry[key] for member in self.members]
         if not isinstance(values[0], Tensor):
             return values[0]
@@ -181,7 +181,7 @@ class Run:
         )
 
     def has_parts(self) -> bool:
-        """Return True if every state is a counter, or plain and splits into members' parts."""
+        """Return True if every tensor state is 0-dim, or a plain tensor of the run's shape."""
         return all(
             type(value) is Tensor and (not value.dim() or value.shape == self.tensor.shape)
             for value in self.state.values()
@@ -219,7 +219,7 @@ def _is_same(part: Tensor, old: Any) -> bool:
 
 
 class _Seen:
-    """Gradients checked before: by address while our buffer lives, others by weak reference."""
+    """Checked gradients, identified by ``id`` while they or the buffers holding them are alive."""
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
         self._addresses = list(map(id, grads))
@@ -293,7 +293,7 @@ class StepPlan:
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the gradient of each run, in order; None if the plan is no longer valid."""
+        """Return the gradient of each run, in order, or None if the plan is no longer valid."""
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
         if not all(map(is_, map(get_grad, self.idle), repeat(None))):
@@ -349,7 +349,7 @@ class StepPlan:
 def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
     chains: list[list[Member]] = []
     signature: list[Any] | None = None  # the last member's; None: no member may follow it
-    grad_end: tuple[int, int] | None = None  # storage and address where the next one must begin
+    grad_end: tuple[int, int] | None = None  # storage and address of the next gradient
     for member in members:
         grad, local, span = member.local_gradient(), member.local, member.span
         fits = (
@@ -382,7 +382,7 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
 
 
 def _follows(previous: Member, member: Member, granule: Granule) -> bool:
-    """Return True if a member's span directly follows the other's, and one kernel may step both."""
+    """Return True if ``member`` directly follows ``previous``, and one kernel may step both."""
     before, span = previous.span, member.span
     if before is None or span is None or before.flat is not span.flat:
         return False
@@ -393,7 +393,7 @@ def _follows(previous: Member, member: Member, granule: Granule) -> bool:
 
 
 def _signature(member: Member) -> list[Any] | None:
-    """Return the values on which members of a run must agree; None if they cannot be compared."""
+    """Return the values that a run's members must share, or None if they cannot be compared."""
     items: list[Any] = []
     for key, value in member.entry.items():
         if isinstance(value, DTensor):

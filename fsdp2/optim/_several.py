@@ -1,4 +1,4 @@
-"""One optimizer of several classes: param groups and states, split between its members."""
+"""An optimizer that combines several classes: each member has some param groups and states."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fsdp2.optim._local import check_groups
 from fsdp2.optim._wrapped import Wrapped, loss_of, params_of
 
 BESIDE = "beside"
-"""State-dict key for the entries that members' classes add, by hooks, next to their states."""
+"""State-dict key for entries that hooks of the members' classes add, in addition to states."""
 
 Member = tuple[Any, list[int]]  # an optimizer, and the indices of its param groups
 
 
 class Several(Wrapped, Optimizer):
-    """Members with separate param groups; ``step_together`` steps those for full matrices."""
+    """Combines members with separate param groups. ``step_together`` steps those with owners."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Several(Wrapped, Optimizer):
             raise ConfigError(
                 "FS608",
                 f"load_state_dict: the state has {len(groups)} param groups, but the optimizer has "
-                f"{len(self.param_groups)}. Create it with the same groups.",
+                f"{len(self.param_groups)}. Create the optimizer with the same groups.",
             )
         self._share_groups()
         for number, (member, places) in enumerate(self._members):
@@ -96,7 +96,7 @@ class Several(Wrapped, Optimizer):
                 self.param_groups[place] = group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the member of its ``"cls"``, or of the main class."""
+        """Add a group to the member for its ``"cls"``, or for the main class by default."""
         if not self._members:  # called by torch's constructor
             super().add_param_group(param_group)
             return
@@ -112,13 +112,13 @@ class Several(Wrapped, Optimizer):
         known = ", ".join(member._plain_class.__name__ for member, _ in self._members)
         raise ConfigError(
             "FS711",
-            f"add_param_group: expected one of this optimizer's classes as 'cls', {known}, found "
-            f"{getattr(wanted, '__name__', wanted)}. Create it with a group of that class.",
+            f"add_param_group: expected 'cls' to be one of this optimizer's classes, {known}, "
+            f"found {getattr(wanted, '__name__', wanted)}. Create the optimizer with such a group.",
         )
 
     @property
     def state_room(self) -> Any:
-        """The ``state_room`` of a member for full matrices; states of shards need none."""
+        """The ``state_room`` of a member for full matrices; members for shards do not need one."""
         return next((member.state_room for member in self._by_owners), None)
 
     @torch_compiler.always_eager

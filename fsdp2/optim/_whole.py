@@ -1,22 +1,22 @@
-"""Optimizers that step on full matrices, each once, on the rank that owns it.
+"""Optimizers that step on full matrices: each matrix once, on the rank that owns it.
 
 Ownership is in ``_core.transfer.owners``, communication in ``_core.transfer.peers``, and the two
 forms of the state in ``_owned_state``.
 
 [Note: a step of owners]
-1. Ranks agree that all of them are present, on which parameters have gradients, and on the options.
-Owners keep a copy of each matrix between steps. Parameters that were written to since the last step
-are sent to their owners again. Version counters do not detect such writes (torch's kernels write to
-DTensors, and ``.data`` writes to any tensor, without incrementing them), so each rank compares a
-hash of its shards' bits with that after the last step. 2. Gradients go to owners round by round.
-The class's own ``step`` runs on the matrices of a round while the next round is in flight. It
-writes to the owners' copies only. 3. Ranks agree that none failed. Up to this point no parameter
-has changed. If a rank failed, all ranks raise, and the owners' copies are discarded. 4. Rows of the
-copies are sent back to the shards.
+1. Ranks check that all are present, and that they agree on options and on the parameters that have
+gradients. Owners keep a copy of each matrix between steps. Parameters that were written to since
+the last step are sent to their owners again. Version counters do not detect such writes (torch's
+kernels write to DTensors, and ``.data`` to any tensor, without incrementing them), so each rank
+compares a hash of its shards' bits with the hash after the last step. 2. Gradients are sent to
+owners round by round. The class's own ``step`` runs on a round's matrices while the next round is
+in flight. It writes to the owners' copies only. 3. Ranks check that none failed. Up to this point
+no parameter has changed. If a rank failed, all ranks raise, and the owners' copies are discarded.
+4. Rows of the copies are sent back to the shards.
 
-Each round has an optimizer of the class for the matrices that this rank owns in it, with one
+Each round has an optimizer of the class for those of its matrices that this rank owns, with one
 parameter per matrix and the options of the param groups. So the class runs as in a single process,
-but with fewer parameters; state that it keeps per param group must not depend on their number.
+but with fewer parameters; its state per param group must not depend on the number of parameters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _SAM = ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM")
 NEEDS_ALL = frozenset(
     {"LBFGS", "Prodigy", "AdaGC", "Adai", *(f"DAdapt{name}" for name in _DADAPT), *_SAM}
 )
-"""Classes of torch and of known libraries that compute something over all parameters."""
+"""Classes in torch and known libraries that compute a value from all parameters together."""
 
 
 def whole(
@@ -91,45 +91,45 @@ def whole(
     batches: bool | None = None,
     **kwargs: Any,
 ) -> OptimizerT:
-    """Make an optimizer of class ``cls`` that steps on full matrices, each on one rank.
+    """Make an optimizer of class ``cls`` that steps on full matrices, each matrix on one rank.
 
     Supports optimizers that need full matrices (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
     Every parameter has an owner among the ranks that hold its parts, including replicas and
-    tensor-parallel ranks. Gradients are sent to the owners in batches, ``cls`` steps each full
-    parameter once, and each rank receives its updated rows. Results are those of ``cls`` in a
-    single process with the same gradients.
+    tensor-parallel ranks. Gradients are sent to the owners in rounds, ``cls`` steps each full
+    parameter once, and each rank receives its updated rows. Results are equal to those of ``cls``
+    in a single process with the same gradients.
 
-    It is an instance of ``cls``, with param groups and hooks, so learning-rate schedulers and
-    ``GradScaler`` accept it. Before a step, gradients are shards as usual and can be clipped. An
-    owner keeps a copy of its parameters, and their states: about as much memory as shards of both.
-    If a step fails on any rank, all ranks raise, and parameters are unchanged (states of matrices
-    that had already stepped are one step ahead: reload them, or continue).
+    The result is an instance of ``cls``, with param groups and hooks, so learning-rate schedulers
+    and ``GradScaler`` accept it. Before a step, gradients are sharded as usual and can be clipped.
+    An owner keeps copies of its parameters, and their states: about as much memory as shards of
+    both. If a step fails on any rank, all ranks raise, and parameters are unchanged. The states of
+    matrices that had already stepped are then one step ahead: reload them, or continue.
 
-    ``step``, ``state_dict`` and functions of ``fsdp2.checkpoint`` are collective. On each rank,
-    ``state`` has the states that the rank owns, and only the field names of the others.
+    ``step``, ``state_dict`` and the functions of ``fsdp2.checkpoint`` are collective. On each rank,
+    ``state`` has the states that the rank owns, and only the field names of other states.
     ``state_dict()`` moves states into DTensors with the parameters' placements (those of other
     shapes are sharded on their first dim), and the next step moves them back.
 
     Args:
-        cls: a subclass of ``torch.optim.Optimizer``, of torch or of a library.
+        cls: a subclass of ``torch.optim.Optimizer``, from torch or another library.
         params: as for ``cls``; sharded, tensor-parallel and plain parameters of any dtype. A param
-            group may name another class as ``"cls"`` (AdamW for embeddings and vectors); the result
-            is then one optimizer for all of them. Element-wise classes step on local shards.
-        owners: ``"balanced"``, by the FLOPs of Newton-Schulz steps, or a function from a matrix's
-            shape to its cost. Ties are broken by bytes.
+            group may name another class as ``"cls"`` (such as AdamW for embeddings and vectors);
+            the result then combines the classes. Element-wise classes step on local shards.
+        owners: ``"balanced"`` balances the FLOPs of Newton-Schulz steps; a function from a matrix's
+            shape to its cost balances this cost. Ties are broken by bytes.
         wire_dtype: the dtype in which floating-point gradients are sent; None: their own.
             Parameters are sent back in their own dtype.
-        max_bytes: upper bound on the communication buffers of gradients and parameters plus the
-            full gradients. A single matrix may exceed it; with six times the largest matrix, each
-            owner can process one at a time. None: the larger of that and 256 MiB.
-        batches: treat a parameter of three or more dims as a batch of matrices along its first dim:
-            each has an owner, and is a separate parameter of ``cls``. None: True for
+        max_bytes: upper bound on the bytes of communication buffers and full gradients. A single
+            matrix may exceed it. Six times the largest matrix's size lets each owner process one
+            matrix at a time. None: the larger of that size and 256 MiB.
+        batches: treat a parameter of three or more dims as a batch of matrices along its first dim.
+            Each matrix has an owner, and is a separate parameter of ``cls``. None: True for
             ``torch.optim.Muon``, which accepts only matrices.
         kwargs: the arguments of ``cls``, for the groups that specify no other class.
 
     Raises:
         ConfigError: a class or an option known to need all parameters together; arguments that
-            ``cls`` refuses.
+            ``cls`` rejects.
         UnsupportedError: a class whose ``step`` requires a closure; a parameter that wraps other
             tensors, or is a partial sum.
 
@@ -181,7 +181,7 @@ def _several(cls: type[Optimizer], groups: list[Any], how: How, kwargs: Any) -> 
 
 
 def _takes_batches(cls: type[Optimizer]) -> bool:
-    """Return True for a class that accepts only matrices: further dims make batches of them."""
+    """Return True for a class that accepts only matrices, so that further dims are batch dims."""
     return issubclass(cls, torch.optim.Muon)
 
 
@@ -192,8 +192,8 @@ def _check_class(cls: object) -> None:
     if needs_all is not None:
         raise ConfigError(
             "FS711",
-            f"{WHO}: {needs_all} computes something from all parameters together, but each owner "
-            "has only its own. Use a class that steps each parameter independently.",
+            f"{WHO}: {needs_all} computes a value from all parameters together, but each owner has "
+            "only its own. Use a class that steps each parameter independently.",
         )
     if needs_closure(cls):
         raise UnsupportedError(
@@ -209,7 +209,7 @@ def _make(
     how: How,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Make the optimizer; ``cls`` sees placeholders on meta, which use no memory."""
+    """Make the optimizer. ``cls`` gets placeholders on the meta device, which use no memory."""
     known: dict[int, nn.Parameter] = {}  # placeholders by the id of their parameters
     real: dict[int, Tensor] = {}  # parameters by the id of their placeholders
 
@@ -247,7 +247,7 @@ def _make(
 
 
 MODES = ("train", "eval")
-"""Methods in which a class (of schedulefree) swaps parameters with values of its state."""
+"""Methods in which a schedulefree class swaps the parameters' values with its states."""
 
 
 def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,7 +288,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 def text_of(group: Mapping[str, Any]) -> list[str]:
-    """Return a param group's options as text to compare, with the class of non-plain values."""
+    """Return a param group's options as text to compare. Non-plain values appear as their class."""
 
     def text(value: Any) -> str:
         if isinstance(value, PLAIN):
@@ -301,7 +301,7 @@ def text_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def short(value: object) -> str:
-    """Return text that is compared between ranks, and shown in an error if it differs."""
+    """Return a value as short text, which ranks compare, and an error shows if it differs."""
     text = repr(value)
     return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
 
@@ -343,7 +343,7 @@ class How:
 
 @dataclass(eq=False)
 class Round:
-    """Matrices sent together; ``inner`` steps those of this rank, and is None if it has none."""
+    """Matrices sent together. ``inner`` steps those that this rank owns; None if it owns none."""
 
     indices: list[int]
     inner: Optimizer | None = None
@@ -352,7 +352,7 @@ class Round:
 
 @dataclass(eq=False)
 class Fleet:
-    """Parameters with the same ranks: their matrices, in the order of the param groups."""
+    """The matrices of parameters on the same ranks, in the order of the param groups."""
 
     peers: Peers
     owned: list[Owned] = field(default_factory=list)
@@ -387,7 +387,7 @@ class Fleet:
 
 
 class _Seen(defaultdict[Any, Any]):
-    """States as visible between steps; clearing them clears the owners' states."""
+    """States as visible between steps. Clearing this table clears the owners' states."""
 
     def __init__(self, optimizer: WholeOptimizer) -> None:
         super().__init__(dict)
@@ -399,8 +399,8 @@ class _Seen(defaultdict[Any, Any]):
 
 
 class WholeOptimizer(Wrapped):
-    """The wrapper of ``whole``. The state is on the owners, in the rounds' optimizers
-    (``_is_out``), or in the table, as in ``state_dict``. See ``_owned_state``.
+    """The base class of ``whole``'s optimizers. The state is either on the owners, in the rounds'
+    optimizers (``_is_out``), or in the table, as in ``state_dict``. See ``_owned_state``.
     """
 
     _how: How
@@ -453,7 +453,7 @@ class WholeOptimizer(Wrapped):
     def state(self) -> Table:
         """States by parameter: those of the last ``state_dict``, or those owned by this rank now.
 
-        States of other owners have only field names, with None. Only ``clear()`` has an effect.
+        Other ranks' states have only field names, with None. Only ``clear()`` changes states.
         """
         if not self._is_out:
             return self._table
@@ -503,12 +503,12 @@ class WholeOptimizer(Wrapped):
         return {**found, **self.beside}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this or of the plain optimizer. The next step distributes it."""
+        """Load a ``state_dict`` from this or the plain optimizer. The next step distributes it."""
         cast(Any, super()).load_state_dict(state_dict)
         self.beside = beside_of(state_dict)
 
     def _note_beside(self) -> None:
-        """Store a class's data outside of states: from its hooks, and counters. Collective."""
+        """Store the class's counters, and the entries that it adds to state dicts. Collective."""
         own: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for inner in self._inners[:1]:
             counters = {k: v for k, v in vars(inner).items() if type(v) in (int, float)}
@@ -524,9 +524,9 @@ class WholeOptimizer(Wrapped):
         if group.pop("cls", self._plain_class) is not self._plain_class:
             raise ConfigError(
                 "FS711",
-                f"add_param_group: expected {self._plain_class.__name__}, the optimizer's class, "
-                f"as 'cls', found {described(param_group['cls'])}. Create the optimizer with a "
-                "group of that class.",
+                f"add_param_group: expected 'cls' to be {self._plain_class.__name__}, the "
+                f"optimizer's class, found {described(param_group['cls'])}. Create the optimizer "
+                "with a group of that class.",
             )
         if self._given is None and self.param_groups and hasattr(self, "_how"):
             self._given = [{} for _ in self.param_groups]
@@ -596,7 +596,7 @@ class WholeOptimizer(Wrapped):
         for one, owner in zip(fleet.owned, assign(cuts, costs, sizes), strict=True):
             one.cargo = replace(one.cargo, owner=owner)
         fleet.limit = self._how.limit or max(MAX_BYTES, OF_THE_LARGEST * max(sizes, default=0))
-        limit = fleet.limit // 2  # the next round is in flight meanwhile
+        limit = fleet.limit // 2  # another round is in flight at the same time
         cargos = [one.cargo for one in fleet.owned]
         fleet.rounds = [Round(batch) for batch in rounds(cargos, fleet.peers.size, limit)]
         for round_ in fleet.rounds:
@@ -604,7 +604,7 @@ class WholeOptimizer(Wrapped):
             self._make_inner(round_, [one for one in owned if one.cargo.owner == fleet.peers.me])
 
     def _make_inner(self, round_: Round, mine: Sequence[Owned]) -> None:
-        """Make a round's optimizer as the user made this one: from a list, or from dicts."""
+        """Create a round's optimizer like this one, from a list or from dicts."""
         if not mine:
             return
         by_group: dict[int, list[nn.Parameter]] = {}
@@ -667,7 +667,7 @@ class WholeOptimizer(Wrapped):
         return same
 
     def _compute(self) -> BaseException | None:
-        """Step every owned matrix; return this rank's failure. Collective."""
+        """Step every owned matrix; return this rank's exception, if any. Collective."""
         failed: BaseException | None = None
         if not self._is_out:
             for fleet in self._fleets:
@@ -729,7 +729,7 @@ class WholeOptimizer(Wrapped):
             own.update(own_options_of(self.param_groups[number]))
         held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
         before = [one.identity() for one in held]
-        plain_step(self._plain_class)(inner)  # hooks run around our own step
+        plain_step(self._plain_class)(inner)  # hooks run around our step
         for one, was in zip(held, before, strict=True):
             if one.identity() != was:
                 raise UnsupportedError(
@@ -749,7 +749,7 @@ class WholeOptimizer(Wrapped):
         return found
 
     def _take_options(self, grids: Sequence[Grid]) -> None:
-        """Adopt the class's changes to options from all ranks; StateError if they differ."""
+        """Adopt all ranks' changes to options. Raise StateError if the changes differ."""
         found = self._options_after()
         error: StateError | None = None
         for grid in grids:
@@ -764,8 +764,8 @@ class WholeOptimizer(Wrapped):
                                 "FS714",
                                 f"{self._who}: {self._plain_class.__name__} computed {key} of "
                                 f"param group {place} over all parameters of the group: {known!r} "
-                                f"on one rank, {value!r} on another, each from the matrices that "
-                                "it owns. Use a class that steps each parameter independently. "
+                                f"on one rank, {value!r} on another, because each has only its own "
+                                "matrices. Use a class that steps each parameter independently. "
                                 "Parameters are unchanged.",
                             )
         if len(grids) > 1 or error is not None:
@@ -792,7 +792,7 @@ class WholeOptimizer(Wrapped):
             fleet.fields.update(told)
 
     def _forget_copies(self) -> None:
-        """Invalidate the owners' copies: a step failed, and nothing was written."""
+        """Invalidate the owners' copies: a step failed, and no shard was written."""
         for fleet in self._fleets:
             for one in fleet.owned:
                 one.printed = None
@@ -800,7 +800,7 @@ class WholeOptimizer(Wrapped):
     def __reduce__(self) -> tuple[Any, ...]:
         raise UnsupportedError(
             "FS713",
-            f"{WHO}({self._plain_class.__name__}): cannot be pickled or copied, because each rank "
+            f"{WHO}({self._plain_class.__name__}) cannot be pickled or copied, because each rank "
             "has only the states of its own matrices. Use state_dict() and load_state_dict().",
         )
 
@@ -825,7 +825,7 @@ def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
                     failed = failed or error
             fleets = [fleet for one in optimizers for fleet in one._fleets]
             grids = {fleet.peers.ranks: fleet.peers.grid for fleet in fleets}
-            in_order = sorted(grids, key=len)  # the largest last: it includes the others' failures
+            in_order = sorted(grids, key=len)  # the largest last: it also reports the other errors
             _tell(failed, who, [(grids[ranks], sames.get(ranks, {})) for ranks in in_order])
             for one in optimizers:
                 failed = one._compute() or failed
@@ -844,8 +844,8 @@ def _tell(
     failed: BaseException | None, who: str, grids: list[tuple[Grid, dict[str, object]]]
 ) -> None:
     """Raise on the ranks of all grids if one rank has an error, or if ranks differ in a value. A
-    rank in several grids reports its error to later ones; a second pass, in reverse, to earlier
-    ones.
+    rank in several grids reports errors of one grid to the later grids. A second pass, in reverse
+    order, reports them to the earlier grids.
     """
     back: list[tuple[Grid, dict[str, object]]] = [(grid, {}) for grid, _ in reversed(grids)]
     for grid, same in [*grids, *back] if len(grids) > 1 else grids:
@@ -858,7 +858,7 @@ def _tell(
 
 
 def _norm_of_all(optimizer: Any) -> str | None:
-    """Return the option with which a known library's class uses a norm of all gradients."""
+    """Return the option with which a known class uses a norm of all gradients, or None."""
     switch = getattr(optimizer, "pre_norm", None)  # LAMB ignores max_grad_norm if this is off
     if switch:
         return "pre_norm=True"
@@ -868,7 +868,7 @@ def _norm_of_all(optimizer: Any) -> str | None:
 
 
 def _named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield the group number, a name for messages, and each parameter."""
+    """Yield each parameter, after its group number and its name for messages."""
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for place, param in enumerate(group["params"]):
@@ -882,7 +882,7 @@ def _named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tensor]) -> list[bool]:
-    """Return which parts are unchanged since the last step, with one synchronization in total."""
+    """Return whether each part is unchanged since the last step. Synchronizes once in total."""
     known = [owned[index].printed for index in present]
     if not prints or any(one is None for one in known):
         return [False] * len(prints)

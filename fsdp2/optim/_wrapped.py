@@ -68,7 +68,7 @@ def plain_step(cls: type[Optimizer]) -> Any:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Return the result of ``step``'s closure, run with gradients; None without a closure."""
+    """Run ``step``'s closure in grad mode, and return its result, or None without a closure."""
     check_function("step", "closure", closure)
     if closure is None:
         return None
@@ -98,7 +98,7 @@ def write_back(group: dict[str, Any], own: Mapping[str, Any], *but: str) -> None
 
 @torch_compiler.always_eager
 def zero_gradients(groups: Iterable[Mapping[str, Any]], set_to_none: bool) -> None:
-    """Clear gradients. Torch's kernel accepts no mixture of sharded and plain ones."""
+    """Clear gradients. torch's kernel does not accept a mixture of sharded and plain gradients."""
     check_flag("zero_grad", "set_to_none", set_to_none)
     strided: list[Tensor] = []
     for param in params_of(groups):

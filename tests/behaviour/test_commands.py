@@ -138,7 +138,7 @@ def test_a_verdict_stands_first_and_nothing_long_is_silent(
     main(["plan", *words, "--budget", "400KB", "--hardware", "cpu"])
     shown = capsys.readouterr()
     assert shown.out.startswith("does not fit: ")
-    assert "; no setting tried fits" in shown.out or " fits (" in shown.out.splitlines()[0]
+    assert "none of the tried settings fits" in shown.out or " fits (" in shown.out.splitlines()[0]
     assert "  does not fit: model.set_memory('balanced')" in shown.err
 
 

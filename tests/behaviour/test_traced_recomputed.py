@@ -485,7 +485,7 @@ def test_a_conditional_unit_is_not_compiled_alone() -> None:
     fsdp2.fully_shard(model)
     x = torch.randn(2, WIDTH)
     loss_of(model(x)).backward()
-    with pytest.raises(fsdp2.StateError, match=r"blocks\.0: is conditional, but was compiled"):
+    with pytest.raises(fsdp2.StateError, match=r"blocks\.0 is conditional, but was compiled"):
         fsdp2.compile(block, disable=True)(x)
     assert_sharded(model)
 

@@ -610,13 +610,13 @@ def test_what_a_class_must_not_do() -> None:
     train_on(model, optimizer)
     train_on(model, optimizer)
     assert optimizer.param_groups[0]["k"] == 2
-    with pytest.raises(fsdp2.ConfigError, match="LBFGS computes something from all parameters"):
+    with pytest.raises(fsdp2.ConfigError, match="LBFGS computes a value from all parameters"):
         fsdp2.optim.whole(torch.optim.LBFGS, model.parameters())
     with pytest.raises(fsdp2.ConfigError, match=r"max_grad_norm=1\.0 computes a norm of all"):
         fsdp2.optim.whole(Clips, model.parameters(), max_grad_norm=1.0)
     fsdp2.optim.whole(Clips, model.parameters())
     extra = {"params": [nn.Parameter(torch.ones(3))], "cls": torch.optim.AdamW}
-    with pytest.raises(fsdp2.ConfigError, match="expected Counts, the optimizer's class"):
+    with pytest.raises(fsdp2.ConfigError, match="expected 'cls' to be Counts, the optimizer's"):
         optimizer.add_param_group(extra)
     negative = fsdp2.optim.whole(Factors, model.parameters(), owners=lambda shape: -1.0)
     with pytest.raises(fsdp2.ConfigError, match=r"the cost of \(.*at least 0, found -1.0"):

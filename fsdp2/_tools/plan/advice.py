@@ -1,4 +1,4 @@
-"""Rules that detect problems of units and settings. Each reports a figure and a change to make, and
+"""Rules that detect problems in units and settings. Each reports a figure and a change to make, and
 plans again with that change to predict the gain."""
 
 from __future__ import annotations

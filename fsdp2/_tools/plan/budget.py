@@ -31,11 +31,11 @@ AGAIN: dict[str, Any] = {"activation_checkpointing": True}
 MOST = 1 << 16
 """Upper bound of the search for a batch size."""
 LOSS_CHUNKS = 8
-"""Number of chunks of a chunked loss: few enough that each is still a large matrix product."""
+"""Number of chunks of a chunked loss: few enough that each is still a large matmul."""
 LOGITS_SHARE = 0.05
 """A chunked loss is tried if logits are more than this share of the peak."""
 OFFLOADED = " without the optimizer's step on the host"
-"""Note on the time of an offloaded step, which includes the copies between host and device."""
+"""Note on an offloaded step's time. The time includes the copies between host and device."""
 WHOLE = ("optimizer", "gradients")
 """Values of ``shard`` with which parameters stay unsharded during the micro-batches of a step."""
 
@@ -64,9 +64,9 @@ class Suggestion:
     of a step, in bytes. ``seconds`` is the time of a step, or None if the plan has no hardware.
     ``fits`` is True if the peak is within the budget. ``batch`` is the largest first dim of the
     batch that fits, up to 65536. It is set if ``changes`` reduces the batch, and on the first
-    suggestion if that fits; otherwise, and if the batch's tensors differ in their first dim, it is
-    None. ``note`` states what ``seconds`` excludes, or is empty. ``tokens_per_second`` is the speed
-    of one rank, and ``most_tokens_per_second`` its speed with the largest batch that fits.
+    suggestion if that one fits. Otherwise, or if the batch's tensors have different first dims, it
+    is None. ``note`` names the work that ``seconds`` excludes, or is empty. ``tokens_per_second``
+    is the speed of one rank, and ``most_tokens_per_second`` its speed with the largest batch.
     """
 
     changes: Mapping[str, Any] = field(repr=False)
@@ -104,10 +104,10 @@ Predict = Callable[[dict[str, Any]], StepPlan]
 @dataclass
 class Search:
     """A search over settings, cheap ones first; ``found`` is called with each planned suggestion.
-    ``may_offload``: the model's policies can still be set. ``memory``: the plan's own setting.
-    ``machine``: activations and states are offloaded from devices only. ``sharding``: values of
+    ``may_offload``: whether policies can still be set. ``memory``: the plan's own setting.
+    ``machine``: activations and states are offloaded only from a device. ``sharding``: values of
     ``shard`` to try without ``CPUOffloadPolicy``. ``fused``: creates the optimizer with
-    ``fused=True``, which does not copy all gradients; None if that is not supported."""
+    ``fused=True``, which does not copy all gradients, or None if this is not supported."""
 
     batch: Any
     budget: int
@@ -156,7 +156,7 @@ class Search:
         return tried
 
     def _roomier(self, fitting: Sequence[Suggestion]) -> Iterator[Suggestion]:
-        """Retry settings that fit, tried only with ``low`` so far, with faster memory settings."""
+        """Retry settings that fit and were tried only with ``low``, with faster memory settings."""
         for one in fitting:
             if one.changes.get("memory") == "low" and len(one.changes) > 1:
                 yield from self._each(*({**one.changes, "memory": each} for each in MEMORY[:-1]))
@@ -179,8 +179,8 @@ class Search:
             yield self._each(*({**host, **more} for more in ({}, *self._chunks())))
 
     def _settings(self) -> Iterator[Suggestion]:
-        """Try memory settings, except those that keep more than a setting that did not fit."""
-        most = -1  # index in MEMORY, which starts with the setting that keeps most
+        """Try memory settings. Skip those that use more memory than one that did not fit."""
+        most = -1  # index in MEMORY; earlier settings use more memory
         for memory in self._memories():
             place = MEMORY.index(str(memory)) if memory in MEMORY else len(MEMORY)
             if place > most:
@@ -190,7 +190,7 @@ class Search:
         yield from self._each(*({"shard": shard} for shard in self.sharding))
 
     def _memories(self) -> list[str | int]:
-        """Return the plan's own setting first: of equal results, only the first is reported."""
+        """List the plan's own setting first, because only the first of equal results is shown."""
         own = [] if self.memory is None else [self.memory]
         return [*own, *(memory for memory in MEMORY if memory != self.memory)]
 
@@ -209,7 +209,7 @@ class Search:
                 yield {**AGAIN, "optimizer": self.fused, **own}
 
     def _smaller(self) -> Iterator[Suggestion]:
-        """Find the largest batch that fits, below the plan's own, by bisection from one row."""
+        """Find the largest batch that fits, smaller than the plan's own, by bisection."""
         rows = rows_of(self.batch)
         if rows is None or rows < 2:
             return
@@ -303,7 +303,7 @@ def search_of(
     budget: str | int | None,
     found: Callable[[Suggestion], None] = lambda suggestion: None,
 ) -> Search:
-    """Return the search of ``Plan.suggest``, or raise its errors. Suggestions go to ``found``."""
+    """Return the search for ``Plan.suggest``, or raise its errors. ``found`` gets suggestions."""
     plan.step_for("suggest")
     nbytes = budget_of(plan, "suggest", budget)
     if nbytes is None:

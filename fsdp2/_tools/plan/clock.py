@@ -33,7 +33,7 @@ READS_ROWS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 class Clock:
     """The time of one rank, in seconds, and its spans. ``label`` names the current compute. A link
     is a FIFO queue of transfers; links inside a node and between nodes work in parallel.
-    ``products`` is the time of matrix products, without recomputed ones."""
+    ``products`` is the time of matmuls, excluding recomputed ones."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -49,7 +49,7 @@ class Clock:
         self._free_at: dict[float, float] = {}  # time when a link becomes idle, keyed by bandwidth
 
     def compute(self, seconds: float, product: float = 0.0) -> None:
-        """Advance by an operation's time. ``product``: the part that is a matrix product."""
+        """Advance by an operation's time. ``product``: the part of it that matmuls take."""
         if self.label != self._labelled:
             self._end_compute()
             self._labelled = self.label
@@ -64,7 +64,7 @@ class Clock:
     def send(
         self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
     ) -> Sent:
-        """Queue a collective on its link. On a host, several ``pieces`` take the time of one."""
+        """Queue a collective on its link. On a host, several ``pieces`` take as long as one."""
         link = bandwidth_of(self.hardware, ranks, stride)
         began = max(self._free_at.get(link, 0.0), self.seconds)
         ended = began + seconds_of(self.hardware, kind, nbytes, ranks, stride)
@@ -87,7 +87,7 @@ class Clock:
         return mark
 
     def finish(self) -> None:
-        """End open spans, and wait for the links."""
+        """End open spans, and wait until the links are idle."""
         self._end_compute()
         idle = max(self._free_at.values(), default=0.0)
         self.wait(idle, "links to become idle")
@@ -110,7 +110,7 @@ class Sent:
 
 
 class ComputeTime(DispatchMode):
-    """Advances a clock by the time of operations, from their FLOPs (matrix products) and bytes."""
+    """Advances a clock by the time of operations, computed from matmul FLOPs and bytes."""
 
     def __init__(self, clock: AnyClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -119,7 +119,7 @@ class ComputeTime(DispatchMode):
 
     @contextmanager
     def aside(self, taken: list[tuple[float, float]]) -> Iterator[None]:
-        """Stop the clock. Append the time of each operation, and of its products, to ``taken``."""
+        """Stop the clock. Append the time of each operation, and of its matmuls, to ``taken``."""
         before, self._take = self._take, lambda *took: taken.append(took)
         try:
             yield
@@ -154,7 +154,7 @@ class ComputeTime(DispatchMode):
             return
         if func in READS_ROWS:
             nbytes = 2 * made.nbytes
-        else:  # tensors that are read or created; those that are updated in place count twice
+        else:  # tensors that are read or created count once, and tensors updated in place twice
             moved = {id(one): one.nbytes for one in tensors}
             nbytes = sum(moved.values())
             for key, is_only_written in written:

@@ -25,7 +25,7 @@ from fsdp2._tools.plan.hardware import HARDWARE, Hardware, hardware_for
 from fsdp2._tools.plan.plan import Plan, plan, table_of
 
 MARK = "_fsdp2_is_unit"
-"""Set in the ``__dict__`` of modules that become units. The copy that a plan makes preserves it."""
+"""Set in the ``__dict__`` of modules that become units, so that it is copied with the model."""
 
 PLAN = """\
 examples:
@@ -38,10 +38,10 @@ TENSOR = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 ASSUMED = "h100-nvlink-ib"
 """The default machine: a verdict requires a machine, and most users have a similar one."""
 LENGTH = 4096
-"""Default number of tokens in a sequence, for a model of a known shape."""
+"""Default number of tokens in a sequence, for a known model shape."""
 KNOWN = f"known shapes: {', '.join(shapes.SHAPES)}\nknown hardware: {', '.join(HARDWARE)}\n"
 SECONDS_OF_A_MODULE = 0.012
-"""Planning time per module without children, for the first estimate; deliberately high."""
+"""Planning time per module without children. Used for the first estimate; deliberately high."""
 
 
 def make_parser() -> argparse.ArgumentParser:

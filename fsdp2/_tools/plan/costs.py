@@ -1,7 +1,7 @@
-"""Costs of the operations of a device and its host, each with its source or the word "assumed".
+"""Costs of device and host operations, each with its source or the word "assumed".
 
-The figures that ``Hardware`` lacks are those of one H100 (or of the cited machine). They are meant
-for comparisons, and do not predict the speed of a cluster, which ``scripts/gpu`` measures.
+Figures that ``Hardware`` lacks are from one H100 (or from the cited machine). They are meant for
+comparisons, not for predicting the speed of a cluster, which ``scripts/gpu`` measures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from fsdp2._tools.plan.hardware import Hardware, seconds_of, seconds_of_kernel
 
 SHORTEST_KERNEL = 2e-6
-"""Minimum seconds of a kernel. Assumed; 1.15e-6 measured in a replayed CUDA graph.
+"""Minimum duration of a kernel in seconds. Assumed; 1.15e-6 measured in a replayed CUDA graph.
 Measurements here and below are from one H200 (benchmarks/results/gpu/h200-2026-11-27.md)."""
 SHARE_OF_PRODUCTS = 0.70
 """Share of the data sheet's peak that large matmuls reach. Assumed; 0.69 to 0.80 measured."""
@@ -24,29 +24,29 @@ SHARE_OF_LINKS = 0.80
 """Share of a link's bandwidth that large collectives reach. Assumed."""
 HOST_LINK = 50e9
 """Bytes per second between the host's pinned memory and a device: PCIe 5.0 x16.
-54.8 GB/s to the device and 46.8 from it in the same source; 55 measured in each direction."""
+The same source reports 54.8 GB/s to the device and 46.8 from it; we measured 55 each way."""
 MISALIGNED = 2.0
 """Slowdown of a collective whose rows are not aligned to 16 bytes. NCCL moves packs of 16 bytes
 only if rows are aligned (nccl#413). In Horovod an all-gather of 6.3 MB took 7 instead of 2 ms, with
-a smaller effect on reduce-scatters (horovod#3727). pytorch#195450 reports it on 1 and 2 nodes."""
+less effect on reduce-scatters (horovod#3727). pytorch#195450 reports this on 1 and 2 nodes."""
 ALIGNMENT_NBYTES = 16
 CHANNELS = 16
-"""Channels of a communicator, over which one kernel spreads the collectives of an NCCL group call.
+"""Channels per communicator. One kernel spreads an NCCL group call's collectives over them.
 NCCL 2.28's cost model counts a ring's latency once per operation of a channel: ``divUp(operations,
-channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). Its
+channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). NCCL
 logs on 8 GPUs per node list 16 or 24 "coll channels". Not measured.
 Two ranks on one GPU, over sockets with two channels, took one latency for every two pieces."""
 
 LAUNCH = 4e-6
-"""Host seconds of one operation: dispatch, autograd node, kernel launch. Assumed.
-The hosts of two H200 took 8e-6 and 12e-6, 22e-6 and 35e-6 for a collective, and 0.9e-6 and 1.7e-6
-for an event. Both are virtual machines, and took up to three times the assumed figures."""
+"""Host seconds per operation: dispatch, autograd node, kernel launch. Assumed.
+The hosts of two H200s took 8e-6 and 12e-6 (a collective: 22e-6 and 35e-6; an event: 0.9e-6 and
+1.7e-6). Both are virtual machines, and took up to three times the assumed figures."""
 LAUNCH_COLLECTIVE = 15e-6
-"""Host seconds of one collective: c10d's checks and records, and NCCL's own launch. Assumed."""
+"""Host seconds per collective: c10d's checks and records, and NCCL's own launch. Assumed."""
 EVENT = 0.7e-6
-"""Host seconds of recording an event, or of making a stream wait for one. Assumed."""
+"""Host seconds to record an event, or to make a stream wait for one. Assumed."""
 CALL = 0.12e-6
-"""Host seconds of one call in Python, of a Python or C function. Assumed."""
+"""Host seconds per call, from Python, of a Python or C function. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Costs:
         alignment: int = ALIGNMENT_NBYTES,
         pieces: int = 1,
     ) -> float:
-        """Return the time of a collective that runs alone, from the bytes of its larger buffer.
+        """Return the time of a collective that runs alone, given the size of its larger buffer.
         Several ``pieces`` of one group call run in parallel, on ``CHANNELS`` channels."""
         took = seconds_of(self.machine, kind, nbytes, ranks, stride)
         took += (pieces - 1) // CHANNELS * seconds_of(self.machine, kind, 1, ranks, stride)

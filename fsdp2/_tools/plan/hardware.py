@@ -34,7 +34,7 @@ FILE = "a file written by the doctor, or Hardware.to_values() as JSON"
 PRODUCT = 1024
 """Number of rows and columns of the matrices that ``measure`` multiplies."""
 COPIED, GATHERED = 1 << 26, (1 << 10, 1 << 24)
-"""Bytes that ``measure`` copies, and the two sizes in bytes that each rank sends to all-gathers."""
+"""Bytes that ``measure`` copies, and the two sizes of the all-gather inputs, in bytes per rank."""
 REPEATS = 5
 _LEAST = sys.float_info.min
 
@@ -45,8 +45,8 @@ class Hardware:
 
     Args:
         name: shown on pages.
-        flops: floating-point operations per second in matrix products, keyed by the dtype of the
-            operands. ``torch.float32`` is required; its rate is the default for missing dtypes.
+        flops: floating-point operations per second in matmuls, keyed by the dtype of the operands.
+            ``torch.float32`` is required; its rate is the default for missing dtypes.
         memory_bandwidth: bytes read and written per second.
         near: bytes per second that one rank sends, and simultaneously receives, inside a node.
         far: bytes per second of one rank's share of the links between nodes: its own port, or an
@@ -109,8 +109,8 @@ class Hardware:
         memory: float = 1.0,
         links: float = 1.0,
     ) -> Hardware:
-        """Return a copy with scaled rates, such as the fractions of the peaks that your kernels
-        reach.
+        """Return a copy with scaled rates, for example to the fractions of the peaks that your
+        kernels reach.
 
         Args:
             compute: factor on ``flops``.
@@ -138,7 +138,7 @@ class Hardware:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Hardware:
-        """Return the machine from the values of ``to_values``.
+        """Create a machine from the values that ``to_values`` returned.
 
         Raises:
             ConfigError: an unknown or missing name; an invalid figure.
@@ -202,8 +202,8 @@ HARDWARE = {
 }
 """Machines that ``plan`` accepts by name. The usual machine of each device comes first. The latency
 of 3e-6 is from public NCCL tests of small messages, which took 2 to 10 us. Memory is as torch
-reports it: for an A100 or H100 of "80 GB" 79.1 to 79.6 GiB, depending on board and driver. The
-minimum is from messages of the CUDA allocator ("a total capacity of 79.11 GiB")."""
+reports it: 79.1 to 79.6 GiB for an A100 or H100 with "80 GB", depending on board and driver. The
+minimum is from error messages of the CUDA allocator ("a total capacity of 79.11 GiB")."""
 
 
 def hardware_for(found: object) -> Hardware | None:
@@ -220,12 +220,12 @@ def hardware_for(found: object) -> Hardware | None:
     name = found if found in HARDWARE else next(iter(meant), None)
     if name is None:
         known = ", ".join(sorted(HARDWARE))
-        raise wrong_value("plan", "hardware", f"one of {known}, or a file of the doctor", found)
+        raise wrong_value("plan", "hardware", f"one of {known}, or a file from the doctor", found)
     return HARDWARE[name]
 
 
 def _read(path: str) -> Hardware:
-    """Read a machine from a file of ``python -m fsdp2 doctor --json``, or with ``to_values``."""
+    """Read a machine from a file written by ``fsdp2 doctor --json``, or with ``to_values``."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -239,10 +239,10 @@ def _read(path: str) -> Hardware:
 
 
 def measure(name: str = "measured") -> Hardware:
-    """Measure this machine: matrix products, copies, and all-gathers over all ranks.
+    """Measure this machine: matmuls, copies, and all-gathers over all ranks.
 
     With a process group of several ranks, call this on every rank. All ranks return the same
-    result: the rates of the slowest product, copy and link. Without one, links have infinite
+    result: the rates of the slowest matmul, copy and link. On a single rank, links have infinite
     bandwidth. Takes about a second.
 
     Returns:

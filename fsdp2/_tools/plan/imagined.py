@@ -27,8 +27,8 @@ from fsdp2._tools.plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWa
 
 
 class Nowhere(Wire):
-    """A wire that sends nothing, and tags buffers by purpose. With a clock, a collective takes the
-    time of the described machine. Without one (CPU ranks), it allocates the buffers of gloo."""
+    """A wire that sends nothing, and tags buffers by purpose. With a clock, a collective takes as
+    long as on the described machine. Without one (CPU ranks), it allocates gloo's buffers."""
 
     def __init__(
         self, group: ParamGroup, watch: MemoryWatch, clock: AnyClock | None, is_away: bool
@@ -93,7 +93,7 @@ class Nowhere(Wire):
         return self._send("reduce_scatter", sent.nbytes, axis, SHARD, axis.size)
 
     def _copy(self, shard: Tensor) -> None:
-        """Advance the clock by the time of copying shards between the host and the device."""
+        """Advance the clock by the time that copying a shard between host and device takes."""
         if self._copies_on is not None:
             self._copies_on.copy(shard.nbytes)
 
@@ -129,7 +129,7 @@ class Nowhere(Wire):
 
     @contextlib.contextmanager
     def _joined(self, kind: str, axis: MeshAxis) -> Iterator[None]:
-        """Merge the collectives in this context into one on a device, as NCCL does."""
+        """On a device, merge the collectives in this context into one, as NCCL does."""
         self._pieces = [] if isinstance(self._clock, LaneClock) else None
         yield
         pieces, self._pieces = self._pieces, None
@@ -154,7 +154,7 @@ class Nowhere(Wire):
 
 
 class _Holding:
-    """The work object of a collective, which keeps the receive buffer alive until ``wait``."""
+    """A collective's work object, which keeps the receive buffer alive until ``wait``."""
 
     def __init__(self, received: Tensor) -> None:
         self._received: Tensor | None = received
@@ -211,7 +211,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def groups_of(model: nn.Module) -> list[ParamGroup]:
-    """Return the groups of all units in a model, outermost first; empty for an unsharded model."""
+    """Return the groups of a model's units, outermost first (an empty list if unsharded)."""
     return [group for unit in units_below(model) for group in unit.own_groups]
 
 

@@ -29,7 +29,7 @@ LANES = {"gather": 1, "reduce": 2, "all_reduce": 3}
 OUT, BACK = 4, 5
 """The numbers of the streams for copies to the host and back."""
 LEAST_WAIT = 1e-9
-"""Seconds; shorter waits are rounding errors."""
+"""Waits that are shorter than this many seconds are rounding errors."""
 MIN_NBYTES = 1 << 18
 """Minimum bytes of an offloaded tensor, as in ``offload_activations``."""
 

@@ -52,7 +52,7 @@ class Plan(Prediction):
         around each unit, and a chunked loss are tried, separately and together. If the hardware is
         a device, offloading of activations is tried next, and then of the optimizer's states too.
         CPU offload is tried last, unless the model is already sharded. For the best setting, the
-        largest batch that fits is determined. Each trial is a plan, so the search takes the time of
+        largest batch that fits is determined. Each trial is a plan, so the search takes as long as
         several plans. Settings with the same result as an earlier one are omitted. With several
         micro-batches, values of ``shard`` are also tried, unless a keyword of the plan controls
         when parameters are unsharded.
@@ -63,7 +63,7 @@ class Plan(Prediction):
 
         Returns:
             The settings that were tried. Those that fit come first, sorted by time per row of the
-            batch, or without hardware by peak memory. The others follow, sorted by peak memory.
+            batch, or by peak memory without hardware. The others follow, sorted by peak memory.
 
         Raises:
             ConfigError: the plan has no batch; no budget, and no hardware with a known memory size;
@@ -75,8 +75,8 @@ class Plan(Prediction):
         """Return whether a step fits. If not, find a setting that fits, as ``suggest`` does.
 
         Args:
-            budget: as for ``suggest``. If it is None and the hardware's memory is unknown, ``fits``
-                of the verdict is None.
+            budget: as for ``suggest``. If it is None and the hardware's memory is unknown, the
+                verdict's ``fits`` is None.
 
         Raises:
             ConfigError: the plan has no batch; an invalid budget.
@@ -86,14 +86,14 @@ class Plan(Prediction):
             return found
         way_out = search_of(self, budget).first()
         if way_out is None:
-            return replace(found, way_out="no setting tried fits: more ranks are needed")
+            return replace(found, way_out="none of the tried settings fits: more ranks are needed")
         peak, _ = of_each(way_out.peak_nbytes, found.capacity_nbytes or 0)
         return replace(found, way_out=f"{way_out.name} fits ({peak})")
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
-        """Return problems of these settings, each with a figure and an improvement.
+        """Return problems with these settings, each with a figure and an improvement.
 
-        The gains are predicted with more plans, so this takes the time of several plans.
+        The gains are predicted with more plans, so this takes as long as several plans.
 
         Args:
             budget: as for ``suggest``. If it is None and the hardware's memory is unknown, there is
@@ -191,8 +191,8 @@ def plan(
             no units below the root.
         batch: the inputs of one rank's forward: a tensor, a tuple of arguments, or a dict of
             keywords. Only the shapes and dtypes of tensors matter. None: no step is predicted.
-        loss: a function that computes a scalar from the output. None: the ``loss`` of the output,
-            or the sum of the means of its tensors.
+        loss: a function that computes a scalar from the output. None: the output's ``loss``, or the
+            sum of the means of its tensors.
         optimizer: a class or function that creates an optimizer from parameters, such as
             ``torch.optim.AdamW``. The plan includes its state after the first step, and its step on
             the shards of one rank.

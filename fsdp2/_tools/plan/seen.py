@@ -41,7 +41,7 @@ class Over:
 
 
 def with_stamps(event: events.Event, over: Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
-    """Return an event with its bytes on real ranks, which also send agreement stamps."""
+    """Return an event with the size that real ranks send, including their agreement stamps."""
     group = sizes.get(event.fqn)
     if group is None or not event.nbytes:
         return event
@@ -120,7 +120,7 @@ class Seen:
         return max(point.peak_nbytes for point, _ in self._points)
 
     def points(self) -> Iterator[MemoryPoint]:
-        """Yield the records with their times. Call this after ``finish`` of the clock."""
+        """Yield the records with their times. Call this after the clock's ``finish``."""
         for point, mark in self._points:
             time = 0.0 if self._clock is None else self._clock.time_of(mark)  # type: ignore[arg-type]
             yield replace(point, time=time)

@@ -78,7 +78,7 @@ class Template:
             self.model = without_memory(model)
 
     def run(self, setup: Setup, what: str) -> Found:
-        """Return the result of a setup. It is cached for advice, pages and suggestions."""
+        """Return the result of a setup, which is cached for advice, pages and suggestions."""
         key = setup.key()
         if key not in self._known:
             tell(what)
@@ -118,7 +118,7 @@ class Template:
             shard_model(model, policy, **{"mesh": mesh, **setup.fully_shard_kwargs})
         run = StepRun(model, setup.hardware)
         if setup.offload_activations:
-            run.keep_activations_away()  # no replay, which would save no tensors to offload
+            run.keep_activations_away()  # do not replay: replays save no tensors to offload
         elif setup.micro_batches == 1:  # several micro-batches add to existing gradients
             run.replay(self._traces)
         if setup.offload_states:

@@ -56,8 +56,8 @@ FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def shape_for(name: str) -> Shape | None:
-    """Return the shape for a known name or a config file; None for other names. Raise ValueError if
-    a file cannot be read, or describes another kind of model."""
+    """Return the shape for a known name or a config file, or None for other names. Raise ValueError
+    if a file cannot be read, or describes another kind of model."""
     if name.lower() in SHAPES:
         return SHAPES[name.lower()]
     path = Path(name)

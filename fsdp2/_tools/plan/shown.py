@@ -90,7 +90,7 @@ def place_before(label: str) -> str:
 
 
 def of_each(peak: int, capacity: int) -> tuple[str, str]:
-    """Format two sizes in the unit of the second; if the first is much smaller, in its own unit."""
+    """Format two sizes in the second size's unit. A much smaller first size gets its own unit."""
     unit, name = next(((unit, name) for unit, name in UNITS if capacity >= unit), (1 << 10, "KiB"))
     first = f"{peak / unit:.1f}" if 10 * peak >= unit else nbytes_text(peak)
     return first, f"{capacity / unit:.1f} {name}"
@@ -159,7 +159,7 @@ def waits_text(step: StepPlan) -> str:
 
 
 def rates_text(step: StepPlan, ranks: int) -> tuple[str, str]:
-    """Return the tokens per second of one rank and of all ranks; 0 if unknown."""
+    """Format the tokens per second of one rank and of all ranks, or 0 if they are unknown."""
     rate = step.tokens_per_second or 0.0
     return rate_text(rate), rate_text(rate * ranks)
 
@@ -172,7 +172,7 @@ def rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, GroupPlan]]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Merge names that differ only in numbers into the first one and a count; join others."""
+    """If names differ only in numbers, return the first name and a count. Otherwise join them."""
     if len(names) > 1 and len({re.sub(r"\d+", "0", name) for name in names}) == 1:
         return f"{names[0]} ({len(names)} times)"
     if len(names) > MOST_NAMES:

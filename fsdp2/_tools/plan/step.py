@@ -39,8 +39,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
-"""Usual and maximum number of steps; the last is reported. The first brings the engine to its
-steady state, which takes more steps if a part of a root is read outside of its modules."""
+"""Usual and maximum number of steps; the last step is reported. The first brings the engine to its
+steady state. This takes more steps if a large part of a root is read outside of its modules."""
 UNITS_OF_STATES = 3
 """Number of units whose optimizer states are on the device at the same time, if offloaded."""
 
@@ -208,7 +208,7 @@ class StepRun:
                 clock.counts_products = True
 
     def keep_activations_away(self) -> None:
-        """Offload to the host the tensors saved by units below the root, except the last unit."""
+        """Offload the tensors that units below the root save, except those of the last unit."""
         if isinstance(self.clock, LaneClock):  # activations on a CPU are not offloaded
             stays = {module: module is self._below[-1] for module in self._below}
             self._activations = lanes.ImaginedActivations(self.model, stays, self.clock)
@@ -233,7 +233,7 @@ class StepRun:
     def predict(
         self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
     ) -> StepPlan:
-        """Run some steps and report the last one. Later calls for the same model run only one."""
+        """Run a few steps and report the last. Later calls for the same model run only one step."""
         watch, clock, seen = self.watch, self.clock, self._seen
         tensors = tensors_in(given)
         is_first = self._counted is None or len(self._counted) != len(tensors)
@@ -282,7 +282,7 @@ class StepRun:
         )
 
     def _prepare(self, optimizer: MakeOptimizer) -> bool:
-        """Create the optimizer and run one step. Return False if these shards already have one."""
+        """Create the optimizer and run one step. Return False if it exists for these shards."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
@@ -304,7 +304,7 @@ class StepRun:
 
     @property
     def _is_steady(self) -> bool:
-        """Return True once the engine has recorded which large parts of roots backward reads."""
+        """Return True if the engine has recorded which of a root's large parts backward reads."""
         runtimes = [unit.runtime for unit in units_below(self.model) if unit.is_root]
         return all(r is None or r.parts is None or r.parts.are_known for r in runtimes)
 
@@ -424,7 +424,7 @@ class StepRun:
         return self._seen.see("the optimizer's step") + here
 
     def _move_states(self, nbytes: int, clock: LaneClock) -> int:
-        """Overlap transfers of states with the step; return the peak of their device memory."""
+        """Overlap transfers of states with the step; return the peak device memory of states."""
         sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
         unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
         copies = lanes.ImaginedCopies(clock)

@@ -75,8 +75,8 @@ class Stepped:
             raise ConfigError(
                 "FS904",
                 f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
-                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add the "
-                "size of its state.",
+                f"values ({type(error).__name__}: {error}). Plan without an optimizer, and add the "
+                "size of its state yourself.",
             ) from error
 
     def keep(self, kept: object, watch: MemoryWatch, is_away: bool) -> None:

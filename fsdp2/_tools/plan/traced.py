@@ -1,14 +1,14 @@
 """Traces of blocks: one trace is used for all identical blocks, in every plan of the same model.
 
-A trace has the bytes, kernels and saved memory of a unit's forward and backward. Its replay is one
-autograd node with the same memory and time. The engine's work around a unit is never replayed.
+A trace records the bytes, kernels and saved memory of a unit's forward and backward. Its replay is
+one autograd node with the same memory and time. The engine's work around a unit is never replayed.
 
 [Note: when a block is replayed]
 The layers of a model run the same operations, so planning each layer would repeat the same work. A
 block is a unit without inner units. Its forward is traced, first alone and then with its backward;
 afterwards, an autograd node replaces it. A block runs normally if no node can replace it, because
 it returns its input, stores tensors, changes its attributes, reads other modules' parameters, takes
-or returns values that are neither tensors nor plain values, or differs in form in most copies.
+or returns values that are neither tensors nor plain values, or has many different forms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_FORMS = 6
 
 Forward = Callable[..., Any]
 Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""Whether a block's graph keeps each input and each output, and indices of parameters it keeps."""
+"""Per input and per output, whether a block's graph keeps it; indices of parameters it keeps."""
 
 
 class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
@@ -139,7 +139,7 @@ def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
 
 
 def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) -> Any:
-    """Return a key for values, and append tensors to ``tensors``. ``names``: of modules, by id."""
+    """Return a key for values; append their tensors to ``tensors``. ``names``: modules' names."""
     if isinstance(value, Tensor):
         if torch_dtensor.is_among([type(value)]):
             raise Unsuited
@@ -195,7 +195,7 @@ class Made:
 @dataclass(frozen=True)
 class Phase:
     """Cost of a forward or a backward: seconds of each kernel, peak of additional bytes, and
-    seconds of its matrix products."""
+    seconds of its matmuls."""
 
     kernels: tuple[float, ...]
     peak_nbytes: int
@@ -365,7 +365,7 @@ class Replayer:
     def _keep_of(
         self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor]
     ) -> Kept:
-        """Run a forward, release its inputs and outputs, and return which are still alive."""
+        """Run a forward, release its inputs and outputs, and return which of them still exist."""
         # create these first: they also reference the parameters
         accumulators = torch_autograd.accumulators_of(parameters)
         owners = [torch_tensors.owners_of(one) for one in parameters]
@@ -433,7 +433,7 @@ class Replayer:
 
     def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
         """Call ``run``, and return its result and cost. Raise Unsuited if it allocates anything but
-        activations. ``arriving``: bytes allocated at its start, which do not count."""
+        activations. ``arriving``: bytes allocated at the start, which are not counted."""
         watch, taken = self._watch, list[tuple[float, float]]()
         before, kinds = watch.nbytes, list(watch.by_kind)
         watch.take_highest()

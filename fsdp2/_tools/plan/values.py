@@ -46,7 +46,7 @@ class GroupPlan:
     - ``padding_nbytes``: the padding over all ranks of the shard axis.
     - ``whole_nbytes``: the unsharded parameters in the compute dtype, with alignment.
     - ``gather_nbytes``: the output of the all-gather.
-    - ``regather_nbytes``: the same in backward, which may gather over fewer ranks.
+    - ``regather_nbytes``: the all-gather's output in backward, which may use fewer ranks.
     - ``reduce_nbytes``: the input of the reduce-scatter.
     - ``all_reduce_nbytes``: the input of the all-reduce over the replicate axis.
     - ``outer_nbytes``: the input of the reduce-scatter over the outer dim (``shard_outer``).
@@ -115,18 +115,18 @@ class StepPlan:
     purposes of memory. All sizes are bytes:
 
     - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
-      Gradients are cleared. On a CPU their memory is reused by the next gradients, and counts; on a
-      device it is freed when the forward begins.
+      Gradients are cleared. On a CPU, the next gradients reuse their memory, so it is counted; on a
+      device, it is freed when the forward begins.
     - ``peak_nbytes``: the peak of all memory in forward and backward.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the peak in its
       step (0 without an optimizer).
     - ``host_nbytes``: host memory for offloaded activations and states.
 
     ``seconds`` is the duration of the complete step, and ``spans`` its time line; without hardware
-    they are None and empty. ``product_seconds`` is the time of the matrix products in forward and
-    backward at the machine's peak, even if the machine was ``scaled``, excluding recomputed ones (0
-    without hardware). ``tokens`` is the number of tokens in one rank's batch: the elements of its
-    first integer tensor, or 0 if there is none.
+    they are None and empty. ``product_seconds`` is the time of the matmuls in forward and backward,
+    except recomputed ones, at the machine's peak (even if the machine was ``scaled``), or 0 without
+    hardware. ``tokens`` is the number of tokens in one rank's batch: the elements of its first
+    integer tensor, or 0 if there is none.
     """
 
     kinds: tuple[str, ...]
@@ -145,12 +145,12 @@ class StepPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second on one rank; None without hardware or tokens."""
+        """Tokens per second on one rank, or None without hardware or tokens."""
         return self.tokens / self.seconds if self.seconds and self.tokens else None
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization, relative to the machine's peak; None without hardware."""
+        """Model FLOPs utilization, relative to the machine's peak, or None without hardware."""
         return self.product_seconds / self.seconds if self.seconds else None
 
     @property
@@ -160,7 +160,7 @@ class StepPlan:
 
     @property
     def waiting_seconds(self) -> float:
-        """Seconds that compute waits for links; 0 without hardware."""
+        """Seconds that compute waits for links, or 0 without hardware."""
         return sum(s.end - s.begin for s in self.spans if s.lane == COMPUTE and s.cause)
 
     @property
@@ -226,7 +226,7 @@ def describe(group: ParamGroup) -> GroupPlan:
 
 
 def _gathered(layout: GatherLayout) -> int:
-    """Return the bytes that all ranks send together."""
+    """Return the bytes that all ranks send in total."""
     if layout.size == 1:
         return 0
     return sum(layout.landing.pieces) or layout.gather_nbytes * layout.size

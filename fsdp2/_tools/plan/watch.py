@@ -23,7 +23,7 @@ class MemoryWatch(DispatchMode):
     """Counts the storages that are created in this mode, and those that are registered explicitly.
     ``by_kind``: current bytes, in the order of ``KINDS``. ``highest``: total bytes, and bytes by
     kind, at the peak since the last ``take_highest``. ``vocabularies``: tensors whose last dim has
-    one of these sizes are logits, and count as if computed in ``loss_chunks`` sequential parts."""
+    one of these sizes are logits, counted as if computed in ``loss_chunks`` sequential parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
