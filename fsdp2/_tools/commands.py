@@ -82,7 +82,7 @@ def _report_parser() -> argparse.ArgumentParser:
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     found = fsdp2.read_recordings(*given.folders)
     wrote = []
-    for name in ("trace", "rows", "html"):  # the page comes last: it fails without a complete step
+    for name in ("trace", "rows", "html"):
         path = getattr(given, name)
         if path is not None:
             getattr(found, name)(path)
