@@ -1,4 +1,4 @@
-"""Recommended settings, based only on measurements, and the accuracy of the plan."""
+"""Recommends settings, based only on measurements, and reports the accuracy of the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAIN = 0.97
 """A setting is recommended if it reduces the median step time below this fraction of the current
 one, and makes steps faster in three quarters of the rounds."""
 FAR = 2.0
-"""A step that differs from the planned time by more than this factor is a warning."""
+"""A warning is given if a step differs from the planned time by more than this factor."""
 
 
 def prediction(findings: Findings) -> Iterator[Verdict]:

@@ -133,7 +133,7 @@ def _train(
     mesh: Any,
     **how: bool,
 ) -> Values:
-    """Train both models; return their largest gradient difference, and diagnostics."""
+    """Train a sharded and an unsharded model; return how their gradients and losses differ."""
     alone, together = build(ODD, ranks.device), build(ODD, ranks.device)
     shard(together, mesh, **how)
     bf16 = how.get("bf16", False)

@@ -237,7 +237,7 @@ def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
 
 
 def _compare(known: Mapping[Key, Met], other: Mapping[Key, Met], accuracy: float) -> Shift:
-    """Return how far ``other`` is ahead of ``known``, whose clock is known to ``accuracy``."""
+    """Return how far ``other`` is ahead of ``known``, whose times are known to ``accuracy``."""
     windows: dict[int, list[tuple[Met, Met]]] = defaultdict(list)
     common = sorted(known.keys() & other.keys(), key=lambda key: known[key].begin)
     first = known[common[0]].begin

@@ -236,10 +236,10 @@ def _processor(units: Sequence[Unit]) -> str:
 def record_bits(model: nn.Module, path: str) -> BitsRecording:
     """Record digests of each unit's results, so that ``same_bits`` can compare two runs.
 
-    A digest is a 64-bit number. Each slot has one digest of each unit's outputs, and one of its
-    gradients. Each step has one of each unit's gradients before the optimizer's step, and one of
-    its parameters after it. Each rank writes a file; nothing is communicated. A digest takes a few
-    kernels over the tensor, so steps are slower while recording::
+    For each slot, one 64-bit digest of each unit's outputs is recorded, and one of its gradients.
+    For each step, one digest of each unit's gradients is recorded before the optimizer's step, and
+    one of its parameters after it. Each rank writes a file; nothing is communicated. Computing a
+    digest takes a few kernels, so steps are slower while recording::
 
         with fsdp2.debug.record_bits(model, "run1") as bits:
             ...  # train

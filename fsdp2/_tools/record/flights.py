@@ -190,7 +190,7 @@ class Flights:
 
 
 class _Timed:
-    """Calls a function in a device's lane, between two events."""
+    """Calls a function in a device's lane, and records an event before and after it."""
 
     def __init__(self, ledger: Ledger, issue: Callable[..., InFlight]) -> None:
         self._ledger = ledger

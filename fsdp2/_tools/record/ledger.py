@@ -254,7 +254,7 @@ class Ledger:
             self._ended(self._steps.popleft())
 
     def finish(self, may_wait: bool) -> None:
-        """Write the remaining rows. Unless ``may_wait`` (after a failure), some have no times."""
+        """Write the remaining rows. After a failure (not ``may_wait``), some rows have no times."""
         self.end_step(failed=True)
         if may_wait:
             self.clock.settle()

@@ -53,7 +53,7 @@ class Tree:
         self.ran = False  # True once the root's forward began in this step
         self.has_reduced = False
         self.accumulates = False  # True if a backward without reductions needs another one
-        self.is_done = False  # True once the root's reductions were waited for
+        self.is_done = False  # True after the wait for the root's reductions
 
     @property
     def owes(self) -> bool:

@@ -19,7 +19,7 @@ from fsdp2._tools.record.rows import RankFile, files_in, read_file, write_beside
 
 
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
-    """Read the recordings of any number of ranks, from folders or files of ``fsdp2.record``.
+    """Read folders or single files that ``fsdp2.record`` wrote, of any number of ranks.
 
     Recordings of a run that is still running, or has crashed, can be read too. All files must be
     from one run.

@@ -47,7 +47,7 @@ def _flight(row: dict[str, Any]) -> Span:
 
 
 def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Span]:
-    """Yield spans of the unit that was entered last: of a block, while it runs inside a root.
+    """Yield, for each time, a span of the unit entered last: inside a root, the running block.
     Backwards of units may end in any order, so they do not form a tree."""
     edges = [(row["begin_ns"], 1, row["n"], row) for row in units]
     edges += [(row["end_ns"], 0, row["n"], row) for row in units]

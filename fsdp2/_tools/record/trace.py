@@ -119,7 +119,7 @@ def _complete(
 
 def read_profile(path: Path) -> dict[str, Any]:
     """Read a trace that torch.profiler exported, compressed or not. Raise ConfigError for any other
-    file, and for a trace by a torch version that does not record the base time."""
+    file, and for a trace of a torch version that does not record the base time."""
     try:
         data = read_regular(path, PROFILE_NBYTES)
         found = json.loads(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)

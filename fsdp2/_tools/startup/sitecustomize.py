@@ -1,6 +1,6 @@
 """Runs first in every Python process that a program under ``python -m fsdp2`` starts.
 
-Their ``PYTHONPATH`` contains this folder, and Python imports ``sitecustomize`` automatically. This
+These processes have this folder in ``PYTHONPATH``, so Python imports ``sitecustomize`` there. This
 file must not import torch, which most processes never use, and must not hide the user's own file.
 """
 
