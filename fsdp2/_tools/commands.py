@@ -48,8 +48,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
 def _compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 compare",
-        description="Report where two recordings of fsdp2.debug.record_bits first differ. Exit "
-        "with status 1 if they differ.",
+        description="Report where two recordings made by fsdp2.debug.record_bits first differ. "
+        "The exit status is 1 if they differ.",
         allow_abbrev=False,
     )
     for name in ("run1", "run2"):
@@ -68,7 +68,7 @@ def _compare(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None
 def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 report",
-        description="Summarize recordings of fsdp2.record, with the clocks of all ranks aligned.",
+        description="Summarize recordings made by fsdp2.record, with all ranks' clocks aligned.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -82,7 +82,7 @@ def _report_parser() -> argparse.ArgumentParser:
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     found = fsdp2.read_recordings(*given.folders)
     wrote = []
-    for name in ("trace", "rows", "html"):  # the page comes last: it fails without a complete step
+    for name in ("trace", "rows", "html"):
         path = getattr(given, name)
         if path is not None:
             getattr(found, name)(path)
@@ -91,7 +91,7 @@ def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _lines(page: Page) -> Iterator[str]:
-    """Yield the contents of a page without its pictures."""
+    """Yield a page as lines of text, without its pictures."""
     yield page.title
     yield page.subtitle
     yield ""

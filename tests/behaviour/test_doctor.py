@@ -70,7 +70,7 @@ def test_all_is_right_on_ranks_that_are_well(tmp_path: Path, rank: int) -> None:
     found = verdicts_of(file)
     assert found["HSDP"] == (
         NOT_MEASURED,
-        "all ranks are on one host; --hsdp makes two replicas of them",
+        "all ranks are on one host; --hsdp divides them into two replicas",
     )
     assert {name for name, (status, _) in found.items() if status == OK} == {
         "collectives",
@@ -154,7 +154,7 @@ def test_a_device_that_is_simulated(tmp_path: Path, rank: int) -> None:
 
 NAMED = {
     "slow_rank": ("slow rank", WRONG, "rank 1 takes "),
-    "divide_factor": ("fp32", WRONG, "wrong by a factor of 0.5: a divisor"),
+    "divide_factor": ("fp32", WRONG, "the factor of 0.5 indicates a wrong divisor"),
     "other_version": ("versions", WRONG, "rank 1 has 2.12.1+other"),
     "mixed_folders": ("package", WRONG, "on rank 1 modules come from other folders"),
     "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),

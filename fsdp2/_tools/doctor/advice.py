@@ -1,4 +1,4 @@
-"""Recommended settings, based only on measurements, and the accuracy of the plan."""
+"""Recommends settings, based only on measurements, and reports the accuracy of the plan."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 GAIN = 0.97
-"""A setting is recommended if a step with it takes less than this fraction of the current time, and
-is faster in three quarters of the rounds."""
+"""A setting is recommended if it reduces the median step time below this fraction of the current
+one, and makes steps faster in three quarters of the rounds."""
 FAR = 2.0
-"""Factor by which a step may be slower or faster than planned without a warning."""
+"""A warning is given if a step differs from the planned time by more than this factor."""
 
 
 def prediction(findings: Findings) -> Iterator[Verdict]:
-    """Compare the planned step with the measured one."""
+    """Compare the measured step with the planned one."""
     steps, plan = findings.values.get("steps"), findings.of_first("plan")
     if not _is_complete(steps) or plan.get("seconds") is None:
         return
@@ -91,7 +91,7 @@ def _copied_in_a_hop(findings: Findings) -> str:
         return ""
     nbytes = int(machine["latency"] * machine["memory_bandwidth"] / 2)
     hop = f"{machine['latency'] * 1e6:.3g} us"
-    return f"; an additional collective costs a hop, {hop}, the time to copy {nbytes_text(nbytes)}"
+    return f"; one more collective costs a hop ({hop}), the time to copy {nbytes_text(nbytes)}"
 
 
 def _environment(findings: Findings) -> Iterator[Setting]:
@@ -112,7 +112,7 @@ def _environment(findings: Findings) -> Iterator[Setting]:
 
 
 def last_word(verdicts: Sequence[Verdict]) -> str:
-    """Summarize: the number of verdicts by status, and the names of failed checks."""
+    """Return a summary: the number of verdicts by status, and the names of checks to look at."""
     wrong = [one.name for one in verdicts if one.status == WRONG]
     warned = [one.name for one in verdicts if one.status == WARNING]
     unknown = sum(one.status == NOT_MEASURED for one in verdicts)

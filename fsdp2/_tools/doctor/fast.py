@@ -1,5 +1,5 @@
-"""Checks of speed: steps with fsdp2, with torch's FSDP2 and of the unsharded model, and a planned
-step. A round runs all variants, in rotating order, so that other load affects all of them."""
+"""Speed checks: time steps with fsdp2, with torch's FSDP2 and without sharding, and plan a step.
+Each round runs all variants, in rotating order, so that other load affects all of them equally."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ WARMUP, FEWEST, MOST = 3, 5, 60
 NEAR_NBYTES = 1 << 24
 MARK = "fsdp2 doctor: a step"
 SHARE = 0.5
-"""Fraction of the requested time budget for these rounds."""
+"""Fraction of the requested time budget that the timed rounds may use."""
 SLOWER, BUSIER = 1.1, 1.25
-"""Ratios to torch's FSDP2 from which the time of a step, or of the host, is a warning, if three
-quarters of the rounds agree."""
+"""Limits of the step time and the host time, as multiples of those of torch's FSDP2. A larger
+median ratio is a warning if fsdp2 is slower in three quarters of the rounds."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model in elements, and rows of a batch per rank."""
+    """Sizes of a model, and the shape of each rank's batch (``rows``, ``tokens``)."""
 
     depth: int
     width: int
@@ -50,10 +50,10 @@ class Size:
 
 
 ODD = Size(depth=2, width=13, hidden=29, vocabulary=31, rows=3, tokens=5)
-"""For correctness: no dim can be split evenly over ranks, and one parameter has a single row."""
+"""For correctness checks: most dims cannot be split evenly, and one parameter has a single row."""
 SMALL = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
 LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
-"""4 million parameters for a CPU, 470 million for a GPU, which computes in bf16."""
+"""SMALL, for CPUs, has 4 million parameters. LARGE, for GPUs and bf16, has 470 million."""
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ class Model(nn.Module):
 
 
 def build(size: Size, device: torch.device) -> Model:
-    """Return the model, with the same values on every rank: they are created on the host."""
+    """Return a model whose values, generated on the host, are the same on every rank."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         with torch.device("cpu"):
@@ -122,7 +122,7 @@ def shard(
 
 
 def _variants(ranks: Ranks, size: Size, stack: ExitStack) -> dict[str, Model | str]:
-    """Return the models to time, or the reason why a model is unavailable."""
+    """Return the model of each variant, or the reason why it could not be sharded."""
     mesh, bf16 = ranks.mesh(), ranks.device.type != "cpu"
     found: dict[str, Model | str] = {}
     for name in (OURS, SILENT, LOW, FASTEST, PACKED, TORCHS, ALONE):
@@ -152,7 +152,7 @@ def _variants(ranks: Ranks, size: Size, stack: ExitStack) -> dict[str, Model | s
 
 
 def measure_steps(ranks: Ranks) -> Values:
-    """Time rounds of all variants; then inspect one step of three of them."""
+    """Time all variants in rounds, then profile one step of three variants."""
     size = LARGE if ranks.is_large else SMALL
     words = batch(size, ranks.size, ranks.device).chunk(ranks.size)[ranks.rank]
     with ExitStack() as stack:
@@ -194,7 +194,7 @@ def _step_of(model: Any, words: Tensor) -> Callable[[], None]:
 
 
 def _time(ranks: Ranks, step: Callable[[], None]) -> tuple[float, float]:
-    """Return the duration of a step and its host time: on a CPU, the CPU time of all threads."""
+    """Return a step's duration and its host time (on a CPU, the CPU time of all threads)."""
     ranks.barrier()
     used, begun = time.process_time(), time.perf_counter()
     step()
@@ -254,13 +254,13 @@ def _peak(profile: Any) -> int:
 
 
 def rounds_of(found: Sequence[Values], name: str, what: str = "seconds") -> list[float]:
-    """Return each round's time on the slowest rank; empty if the variant did not run."""
+    """Return each round's time on the slowest rank, or no times if the variant did not run."""
     times = [one[what].get(name, []) for one in found]
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
 
 
 def ratio(left: Sequence[float], right: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile of ratios within rounds."""
+    """Return the lower quartile, median and upper quartile of the ratios, one per round."""
     ratios = sorted(one / other for one, other in zip(left, right, strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return low, middle, high
@@ -374,8 +374,8 @@ def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:
     if one["hardware"] is None:
         yield Verdict(FAST, "plan", NOT_MEASURED, "requires at least two ranks")
         return
-    said = f"predicts {_ms(one['seconds'])} per step, including {_ms(one['waits'])} of waiting, "
-    said += f"{nbytes_text(one['peak'])} of memory, {one['collectives']} collectives"
+    said = f"predicts {_ms(one['seconds'])} per step ({_ms(one['waits'])} of them spent waiting), "
+    said += f"{nbytes_text(one['peak'])} of memory, and {one['collectives']} collectives"
     yield Verdict(FAST, "plan", OK, said)
 
 

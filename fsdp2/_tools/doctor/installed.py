@@ -41,12 +41,12 @@ OPEN_FILES, SHM_NBYTES, DISK_NBYTES = 1024, 1 << 28, 1 << 30
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_",
             "CUBLAS_", "NVIDIA_", "ATEN_", "DNNL_", "ONEDNN_")  # fmt: skip
 OF_A_RANK = ("RANK", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL")
-"""Substrings of names of variables that differ between ranks by design, or are set here."""
+"""Parts of the names of variables that differ between ranks by design, or that the doctor sets."""
 _say = partial(Verdict, MACHINE)
 
 
 def digest_of(folder: Path) -> str:
-    """Return a hash of all source files of a copy of the package."""
+    """Return a hash of all source files of the copy of the package in a folder."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -54,7 +54,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _distribution() -> Values:
-    """Return the version that pip has installed, and its location."""
+    """Return the version that pip installed and its location, or an empty dict if there is none."""
     try:
         found = metadata.distribution("fsdp2")
     except metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say("package", WRONG, f"on {ranks_text(mixed)} {said}")
     elif installed and installed["folder"] != first["folder"]:
         same = installed["digest"] == first["digest"]
-        files = "the same files" if same else "different files: check which one you want to use"
+        files = "the same files" if same else "different files: check which copy you want to use"
         said = f"pip installed {installed['version']} in {installed['folder']}, with {files}"
         yield _say("package", OK if same else WARNING, f"running {where}; {said}")
     else:
@@ -123,7 +123,7 @@ def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
 
 
 def _nvidia_smi(query: str, device: str) -> list[str]:
-    """Query ``nvidia-smi`` about a device; return an empty list if it is missing or fails."""
+    """Query ``nvidia-smi`` about a device; return no values if the tool is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,4 +1,4 @@
-"""Checks of the machine that need timing: links, slow ranks, clocks, memory and its copies."""
+"""Machine checks that need timing: links, slow ranks, clocks, memory and copies to the device."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes per rank."""
+"""Bytes that each rank contributes to a timed collective."""
 SIZES_OF_DEVICE = (*SIZES, 1 << 26)
 PAIRED, SHIFTS = 1 << 22, 8
-"""Bytes sent from one rank to another, and the maximum number of peers."""
+"""Bytes that a rank sends to a peer, and the maximum number of its peers."""
 REPEATS = 5
 SLOW, VERY_SLOW = 1.5, 2.5
-"""Multiples of the median time from which a slow rank is a warning, and an error."""
+"""Multiples of the median time above which a slow rank is a warning, or an error."""
 SLOW_LINK, VERY_SLOW_LINK = 2.0, 4.0
 CLOCK_S = 0.05
-"""Difference of clocks, in seconds, above which log and file times are in the wrong order."""
+"""Clock difference, in seconds, above which times of logs and files may be in the wrong order."""
 ALIGNED = 16
-"""Bytes of the packs that NCCL moves if every pointer is aligned to their size."""
+"""Size in bytes of an NCCL pack, which NCCL uses if every pointer is aligned to this size."""
 _say = partial(Verdict, MACHINE)
 
 
 def seconds_of(ranks: Ranks, run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Return the seconds of runs that all ranks start together, without the first run."""
+    """Return the seconds of each run except the first. All ranks start each run together."""
     times = []
     for _ in range(repeats + 1):
         ranks.barrier()
@@ -98,7 +98,7 @@ def measure_pairs(ranks: Ranks) -> Values:
             receive.wait()  # wait only for the receive: the send may use another link
             ranks.synchronize()
             times.append(time.perf_counter() - begun)
-            for work in sends:  # NCCL returns one work for both
+            for work in sends:  # NCCL returns one work for both operations
                 work.wait()
         rates[str(source)] = PAIRED / min(times)
     return {"rates": rates, "hosts": list(ranks.hosts)}
@@ -152,7 +152,7 @@ def measure_compute(ranks: Ranks) -> Values:
 
 
 def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
-    """Find ranks whose shortest times are long: noise lengthens only some of the times."""
+    """Find slow ranks by their lower quartiles, because noise lengthens only some of the times."""
     own = [statistics.quantiles(one["seconds"], n=4)[0] for one in found]
     usual = statistics.median(own)
     slow = {rank: mine / usual for rank, mine in enumerate(own) if mine > SLOW * usual}
@@ -200,8 +200,8 @@ def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
         return
     off = {int(rank): off for rank, (way, off) in offsets.items() if abs(off) > CLOCK_S + way}
     for rank, offset in off.items():
-        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s: times in logs"
-        yield _say("clocks", WARNING, f"{said} and of files cannot be compared")
+        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s: times of logs"
+        yield _say("clocks", WARNING, f"{said} and files cannot be compared")
     if not off:
         most = max(abs(offset) for _, offset in offsets.values())
         yield _say("clocks", OK, f"within {most * 1e3:.2g} ms of rank 0's")

@@ -2,9 +2,9 @@
 
 [Note: answers go through the store]
 A process group with a stopped or failed rank is unusable, so measurements are exchanged through a
-separate store. Each rank writes its answer, waits for those of the others, and then proposes the
-answers that it found as the conclusion. All ranks use the first proposal, so a late rank is missing
-either on all of them or on none.
+separate store. Each rank writes its answer, waits for the answers of the others, and then proposes
+the set of answers that it found. All ranks use the first proposal, so they agree on which answers
+are missing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Ranks:
             torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
         self.hosts: tuple[int, ...] = ()
         self._asked = 0  # number of checks so far
-        self._exchanges = 0  # exchanges in this check: a rank that raises skips some
+        self._exchanges = 0  # number of exchanges in this check; a rank that raises skips some
         self._generation = 0
 
     @property
@@ -79,7 +79,7 @@ class Ranks:
 
     @property
     def hosts_alike(self) -> int:
-        """The number of hosts if all have the same number of ranks, else 1."""
+        """The number of hosts if it divides the number of ranks, else 1."""
         hosts = len(set(self.hosts))
         return hosts if self.size % hosts == 0 else 1
 
@@ -105,10 +105,10 @@ class Ranks:
             self.hosts = tuple(numbers[name] for name in names)
 
     def mesh(self, *shape: int) -> DeviceMesh:
-        """Return a mesh of all ranks; two sizes are the numbers of replicas and shards."""
+        """Return a mesh of all ranks. A shape of two sizes is (replicas, shards)."""
         names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
         made = init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
-        for name in names:  # a mesh does not inherit the timeout of the default group
+        for name in names:  # the groups of a mesh do not inherit the default group's timeout
             made.get_group(name).set_timeout(timedelta(seconds=self.options.timeout_s))
         return made
 
@@ -132,7 +132,7 @@ class Ranks:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order. See [Note: answers go through the store].
-        Raises LostRankError, on every remaining rank, if a rank did not answer in time."""
+        Raise LostRankError, on every remaining rank, if a rank did not answer in time."""
         self._exchanges += 1
         return self._conclude(f"{self._asked}-{self._exchanges}", value)
 
@@ -150,7 +150,7 @@ class Ranks:
         """Return the answers that all ranks agree to use, by rank."""
         keys = [f"answer-{topic}-{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], mine)
-        with suppress(dist.DistStoreError):  # the conclusion lists missing ranks
+        with suppress(dist.DistStoreError):  # the conclusion shows which ranks are missing
             self._store.wait(keys, timedelta(seconds=self.options.timeout_s + GRACE_S))
         found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
         offer = json.dumps({rank: self._store.get(key).decode() for rank, key in found.items()})
@@ -165,9 +165,9 @@ class Ranks:
         give_up: Callable[[list[Values] | LostRankError], None],
     ) -> list[Values]:
         """Run ``measure`` and return the results of all ranks, with ``error`` where a rank raised.
-        If ``measure`` hangs, as a device's collective may, another thread calls ``give_up`` with
-        the answers, after ``limit_s`` plus a collective's timeout and the time budget. Raise
-        LostRankError if a rank did not answer: then collectives no longer work."""
+        If ``measure`` hangs (as a collective on a device may), another thread calls ``give_up``
+        with the answers, after ``limit_s`` plus a collective's timeout and the time budget. Raise
+        LostRankError if a rank did not answer; collectives then no longer work."""
         self._asked, self._exchanges = self._asked + 1, 0
         limit = limit_s + self.options.timeout_s + self.options.seconds
         begun = time.monotonic()
@@ -191,7 +191,7 @@ class Ranks:
             return error
 
     def wait_for_teller(self, tells: bool) -> None:
-        """Wait for the printing rank: when any rank exits, a launcher terminates all others."""
+        """Wait for the rank that prints: when one rank exits, a launcher terminates the others."""
         with suppress(Exception):
             if tells:
                 self._store.set("told", "")

@@ -37,8 +37,8 @@ STEPS = 3
 FP32, BF16 = 1e-4, 2.0**-6
 """Tolerances of gradients, relative to the largest value of the tensor. In fp32, sums in a
 different order differ by a few roundings of 2**-24, which three steps propagate. In bf16, both
-sides compute each rank's rows in the same way, but may round a product once more, by 2**-8; four
-such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5 or 1."""
+models compute each rank's rows in the same way, but one may round a product once more, by 2**-8;
+four such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5 or 1."""
 PATTERN_NUMELS = (1, 1001, 1 << 18)
 _say = partial(Verdict, RIGHT)
 
@@ -99,8 +99,8 @@ def judge_collectives(found: Sequence[Values]) -> Iterator[Verdict]:
 
 
 def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor:
-    """Return the loss of the unsharded model on the batch of all ranks, and set its gradients. In
-    bf16, each rank's rows are computed separately, as the ranks do."""
+    """Return the unsharded model's loss on the batch of all ranks, and set its gradients. In bf16,
+    compute each rank's rows separately, as the ranks do."""
     if not bf16:
         loss = model(words)
         loss.backward()
@@ -118,7 +118,7 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
 
 
 def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference relative to the largest value, and the tensors' ratio."""
+    """Return the largest difference relative to the largest value, and the least-squares ratio."""
     left, right = found.detach().double().cpu(), expected.detach().double().cpu()
     if not bool(left.isfinite().all()):
         return math.inf, math.nan
@@ -133,7 +133,7 @@ def _train(
     mesh: Any,
     **how: bool,
 ) -> Values:
-    """Train sharded and unsharded; return the largest gradient difference, and diagnostics."""
+    """Train a sharded and an unsharded model; return how their gradients and losses differ."""
     alone, together = build(ODD, ranks.device), build(ODD, ranks.device)
     shard(together, mesh, **how)
     bf16 = how.get("bf16", False)
@@ -175,7 +175,7 @@ def _gradient(param: Tensor) -> Tensor:
 
 
 _sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-# eps exceeds the rounding noise of gradients, which would otherwise determine a step's sign
+# eps exceeds the gradients' rounding noise, which would otherwise determine an update's sign
 _adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)
 
 
@@ -196,7 +196,7 @@ def _worst(found: Sequence[Values], name: str) -> Values:
 
 
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Compare fsdp2's gradients, by optimizer, with the unsharded model's and torch FSDP2's."""
+    """Judge fsdp2's gradients for each optimizer; torch's FSDP2 helps to find causes."""
     refused = found[0].get("torch", {}).get("refused")
     has_peer = all("worst" in one.get("torch", {}) for one in found)
     peer = _worst(found, "torch") if has_peer else None
@@ -210,7 +210,7 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
         also = scaled = ""
         factor = one["factor"]
         if math.isfinite(factor) and abs(factor - 1) > 0.1:
-            scaled = f"; they are wrong by a factor of {factor:.3g}: a divisor, or a lost rank"
+            scaled = f"; the factor of {factor:.3g} indicates a wrong divisor or a lost rank"
         if peer is not None:
             also = ". torch's FSDP2 is right, so the cause is fsdp2 or a hook on it"
             if not peer["worst"] <= tolerance:
@@ -266,7 +266,7 @@ def measure_hsdp(ranks: Ranks) -> Values:
     """Train with HSDP: one replica per host, or two replicas with ``--hsdp``."""
     replicas = 2 if ranks.options.hsdp else ranks.hosts_alike
     if replicas == 1:
-        return {"skipped": "all ranks are on one host; --hsdp makes two replicas of them"}
+        return {"skipped": "all ranks are on one host; --hsdp divides them into two replicas"}
     if ranks.options.hsdp and (ranks.size < 4 or ranks.size % 2):
         return {"skipped": f"{ranks.size} ranks cannot form two equal replicas of several ranks"}
     shape = [replicas, ranks.size // replicas]
@@ -281,7 +281,7 @@ def judge_hsdp(found: Sequence[Values]) -> Iterable[Verdict]:
 
 
 def measure_checkpoint(ranks: Ranks) -> Values:
-    """Save and load in a shared folder, and compare every bit."""
+    """Save to a shared folder, load from it, and compare every bit."""
     (name, *_) = ranks.exchange(f"fsdp2-doctor-{uuid.uuid4().hex[:8]}")
     folder = Path(ranks.options.folder).absolute() / name
     found: Values = {"folder": str(ranks.options.folder), "error_number": 0, "says": ""}

@@ -111,7 +111,7 @@ def write(
 
 
 def _finite(value: Any) -> Any:
-    """Replace values that JSON cannot represent with text."""
+    """Convert floats that JSON cannot represent (inf, nan) to text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -124,8 +124,8 @@ def _finite(value: Any) -> Any:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m fsdp2 doctor",
-        description="Check that this machine is healthy, and sharding correct and fast on it; "
-        "recommend settings. Under torchrun, measures all ranks.",
+        description="Check that this machine is healthy, and that sharding on it is correct and "
+        "fast; recommend settings. Under torchrun, all ranks are measured.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -140,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     )
     effort = made.add_mutually_exclusive_group()
     effort.add_argument(
-        "--seconds", type=_seconds, default=60.0, help="approximate seconds of timing steps (60)"
+        "--seconds", type=_seconds, default=60.0, help="approximate seconds for timing steps (60)"
     )
     effort.add_argument(
         "--quick", dest="seconds", action="store_const", const=QUICK_S, help="same as --seconds 10"
@@ -185,7 +185,7 @@ class Doctor:
     def run(self, checks: Sequence[Check]) -> int:
         self._meet("the first rendezvous")
         if self.ranks.size == 1:
-            self._print("One rank is measured. All: torchrun --nproc-per-node N -m fsdp2 doctor")
+            self._print("Measuring one rank. For all: torchrun --nproc-per-node N -m fsdp2 doctor")
         for index, check in enumerate(checks):
             if self._over:
                 left = checks[index:]
@@ -275,7 +275,7 @@ class Doctor:
 
 
 def _failure(check: Check, answers: Sequence[Values]) -> Verdict:
-    """Return the verdict of a check that raised: the first exception caused the others."""
+    """Return the verdict on a check that raised. The first exception caused the others."""
     raised = {rank: one for rank, one in enumerate(answers) if "error" in one}
     first = min(raised, key=lambda rank: raised[rank]["after_s"])
     said = f"{ranks_text([first])} raised {raised[first]['error']}"
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     for path in filter(None, (given.html, given.json)):
         if not path.absolute().parent.is_dir():
             made.error(f"the folder of {path} does not exist")
-    # otherwise torch kills a process whose collective timed out before the doctor can report it
+    # otherwise torch kills the process when a collective times out, before the doctor reports it
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
     try:

@@ -30,8 +30,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Setting:
-    """A recommended setting. ``change`` is code or a command, empty if the current setting is best;
-    ``reason`` cites the measurement."""
+    """A recommended setting. ``change`` is code or a command, or empty if the current setting is
+    best. ``reason`` cites the measurement."""
 
     what: str
     change: str
@@ -60,7 +60,7 @@ class Findings:
     settings: list[Setting] = field(default_factory=list)
 
     def of_first(self, name: str) -> Values:
-        """Return the first rank's measurements in a check; empty if there are none."""
+        """Return the first rank's measurements in a check, or an empty dict if there are none."""
         found = self.values.get(name) or [{}]
         return dict(found[0])
 
@@ -71,7 +71,7 @@ def exit_status(verdicts: Iterable[Verdict]) -> int:
 
 
 def differing(values: Sequence[Any]) -> Mapping[str, list[int]]:
-    """Group ranks by value, as text; the most frequent value comes first."""
+    """Return the ranks of each value, keyed by its text; the most frequent value comes first."""
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(str(value), []).append(rank)

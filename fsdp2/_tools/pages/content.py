@@ -31,11 +31,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation and the figure that supports it. ``print`` shows it as text.
+    """A recommendation and the figure that supports it. ``str`` formats both as text.
 
     ``severity`` is ``slow`` or ``memory``. ``about`` names the unit, the parameter or the step.
-    ``found`` is the finding, with its number. ``change`` is what to do, as code where possible.
-    ``gain`` is the predicted effect of the change, with its number; it may be empty.
+    ``found`` is the finding, with a number. ``change`` is the advised action, as code if possible.
+    ``gain`` is the predicted effect of the change, with a number, or empty.
     """
 
     severity: str
@@ -53,7 +53,7 @@ class Advice:
 @dataclass(frozen=True)
 class UnitArea:
     """A group of parameters, under a dotted name. ``padding_nbytes`` is the total over the
-    ``shard_ranks`` ranks of the shard axis, so that the padding of one shard can be drawn."""
+    ``shard_ranks`` ranks of the shard axis, so that the page can draw the padding of a shard."""
 
     name: str
     parameters: int
@@ -69,7 +69,7 @@ class UnitArea:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes allocated at an event (``label``), in the order of the tab's ``kinds``. ``time``:
+    """Bytes allocated at the event ``label``, a number for each of the tab's ``kinds``. ``time``:
     seconds from the step's start, or the number of the event if times are unknown."""
 
     time: float
@@ -79,8 +79,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryTab:
-    """Memory over a step, for one setting or one rank. ``limit_nbytes``: the device's memory, None
-    if unknown. ``measured``: moments of one kind, drawn over it as a line (measured or planned)."""
+    """Memory over a step, for one setting or one rank. ``limit_nbytes``: the device's memory, if
+    known. ``measured``: other values, measured or planned, which are drawn over it as a line."""
 
     name: str
     kinds: tuple[str, ...]
@@ -107,7 +107,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """Lanes of one rank or of one setting."""
+    """The lanes of one rank or of one setting."""
 
     name: str
     lanes: tuple[str, ...]
@@ -116,9 +116,9 @@ class TimeLine:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a step, to be drawn over measurements. ``moments``: of one kind, in order, each
-    drawn at the measured time of the event in its label. ``time_line`` is None if no time was
-    planned."""
+    """The plan of a step, to be drawn over measurements. ``moments`` have one number each, and are
+    drawn at the measured times of the events in their labels. ``time_line`` is None if no time
+    was planned."""
 
     moments: tuple[Moment, ...]
     time_line: TimeLine | None = None
@@ -143,8 +143,8 @@ class Headline:
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a page, from top to bottom; empty parts are omitted. ``order``: the three
-    kinds of pictures, the most important first."""
+    """The contents of a page, from top to bottom. Empty fields are not shown. ``order`` lists the
+    three kinds of pictures, the most important first."""
 
     title: str
     subtitle: str

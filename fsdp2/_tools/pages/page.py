@@ -1,12 +1,12 @@
-"""``render``: one HTML document for a ``Page``, without server, network or packages.
+"""``render`` converts a ``Page`` to one HTML document that needs no server, network or packages.
 
-Text is escaped HTML, so that it can be read, searched and printed even without scripts. Pictures
-are drawn by ``js/``, with the library in ``echarts/``, from the values in one block of JSON.
+Text is in the HTML itself, so that it can be read, searched and printed without scripts. The
+scripts in ``js/`` and the library in ``echarts/`` draw pictures from values in a block of JSON.
 
 [Note: untrusted names]
 A module, and therefore a unit, may have any name, and users share pages. Text is escaped with
-``escape``, JSON contains no ``<``, scripts set only ``textContent``, and the content security
-policy loads nothing and runs only the scripts whose hashes it lists.
+``escape``, JSON contains no ``<``, and scripts set only ``textContent``. The content security
+policy forbids requests, and allows only the scripts whose hashes it lists.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SEVERITIES = ("refused", "slow", "memory", "note")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace a file atomically; of several writers the last one wins. Raise OSError if it
-    cannot be written; an existing file is then unchanged."""
-    # ranks on several machines may share a process id and a folder
+    """Write or replace a file atomically; the last of several writers wins. If the file cannot be
+    written, raise OSError and leave an existing file unchanged."""
+    # ranks on different machines may have the same process id and write to the same folder
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -83,7 +83,7 @@ def embed(page: content.Page) -> str:
 
 
 def write_page(path: str | os.PathLike[str], page: content.Page) -> None:
-    """Write the document of a page to a file, as ``write_whole`` does."""
+    """Write a page to a file as an HTML document, atomically: see ``write_whole``."""
     write_whole(Path(path), render(page))
 
 
@@ -176,7 +176,7 @@ def _table(table: content.Table) -> Iterator[str]:
 
 
 def _values(page: content.Page) -> str:
-    """Return JSON that cannot close its HTML element: lists in the order that ``js/`` reads."""
+    """Return the page's values as JSON without HTML tags, in the form that ``js/`` reads."""
     values = {
         "units": [_unit(unit) for unit in page.units],
         "memory": [_tab(tab) for tab in page.memory],

@@ -1,17 +1,17 @@
-"""Comparison of ranks: the offsets of their clocks, and which rank joins collectives last.
+"""Estimate the clock offsets between ranks, and find the ranks that join collectives last.
 
 [Note: aligning clocks]
-Clock offsets are estimated from the recorded collectives, without communication. A collective ends
-on no rank before all ranks of its axis have begun it. So for ranks ``r`` and ``q``, each collective
-that both recorded bounds how far the clock of ``q`` is ahead::
+Clock offsets are estimated from the recorded collectives, without communication. No rank completes
+a collective before all ranks of its axis have begun it. A collective recorded on ranks ``r`` and
+``q`` therefore limits how far the clock of ``q`` can be ahead::
 
   begin of q - end of r  <=  ahead  <=  end of q - begin of r
 
-Together, all collectives leave a narrow range. Each also ends at about the same time on all ranks,
-so the estimate is the median difference of exact ends (waited for, or reported by a device),
-clamped to the range. Its distance to the bounds is the accuracy: typically the time of a fast
-collective, 0.1 to 1 ms. Clocks drift, so each minute has a separate estimate, linearly
-interpolated. A collective is identified by its unit, its kind, and the number of the last backward.
+Together, all collectives leave a narrow range. A collective also ends at about the same time on all
+ranks. The estimate is the median difference of exact end times (of a wait, or from a device event),
+clamped to the range. The accuracy is the distance of the estimate from the ends of the range, which
+is typically the time of a fast collective: 0.1 to 1 ms. Clocks drift, so each minute has its own
+estimate; values in between are interpolated. Unit, kind and last backward identify a collective.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp2._tools.record.steps import COLLECTIVES, LATE_NS
 WINDOW_NS = 60_000_000_000
 KINDS = {"unshard": "all_gather", "reduce": "reduce_scatter", "all_reduce": "all_reduce"}
 WAITS = tuple(f"wait_{kind}_s" for kind in COLLECTIVES)
-"""Names of the waits in the figures of a step."""
+"""The figures of a step that are wait times."""
 
 Key = tuple[Any, ...]
 
@@ -50,12 +50,12 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A rank's arrivals at collectives: it was last in ``last`` of ``counted`` collectives.
+    """A rank's late arrivals: it was the last one in ``last`` of ``counted`` collectives.
 
     A collective counts if its last rank was late by more than the accuracy of the clocks, and by at
     least 0.1 ms. ``expected`` is the number of collectives in which the rank would be last by
-    chance. Lateness is in seconds after the second-to-last rank: ``late_s`` is the sum,
-    ``median_late_s`` the median, ``longest_late_s`` the maximum.
+    chance. A delay is counted from the arrival of the second-to-last rank, in seconds: ``late_s``
+    is the sum of delays, ``median_late_s`` the median, ``longest_late_s`` the maximum.
     """
 
     rank: int
@@ -97,8 +97,8 @@ class Shift:
 
 @dataclass(frozen=True)
 class Delay:
-    """A collective for which ``rank`` was late, from the second-to-last arrival to its own. Times
-    are nanoseconds since the epoch, on the first rank's clock. ``ranks`` are those of the axis."""
+    """The time that a collective waited for ``rank``: from the second-to-last arrival to the last,
+    in nanoseconds since the epoch on the first rank's clock. ``ranks`` are those of the axis."""
 
     rank: int
     kind: str
@@ -115,14 +115,14 @@ class Delay:
 
 @dataclass
 class Aligned:
-    """The files of ranks, and their collectives on one clock."""
+    """The recordings of ranks, with the times of their collectives on one clock."""
 
     files: Sequence[RankFile]
     shifts: dict[int, Shift] = field(default_factory=dict)
     met: dict[int, dict[Key, Met]] = field(default_factory=dict)
 
     def time(self, rank: int, epoch_ns: int) -> int:
-        """Return a rank's time on the clock of the first rank."""
+        """Convert a time on a rank's clock to the first rank's clock."""
         return self.shifts.get(rank, Shift()).apply(epoch_ns)
 
     @cached_property
@@ -180,7 +180,7 @@ class Aligned:
 
 
 def collectives_of(file: RankFile) -> dict[Key, Met]:
-    """Return a rank's collectives by keys that all ranks share. A key starts with the axis."""
+    """Return a rank's collectives by keys that are equal on all ranks and start with the axis."""
     groups = {group["name"]: group for group in file.header["groups"]}
     axes, epoch = file.header["axes"], file.header["epoch_ns"]
     counts: Counter[Key] = Counter()
@@ -226,7 +226,7 @@ def align(files: Sequence[RankFile]) -> Aligned:
 
 
 def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
-    """Drop collectives whose count between the same backwards differs between ranks."""
+    """Drop collectives if ranks recorded different numbers of them between two backwards."""
     counts: dict[Key, set[int]] = defaultdict(set)
     for met in raw.values():
         for name, count in Counter(key[:-1] for key in met).items():
@@ -237,7 +237,7 @@ def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
 
 
 def _compare(known: Mapping[Key, Met], other: Mapping[Key, Met], accuracy: float) -> Shift:
-    """Return how far ``other`` is ahead of a clock, which is known to within ``accuracy``."""
+    """Return how far ``other`` is ahead of ``known``, whose times are known to ``accuracy``."""
     windows: dict[int, list[tuple[Met, Met]]] = defaultdict(list)
     common = sorted(known.keys() & other.keys(), key=lambda key: known[key].begin)
     first = known[common[0]].begin

@@ -1,10 +1,10 @@
-"""Digests of the results of a run, by unit, slot and step: ``fsdp2.debug.record_bits``.
+"""``fsdp2.debug.record_bits``: writes digests of a run's results, by unit, slot and step.
 
-Owns the digest of a tensor, and the file of a rank. Comparison is in ``bits_compared``.
+Defines the digest of a tensor and the file of a rank. ``bits_compared`` compares files.
 
 [Note: additive digests]
 A digest is the sum, modulo 2^64, of a hash of each element and its position in the full tensor.
-Digests of shards therefore add up to that of the full tensor for any number of ranks, and recording
+For any number of ranks, digests of shards therefore add up to the full tensor's digest. Recording
 needs no communication. Each replica of a parameter has a separate digest; these must be equal.
 """
 
@@ -39,7 +39,7 @@ from fsdp2._tools.record.rows import Writer
 
 FORMAT = 1
 OUTPUT, GRADIENT, SUMMED, UPDATE, NOTE = "output", "gradient", "summed gradient", "update", "note"
-STEP_ROW = -1  # slot of a row that is about the entire step
+STEP_ROW = -1  # the slot number of rows about the entire step
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # signed 64-bit integers
@@ -202,7 +202,7 @@ def _shards_of(group: ParamGroup, what: str) -> Iterator[Tensor]:
 
 
 class _OutputHook:
-    """A forward hook that becomes a no-op in a copy of the module."""
+    """A forward hook. In a copy of the module, the hook is a no-op."""
 
     def __init__(self, recording: BitsRecording, unit: Unit) -> None:
         self._recording, self._unit = recording, unit
@@ -236,10 +236,10 @@ def _processor(units: Sequence[Unit]) -> str:
 def record_bits(model: nn.Module, path: str) -> BitsRecording:
     """Record digests of each unit's results, so that ``same_bits`` can compare two runs.
 
-    For each slot, it writes one 64-bit number for the outputs of each unit, and one for its
-    gradients. For each step, it writes one for the gradients before the optimizer's step, and one
-    for the parameters after it. Each rank writes a file; nothing is communicated. A digest takes a
-    few kernels over the tensor, so steps are slower while recording::
+    For each slot, one 64-bit digest of each unit's outputs is recorded, and one of its gradients.
+    For each step, one digest of each unit's gradients is recorded before the optimizer's step, and
+    one of its parameters after it. Each rank writes a file; nothing is communicated. Computing a
+    digest takes a few kernels, so steps are slower while recording::
 
         with fsdp2.debug.record_bits(model, "run1") as bits:
             ...  # train
@@ -251,7 +251,7 @@ def record_bits(model: nn.Module, path: str) -> BitsRecording:
 
     Raises:
         ConfigError: the folder has a recording of this rank, or cannot be written to.
-        StateError: the model is not reproducible; the context is entered during a step.
+        StateError: ``reproducible`` was not called on the model; a step is running on entry.
     """
     slots_of("record_bits", model)
     return BitsRecording(model, Path(check_path("record_bits", "path", path)))

@@ -1,6 +1,6 @@
 """Compare two recordings of digests: find the first unit, slot and step at which they differ.
 
-Owns reading the files of a run, and the order of computations. Needs no process group.
+Reads the files of a run, and defines the order of computations. Needs no process group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODULUS = 1 << 64
 
 
 class Key(NamedTuple):
-    """The subject of a digest. ``number``: index of the unit's forward in its slot."""
+    """Identifies a digest. ``number`` is the index of the unit's forward in the slot."""
 
     step: int
     slot: int
@@ -31,10 +31,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class SameBits:
-    """The result of ``fsdp2.debug.same_bits``. It is true if the runs have the same bits.
+    """The result of ``fsdp2.debug.same_bits``: true if both runs have the same bits.
 
-    ``step``, ``slot``, ``unit`` and ``what`` describe the first difference. ``slot`` is None if the
-    difference is in the sum over slots or in an update; all are None if there is no difference.
+    ``step``, ``slot``, ``unit`` and ``what`` describe the first difference, and are None if there
+    is none. ``slot`` is also None if the difference is in the sum over slots or in an update.
     ``compared`` is the number of equal digests before the difference. ``notes`` lists differences
     between the programs, such as versions or numbers of threads.
     """
@@ -112,7 +112,7 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 def same_bits(
     a: str | os.PathLike[str] | BitsRecording, b: str | os.PathLike[str] | BitsRecording
 ) -> SameBits:
-    """Compare two recordings of ``record_bits``, of runs on any numbers of ranks.
+    """Compare two recordings made by ``record_bits``, on the same or different numbers of ranks.
 
     Returns the first unit, slot and step that differ, in the order in which a single process would
     compute all slots: forwards, then gradients, then the sum over slots, then the update. If the
@@ -140,7 +140,7 @@ def same_bits(
         raise _unreadable(second.folder, "the runs have no common step")
     compared = 0
     notes = tuple(_notes(first.header, second.header))
-    order = second.order | first.order  # keep the order of a process that runs all slots
+    order = second.order | first.order  # in the order of a process that runs all slots
     for key in sorted(order, key=lambda k: (k.step, k.slot == STEP_ROW, k.slot, order[k])):
         if key.step not in steps:
             continue
@@ -164,7 +164,7 @@ def _path_of(one: object) -> Path:
 
 
 def _difference(key: Key, a: _Run, b: _Run) -> str:
-    """Return a description of the difference between the digests of two runs; "" if equal."""
+    """Describe the difference between two runs' digests, or return "" if they are equal."""
     for run in (a, b):
         if len(run.digests(key)) > 1:
             return f"its replicas differ from each other in {run.folder}"

@@ -15,15 +15,15 @@ from fsdp2._tools.record.steps import COLLECTIVES
 from fsdp2._tools.record.time_line import LANES, has_times, shown
 
 LATE = "late"
-"""The lane of a rank that others waited for."""
+"""The lane that shows when other ranks waited for this rank."""
 MOST = 0.5
-"""Minimum fraction of a wait that a delay must cover to be its cause."""
+"""Minimum fraction of a wait that a delay must overlap to count as its cause."""
 WORTH = 0.01
-"""Minimum fraction of the time of steps for which advice is given."""
+"""Minimum cost for which advice is given, as a fraction of the time of steps."""
 BOUND = 0.25
-"""Minimum fraction of the time of steps for a bottleneck of all units."""
+"""Minimum cost of a bottleneck of the whole step, as a fraction of the time of steps."""
 SIGMAS = 2
-"""Standard deviations from the expected number that count as significant."""
+"""Standard deviations above the expected number from which lateness is significant."""
 LATER = 2
 """A rank is habitually late if it is this many times as late as all others together."""
 
@@ -35,7 +35,7 @@ def delays_of(late: Iterable[Arrivals], aligned: Aligned) -> list[Delay]:
 
 
 def caused(delays: Iterable[Delay]) -> Counter[tuple[str, str]]:
-    """Return the seconds that all other ranks waited, by unit and kind of collective."""
+    """Return the total waiting time of other ranks in seconds, by unit and kind of collective."""
     found: Counter[tuple[str, str]] = Counter()
     for delay in delays:
         found[delay.unit, delay.kind] += delay.waited_s  # type: ignore[assignment]  # seconds
@@ -43,8 +43,8 @@ def caused(delays: Iterable[Delay]) -> Counter[tuple[str, str]]:
 
 
 def blamed(span: Span, rank: int, delays: Sequence[Delay], start: int) -> Span:
-    """Return a wait of ``rank`` with the late rank as its cause, if one was late. ``start``: the
-    origin of the time line, in nanoseconds on the clock of the delays."""
+    """Return a wait of ``rank``, with the late rank in its cause if a rank was late. ``start`` is
+    the origin of the time line, in nanoseconds on the clock of the delays."""
     if not span.cause or span.end <= span.begin:
         return span
     for delay in delays:
@@ -81,10 +81,10 @@ def late_spans(
 
 
 def stragglers(aligned: Aligned) -> tuple[Arrivals, ...]:
-    """Return ranks that the others wait for, if the time is significant. A rank is a straggler if
-    it is last far more often than by chance, or later than all others together even without its
-    longest delay. Ranks that are far less late than the worst one are excluded: of two ranks, one
-    is always last."""
+    """Return the ranks that others wait for significantly long. A rank is a straggler if it is last
+    far more often than by chance, or if its delays without the longest one exceed those of all
+    other ranks together. Ranks that are far less late than the worst one are excluded: of two
+    ranks, one is always last."""
     found = aligned.arrivals
     total = _longest_seconds(aligned)
     late_s = sum(one.late_s for one in found)
@@ -106,7 +106,7 @@ def _longest_seconds(aligned: Aligned) -> float:
 
 
 def timed(aligned: Aligned, *kinds: str) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the rows of some kinds in complete steps, each with its duration in seconds."""
+    """Yield the rows of the given kinds in complete steps, with their durations in seconds."""
     for file in aligned.files:
         complete = {row["step"] for row in file.steps}
         for row in file.rows:
@@ -146,7 +146,7 @@ class Bounds(NamedTuple):
 
 
 def find_bounds(aligned: Aligned) -> Bounds:
-    """Find the largest costs; waits caused by a late rank are not attributed to units."""
+    """Find the largest costs. Waits caused by a late rank are not attributed to units."""
     waits = _waits_of(aligned)
     late = stragglers(aligned)
     held_up = delays_of(late, aligned)
@@ -246,7 +246,7 @@ def _carried(aligned: Aligned) -> str:
 def _without(
     waits: dict[str, UnitWaits], by_ranks: Counter[tuple[str, str]]
 ) -> dict[str, UnitWaits]:
-    """Return the waits that no late rank caused, which settings can change."""
+    """Return the waits that no late rank caused. Only these depend on settings."""
     left = {}
     for name, unit in waits.items():
         left[name] = one = UnitWaits()
@@ -274,8 +274,8 @@ def _remedy(kind: str, unit: UnitWaits) -> str:
         return 'model.set_memory("fast"), which keeps more reductions in flight'
     if unit.prefetches["none"] > unit.prefetches["late"]:
         return (
-            "it is not prefetched. The first unit of a step cannot be; for other units keep the "
-            "order of forwards, or use set_modules_to_forward_prefetch"
+            "it is not prefetched. The first unit of a step never is; for other units, keep the "
+            "order of forwards constant, or use set_modules_to_forward_prefetch"
         )
     return 'model.set_memory("fast"), which prefetches two units; or larger units'
 

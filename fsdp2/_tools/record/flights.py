@@ -2,8 +2,8 @@
 
 [Note: completion of collectives]
 On a device, an event in the lane records the completion. On a CPU, a rank observes the completion
-in a wait, or earlier in a poll (some gloo works report it only in a wait). So the recorded end of a
-collective without a wait may be late by up to this rank's compute time in between.
+in a wait, or earlier in a poll (some gloo works report it only in a wait). The recorded end may
+therefore be late, by up to the rank's compute time before the next wait or poll.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fsdp2._tools.record.ledger import Ledger, Row
 from fsdp2._tools.record.memory import Entry
 
 SMALLER = ',"collective":"all_gather","is_smaller":true'
-"""An all-gather over a smaller mesh, on which a group is sharded between forward and backward."""
+"""Columns for an all-gather over the smaller mesh of a group's shards after forward."""
 EXACT = ',"is_exact":true'
-"""A collective whose completion was observed immediately."""
+"""Column for a collective whose completion was observed immediately."""
 EXACT_NS = 20_000
-"""A wait of at least this length ended with its collective; a shorter one may have ended later."""
+"""A wait of at least this length ended when its collective did; a shorter wait may end later."""
 
 
 class Flown:
@@ -111,7 +111,7 @@ class Flights:
             begin = end = None
             if ledger.clock.is_host:
                 if after is not None:
-                    after.wait()  # wait before reading the clock: it is not part of the launch
+                    after.wait()  # wait before reading the clock: this is not part of the launch
                 begin = ledger.clock.now()
                 flight = launch(lane, issue, *args, after=after)
             else:
@@ -131,7 +131,7 @@ class Flights:
         begin: Any,
         end: Any,
     ) -> InFlight:
-        """Write the row of a launched collective, now or when it completes; observe its waiters."""
+        """Write a launched collective's row, now or when it completes, and observe waits for it."""
         entry = flown.entry
         heard = ObservedFlight(flight, flown)
         if flown.kind == "store":  # waits for it are attributed to the reduction's last collective
@@ -190,7 +190,7 @@ class Flights:
 
 
 class _Timed:
-    """Calls a function in a device's lane, between two events."""
+    """Calls a function in a device's lane, and records an event before and after it."""
 
     def __init__(self, ledger: Ledger, issue: Callable[..., InFlight]) -> None:
         self._ledger = ledger
@@ -203,6 +203,6 @@ class _Timed:
     def __call__(self, *args: Any) -> InFlight:
         self.begin = self._ledger.clock.now()
         flight = self._issue(*args)
-        flight.wait()  # a user-supplied collective may return a work though none was requested
+        flight.wait()  # a user-supplied collective may return a work even if none was requested
         self.end = self._ledger.clock.now()
         return flight

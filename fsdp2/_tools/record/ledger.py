@@ -4,8 +4,8 @@
 An event in a stream has a time only after the stream reaches it. The host does not wait for this:
 the moment is queried again when another step begins. Differences between events are fp32
 milliseconds, which become too coarse after minutes. So each step has an *anchor*: an event from
-which its moments are measured. Its time is the previous anchor's plus the difference. The host
-waits only for the first anchor.
+which its moments are measured. An anchor's time is the previous anchor's time plus the difference
+between both events. The host waits only for the first anchor.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fsdp2._tools.record.steps import Step
 
 
 class Clock:
-    """The clock of a host: a moment is a number."""
+    """The clock of the host. A moment is an integer, in nanoseconds."""
 
     is_host = True
 
     def __init__(self) -> None:
         self._start = time.perf_counter_ns()
-        # read between two readings of the other clock, whose mean counts as the same moment
+        # the mean of the performance counter before and after this call counts as its time
         epoch = time.time_ns()
         self.epoch_ns = epoch - (time.perf_counter_ns() - self._start) // 2
 
@@ -141,14 +141,14 @@ class Ledger:
         self.memory = memory
         self.writer = writer
         self.step = Step(0)
-        self.round = 0  # number of the last backward: equal on all ranks, whenever they began
+        self.round = 0  # number of the last backward: equal on all ranks, whenever recording began
         self.profiles = False  # True while a profiler runs
         self.numbers = itertools.count(1)
         self._allocator = allocator
-        self._ended = ended  # called with each step whose times are known
+        self._ended = ended  # called with each step once its times are known
         self._count = 0
         self._unknown: deque[Row] = deque()  # rows without times yet
-        self._steps: deque[Step] = deque()  # ended steps that still have such rows
+        self._steps: deque[Step] = deque()  # ended steps that have rows without times
         self._quoted: dict[str, str] = {}
 
     def begin(
@@ -219,7 +219,7 @@ class Ledger:
         self.writer.add(f'{text},"begin_ns":{begin},"end_ns":{end}{extra}}}\n')
 
     def leave_open(self, row: Row, extra: str = "") -> None:
-        """Write a row whose end is never observed."""
+        """Write a row whose end was not observed."""
         self._write(row.text, self.clock.when(row.begin), None, extra)
 
     def begin_step(self) -> None:
@@ -228,7 +228,7 @@ class Ledger:
         self.memory.begin_step()
 
     def end_step(self, failed: bool = False) -> None:
-        """End the running step; later rows are outside of steps."""
+        """End the running step. Later rows belong to no step."""
         step, self.step = self.step, Step(0)
         if step.number == 0:
             return
@@ -239,7 +239,7 @@ class Ledger:
         self.resolve()
 
     def resolve(self) -> None:
-        """Write the rows whose times are known by now; end the steps without pending rows."""
+        """Write the rows whose times are known by now, and end the steps without other rows."""
         unknown, when = self._unknown, self.clock.when
         while unknown:
             row = unknown[0]
@@ -254,7 +254,7 @@ class Ledger:
             self._ended(self._steps.popleft())
 
     def finish(self, may_wait: bool) -> None:
-        """Write the remaining rows. Without ``may_wait`` (after a failure), some have no times."""
+        """Write the remaining rows. After a failure (not ``may_wait``), some rows have no times."""
         self.end_step(failed=True)
         if may_wait:
             self.clock.settle()

@@ -1,5 +1,5 @@
 """Memory of groups over a step, and the memory that the system reports for the process. Counts are
-updated where buffers of a group change, so that a reading does not iterate over the model."""
+updated when a group's buffers change, so reading them does not iterate over the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Entry:
     gather_nbytes: int = 0  # buffers of the all-gather in flight
     unshard_event: Event | None = None  # set until the collective is launched
     reduce_event: Event | None = None
-    needs: bool = False  # True if a caller waits to compute with the parameters
+    needs: bool = False  # True while a caller waits for the parameters to compute
 
 
 class Memory:
@@ -82,7 +82,7 @@ class Memory:
         return total
 
     def as_text(self) -> str:
-        """Return the columns of a row, and update the peak."""
+        """Return the memory columns of a row, and update the peak."""
         communication = self.communication if self._reductions else self._gathers
         total = self._shards + self.gathered + communication
         if total > self.peak:  # inline: this runs for every row
@@ -94,7 +94,7 @@ class Memory:
 
 
 class Allocator:
-    """The allocator of a device; that of a CPU reports nothing."""
+    """The allocator of a device. On a CPU, 0 bytes are reported."""
 
     def __init__(self, device: torch.device) -> None:
         self._ask: Callable[[torch.device], int] | None = None
@@ -108,7 +108,7 @@ class Allocator:
         return 0 if self._ask is None else self._ask(self._device)
 
     def as_text(self) -> str:
-        """Return a column of a row; empty if the last query is too recent."""
+        """Return a column of a row, or "" if the last query is too recent."""
         if self._ask is None or (begin := time.perf_counter_ns()) < self._next:
             return ""
         nbytes = self.nbytes
@@ -118,7 +118,7 @@ class Allocator:
 
 
 def resident_nbytes() -> int:
-    """Return the process's memory in bytes; 0 on systems without ``/proc``."""
+    """Return the process's memory in bytes, or 0 on systems without ``/proc``."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

@@ -2,13 +2,13 @@
 backwards of units, passes of roots, steps, and events of the engine.
 
 [Note: events of this model]
-Events contain names of units, and every model has a ``<root>``. So an event is recorded only while
+Events identify units by name, but every model has a ``<root>``. So an event is recorded only while
 this model is active, under the unit's name in the model passed to ``record``.
 
 [Note: definition of a step]
-A step begins with a root's forward that records a graph, and ends when the reductions of a backward
-were waited for. A backward without reductions (``no_sync``) does not end it, so accumulated
-microbatches are one step. Nor does a backward end it while another root that ran still needs one. A
+A step begins with a root's forward that records a graph, and ends after the wait for a backward's
+reductions. A backward without reductions (``no_sync``) does not end a step, so accumulated
+microbatches are one step. A step also continues while another root that ran needs a backward. A
 forward without gradients outside of a step belongs to no step, and its rows have the number 0.
 """
 
@@ -52,8 +52,8 @@ class Tree:
     def forget_step(self) -> None:
         self.ran = False  # True once the root's forward began in this step
         self.has_reduced = False
-        self.accumulates = False  # True if a backward without reductions awaits another
-        self.is_done = False  # True once the root's reductions were waited for
+        self.accumulates = False  # True if a backward without reductions needs another one
+        self.is_done = False  # True after the wait for the root's reductions
 
     @property
     def owes(self) -> bool:
@@ -82,8 +82,8 @@ class Passes:
 
     def begin_outer(self, tree: Tree) -> None:
         """Begin a backward that recomputes a unit without a recorded forward, as reentrant
-        checkpointing does. Each unit inside has a separate backward, which ends with its reduction.
-        All of them are one pass, which ends with the outer backward."""
+        checkpointing does. Each unit inside has a separate backward, which ends when the unit is
+        reduced. All these backwards are one pass, which ends with the outer backward."""
         tree.is_inside = True
         self.begin(tree, "backward")
         ended = partial(self._end_outer, tree)
@@ -232,7 +232,7 @@ class Recorder:
             self._ledger.mark(kind, self._active, event.phase, event.nbytes)
 
     def _ended_wait(self, event: Event) -> None:
-        """Write the row of a wait, which the event ends."""
+        """Write the row of the wait that the event ends."""
         assert self._active is not None
         if self._entry is not None:
             self._ledger.memory.look(self._entry)
@@ -274,7 +274,7 @@ class Recorder:
         with _during(self, _since=self._ledger.clock.now()):
             self._act(name, entry, wait)
 
-    # Methods of runtimes, by kind. See [Note: definition of a step].
+    # Called around methods of runtimes, by kind. See [Note: definition of a step].
 
     def _around_begin_forward(
         self,
@@ -378,7 +378,7 @@ class Recorder:
         visit: Visit,
         *how: Any,
     ) -> None:
-        """Record the backward of a unit, which begins with the first arrival in a backward pass."""
+        """Record a unit's backward, which begins with the first ``arrive`` in a backward pass."""
         number = tree.runtime.backward.number
         if visit.opened_in == number:
             arrive(visit, *how)

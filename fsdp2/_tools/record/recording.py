@@ -1,4 +1,4 @@
-"""``record`` and ``Recording``: the user's recording on one rank."""
+"""``record`` and ``Recording``: the recording of a model on one rank."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def record(
     so ranks may record at different times. ``fsdp2.read_recordings(path)`` reads all files. While a
     ``torch.profiler`` runs, units and collectives appear as ranges on its time line.
 
-    On a device, times come from events in its streams, and no step waits for them, so steps and
-    scalars appear one or two steps late. The host waits for the device when a recording begins and
-    when it ends.
+    On a device, times come from events in its streams. No step waits for these events, so
+    ``steps`` and ``scalars`` are one or two steps late. The host waits for the device when a
+    recording begins and when it ends.
 
     Args:
-        model: a module that ``fully_shard`` was applied to, or that contains one. It need not have
-            run yet.
+        model: a module that was passed to ``fully_shard``, or that contains such modules. The
+            model need not have run yet.
         path: a folder, which is created if it does not exist.
-        scalars: called with the number of each step (from 1) and its figures by name, see
-            ``RecordedStep``. If it raises, a warning is issued, and it is not called again.
+        scalars: a function that is called with the number of each step (from 1) and a dict of its
+            figures (see ``RecordedStep``). If it raises, a warning is issued and calls stop.
         tokens: number of tokens of one step on this rank, for ``tokens_per_s``.
 
     Returns:
@@ -71,7 +71,7 @@ def record(
     Raises:
         ConfigError: nothing in ``model`` is sharded; an argument is invalid; (when entered) the
             folder contains this rank's file from an earlier recording.
-        StateError: (when entered) a step is running, or this is the second time.
+        StateError: (when entered) a step is running, or the recording was entered before.
         UnsupportedError: ``model`` is the result of ``fsdp2.compile``: compiled steps run no hooks.
     """
     check_path("record", "path", path)
@@ -92,9 +92,9 @@ def record(
 class Recording:
     """The result of ``record``: a context manager, and afterwards this rank's recording.
 
-    ``steps`` are the complete steps, as ``RecordedStep``. ``path`` is this rank's file, and
-    ``rank`` its number. The methods read the file. During the ``with`` block, they cover the rows
-    written so far. They raise the same errors as the methods of ``Recordings``.
+    ``steps`` are the complete steps, as ``RecordedStep``. ``rank`` is this rank's number, and
+    ``path`` its file. The methods read the file: during the ``with`` block, the rows written so
+    far. They raise the same errors as the methods of ``Recordings``.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Recording:
         self._ledger.writer.close()
 
     def _end_step(self, step: Step) -> None:
-        """Store and report the scalars of a step, when its times are known."""
+        """Store and report a step's scalars, once the times of the step are known."""
         assert self._ledger is not None
         found = step.summarize(self._tokens, self._last_end_ns)
         row: dict[str, Any] = {"kind": "step", "n": next(self._ledger.numbers)}

@@ -19,7 +19,7 @@ from fsdp2._tools.record.rows import RankFile, files_in, read_file, write_beside
 
 
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
-    """Read recordings of ``fsdp2.record``: folders, or single files, of any number of ranks.
+    """Read folders or single files that ``fsdp2.record`` wrote, of any number of ranks.
 
     Recordings of a run that is still running, or has crashed, can be read too. All files must be
     from one run.
@@ -49,8 +49,8 @@ class Recordings:
     """Recordings of some or all ranks of a run. Created by ``read_recordings``.
 
     ``ranks`` are the recorded ranks. ``clocks`` has a ``ClockOffset`` for each rank. ``arrivals``
-    has an ``Arrivals`` for each rank, the worst first. ``stragglers`` has those of the ranks that
-    the others wait for.
+    has an ``Arrivals`` for each rank, the worst first. ``stragglers`` has the ``Arrivals`` of the
+    ranks that the others wait for.
     """
 
     def __init__(self, files: tuple[RankFile, ...]) -> None:
@@ -61,7 +61,7 @@ class Recordings:
         return f"Recordings(ranks={self.ranks}, steps={counts})"
 
     def __str__(self) -> str:
-        """Summarize the bottleneck of the steps, and the recommended changes."""
+        """Return the bottleneck of the steps and the recommended changes, as text."""
         found = bounds.find_bounds(self._aligned)
         changes: dict[str, list[str]] = {}
         for one in found.advice:
@@ -111,8 +111,8 @@ class Recordings:
 
         Args:
             path: a file, which is replaced if it exists.
-            profiles: traces that ``torch.profiler`` exported, to be merged: paths, or a dict of
-                them by rank if the files do not contain the rank.
+            profiles: paths of ``torch.profiler`` traces to merge. If the files do not contain
+                their ranks, pass a dict from ranks to paths.
 
         Raises:
             ConfigError: a path cannot be used; a file is not a profile, or its rank is unknown.
@@ -183,7 +183,7 @@ class Recordings:
         """Return the contents of ``html`` as plain values, for programs that draw them differently.
 
         Args:
-            step: the step whose time line and memory are shown; None: the last complete step.
+            step: the step whose time line and memory are shown, by default the last complete one.
             planned: the result of ``Plan.planned()``, to be drawn over the measurements.
 
         Raises:
@@ -205,8 +205,8 @@ class Recordings:
     ) -> None:
         """Write a page that shows the recordings: one file that needs no server and no network.
 
-        The file is written completely or not at all. Call it on one rank only: ranks that write to
-        the same path replace each other's page.
+        The file is written completely or not at all. Call ``html`` on one rank only, because ranks
+        that write to the same path replace each other's page.
 
         Args:
             path: the file, which is replaced if it exists.

@@ -1,10 +1,10 @@
-"""The file of one rank, in JSON lines: a header, then rows; its format, reading and writing.
+"""Format, writing and reading of a rank's file, which has JSON lines: a header, then rows.
 
 [Note: file contents after a crash]
 Lines are buffered, and written when a step ends, when the buffer is full, and before the host
-blocks in a wait, where writing costs no time. The last line before a wait is of kind ``waiting``,
-so the file of a hanging rank ends with the collective that it waits for. A crash truncates only the
-last line, which readers skip.
+blocks in a wait, when writing costs no time. The last line before a wait is of kind ``waiting``,
+so the file of a hanging rank ends with the collective that it waits for. A crash can truncate only
+the last line. Readers skip a truncated line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp2._tools.pages.page import write_whole
 from fsdp2._tools.record.steps import COLLECTIVES, RecordedStep
 
 LINE_NBYTES = 64 << 20
-"""Maximum bytes of a line: a header names all units."""
+"""Maximum size of a line in bytes. Headers are long, because they name all units."""
 MANY = 1024
 """Maximum number of buffered lines."""
 WAITS_FOR = ("wait_for_unshard", "wait_for_reduce")
@@ -35,10 +35,10 @@ EVENTS = ("unshard", "reshard", "reduce", "prefetch", "adopt", "recover", *WAITS
 
 FORMAT = 1
 MOST = 1 << 62
-"""Upper bound of all numbers in a recording, so that their sums stay finite."""
+"""Upper bound of every number in a recording, so that sums stay finite."""
 MOST_RANKS = 1 << 20
 
-# The format of headers and rows: a file is validated once, before its values are used.
+# The format of headers and rows. A file is validated once, before its values are used.
 
 Check = Callable[[Any], bool]
 
@@ -212,7 +212,7 @@ class RankFile:
 
 
 def read_file(path: Path) -> RankFile:
-    """Read the file of a rank, which may be running or dead; ConfigError for other files."""
+    """Read the file of a running, ended or dead rank. Raise ConfigError for other files."""
     rows: list[dict[str, Any]] = []
     try:
         for line in _lines(path):
@@ -242,8 +242,8 @@ def read_file(path: Path) -> RankFile:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file, without a truncated last one. Raise OSError if it cannot
-    be read or is not a regular file, and ValueError if a line is too long."""
+    """Yield the lines of a file, except a truncated last one. Raise OSError if the file cannot be
+    read or is not a regular file, and ValueError if a line is too long."""
     with open_regular(path) as file:
         if is_hollow(os.fstat(file.fileno())):
             raise ValueError("it is a sparse file")
@@ -254,7 +254,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def files_in(folders: Sequence[Path]) -> list[Path]:
-    """Return the files in folders, and files given directly; ConfigError if there are none."""
+    """Return the given files, and those in folders. Raise ConfigError for a folder without any."""
     found: list[Path] = []
     for folder in folders:
         inside = sorted(folder.glob("rank*.jsonl")) if folder.is_dir() else [folder]
@@ -269,7 +269,7 @@ def files_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def write_beside(path: Path, text: str, inputs: Sequence[Path], who: str) -> None:
-    """Write a file atomically; ConfigError if it is a recording, or cannot be written."""
+    """Write a file atomically. Raise ConfigError if it is an input, or cannot be written."""
     if any(path.exists() and path.samefile(one) for one in inputs):
         raise ConfigError(
             "FS915",

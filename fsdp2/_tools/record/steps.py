@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 
 LATE_NS = 100_000
-"""Shorter waits do not count: they are the overhead of the backend and of clock readings."""
+"""Shorter waits do not count as late: they are overhead of the backend and of clock readings."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step of one rank: from its first forward until its reductions were waited for.
+    """A step of one rank, from its first forward to the end of the wait for its reductions.
 
     Times are seconds, sizes are bytes. ``seconds`` is the sum of ``compute_s``, ``between_s`` (the
     loss, the caller's own code) and the three waits. Waits are *exposed*: compute was idle.
@@ -22,8 +22,8 @@ class RecordedStep:
       those that were prefetched but not complete; ``prefetch_none``: those that were not
       prefetched.
     - ``peak_nbytes``: the peak of shards, unsharded parameters and buffers of collectives.
-    - ``rss_nbytes``: the process's memory at the end, 0 if the system does not report it.
-    - ``allocated_nbytes``: memory allocated by the device's allocator, 0 without a device.
+    - ``rss_nbytes``: the process's memory at the end, or 0 if the system does not report it.
+    - ``allocated_nbytes``: memory allocated by the device's allocator, or 0 on a CPU.
     - ``tokens_per_s``: measured from the end of the previous step, so that the optimizer is
       included; 0 if ``tokens`` was not given.
     """
@@ -75,8 +75,8 @@ class Step:
         return ""
 
     def add_wait(self, kind: str, prefetch: str, begin_ns: int, end_ns: int) -> str:
-        """Add an exposed wait, and return columns of its row. ``prefetch``: ``ahead`` or ``none``;
-        empty if no gather was needed."""
+        """Add an exposed wait, and return columns of its row. ``prefetch`` is ``ahead``, ``none``,
+        or empty if no gather was needed."""
         waited = end_ns - begin_ns
         self.waits_ns[kind] += waited
         is_late = "true" if waited >= LATE_NS else "false"

@@ -19,7 +19,7 @@ from fsdp2._tools.record.time_line import pieces_of, shown
 
 
 def choose_step(files: Sequence[RankFile], step: int | None) -> int | None:
-    """Return the requested step, or the last that all ranks have; ConfigError if unknown."""
+    """Return the given step, or else the last one on all ranks. Raise ConfigError if unknown."""
     numbers = [{row["step"] for row in file.steps} for file in files]
     if step is not None:
         known = set().union(*numbers)
@@ -60,7 +60,7 @@ def page(aligned: Aligned, step: int | None, planned: Planned | None) -> content
 
 
 def _mean(rows: Sequence[dict[str, Any]], *names: str) -> float:
-    """Return the mean over steps of the sum of some values."""
+    """Return the sum of the named figures, averaged over steps."""
     return sum(row[name] for row in rows for name in names) / len(rows) if rows else 0.0
 
 
@@ -145,7 +145,7 @@ def _memory(file: RankFile, step: int | None, planned: Planned | None) -> conten
 
 
 def _at_measured_times(planned: Sequence[Moment], measured: Sequence[Moment]) -> list[Moment]:
-    """Return planned moments at the times of the same events in the measurement, in order."""
+    """Return the planned moments, each at the measured time of the same event, in order."""
     found, rest = [], iter(measured)
     for moment in planned:
         at = next((one.time for one in rest if one.label == moment.label), None)
@@ -158,7 +158,7 @@ def _at_measured_times(planned: Sequence[Moment], measured: Sequence[Moment]) ->
 def _time_line(
     file: RankFile, aligned: Aligned, step: int | None, held_up: Sequence[Delay]
 ) -> TimeLine:
-    """Return a rank's lanes in a step, on the first rank's clock, relative to its step's start."""
+    """Return a rank's lanes in a step. Time 0 is the start of the step on the first rank."""
     rank, epoch = file.rank, file.header["epoch_ns"]
     first = aligned.files[0]
     begin = next((row["begin_ns"] for row in first.steps if row["step"] == step), 0)
@@ -213,7 +213,7 @@ def _tables(aligned: Aligned, waits: dict[str, UnitWaits]) -> list[Table]:
 
 def _notes(aligned: Aligned) -> list[str]:
     found = [
-        "Clocks are aligned by collectives, which end on no rank before all have begun them; "
+        "Clocks are aligned by collectives: no rank ends one before all ranks have begun it; "
         f"the accuracy is {time_text(max(c.accuracy_s for c in aligned.clocks))} or better."
     ]
     rows = [(file.rank, row) for file in aligned.files for row in file.rows]

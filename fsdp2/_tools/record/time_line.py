@@ -1,4 +1,4 @@
-"""The compute, gathers and reductions of one rank over time: rows as spans of lanes."""
+"""Converts the rows of one rank to spans of lanes: compute, gathers and reductions over time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_times(row: dict[str, Any]) -> bool:
 
 
 def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
-    """Return rows (such as those of a step) as spans of lanes, in the rows' nanoseconds."""
+    """Convert rows (such as those of a step) to spans of lanes, in the rows' nanoseconds."""
     known = [row for row in rows if has_times(row)]
     waits = sorted(
         (_wait(row) for row in known if row["kind"] == "wait" and row["end_ns"] > row["begin_ns"]),
@@ -47,7 +47,7 @@ def _flight(row: dict[str, Any]) -> Span:
 
 
 def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Span]:
-    """Yield the most recently entered unit at each time: for a block in a root, the block.
+    """Yield, for each time, a span of the unit entered last: inside a root, the running block.
     Backwards of units may end in any order, so they do not form a tree."""
     edges = [(row["begin_ns"], 1, row["n"], row) for row in units]
     edges += [(row["end_ns"], 0, row["n"], row) for row in units]
@@ -66,7 +66,7 @@ def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _without(pieces: Iterable[Span], waits: Sequence[Span]) -> Iterator[Span]:
-    """Remove waits from the spans of units; adjacent spans with one name are merged."""
+    """Cut waits out of the spans of units, and merge adjacent spans with the same name."""
     last: Span | None = None
     position = 0
     for piece in pieces:

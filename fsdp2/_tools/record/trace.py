@@ -1,7 +1,7 @@
-"""Traces for Perfetto and chrome://tracing, from recordings and exports of torch.profiler.
+"""Traces for Perfetto and chrome://tracing, from recordings and torch.profiler's traces.
 
-A rank is shown as a process, with a thread for steps, compute, waits, gathers, reductions and
-engine (events without duration), and a memory counter. A profiler's processes and threads follow.
+A rank is shown as a process, with a memory counter and one thread each for steps, compute, waits,
+gathers, reductions and engine (events without duration). A profiler's processes come after these.
 
 Source: "Trace Event Format", the document that Perfetto's importer follows;
 ``baseTimeNanoseconds``, as torch.profiler writes it, is the origin of ``ts`` (microseconds).
@@ -23,14 +23,14 @@ from fsdp2._tools.record.rows import EVENTS, MOST, MOST_RANKS, RankFile
 from fsdp2._tools.record.time_line import has_times, pieces_of, shown
 
 Time = Callable[[int, int], float]
-"""Maps a rank, and nanoseconds since the epoch by its clock, to microseconds of the trace."""
+"""Maps a rank and a time (ns since the epoch, by its clock) to microseconds of the trace."""
 At = Callable[[float], float]
 """Maps nanoseconds in the rows of one rank to microseconds of the trace."""
 
 STEPS, ENGINE, WAITS = "steps", "engine", "waits"
 THREADS = (STEPS, COMPUTE, WAITS, GATHER, REDUCE, ENGINE)
 LANES_OF_ONE = 100
-"""Thread numbers for overlapping spans in a lane."""
+"""Number of threads reserved for each lane, whose spans may overlap."""
 PROFILE_NBYTES = 4 << 30
 TIMES = 200
 """Maximum growth of a profile when decompressed; a trace grows by a factor of about 30."""
@@ -61,7 +61,7 @@ def _thread(lane: str) -> int:
 
 
 def _threads(pieces: list[Span]) -> Iterator[tuple[Span, int]]:
-    """Yield each piece with a thread in which nothing overlaps it."""
+    """Yield each piece with the number of a thread in which no other piece overlaps it."""
     ends: dict[str, list[float]] = {}
     for piece in sorted(pieces, key=lambda one: one.begin):
         lane = WAITS if piece.cause else piece.lane
@@ -118,8 +118,8 @@ def _complete(
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """Read a trace that torch.profiler exported, compressed or not. Raise ConfigError if it is not
-    one, or was written by a torch version that does not record the base time."""
+    """Read a trace that torch.profiler exported, compressed or not. Raise ConfigError for any other
+    file, and for a trace of a torch version that does not record the base time."""
     try:
         data = read_regular(path, PROFILE_NBYTES)
         found = json.loads(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)
@@ -127,7 +127,7 @@ def read_profile(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, RecursionError, OverflowError, zlib.error) as error:
         raise ConfigError(
             "FS917",
-            f"trace: expected profiles to be traces of torch.profiler, found {printable(path)} "
+            f"trace: expected profiles exported by torch.profiler, found {printable(path)} "
             f"({type(error).__name__}: {printable(error)}). Pass results of export_chrome_trace.",
         ) from error
     return found  # type: ignore[no-any-return]  # a dict, or the check above raised
@@ -173,7 +173,7 @@ def rank_of_profile(profile: Mapping[str, Any]) -> int | None:
 
 
 def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[str, Any]]:
-    """Yield a profile's events as those of a rank: on the trace's clock, as other processes."""
+    """Yield a profile's events for a rank, with times of the trace and new process numbers."""
     base = int(profile["baseTimeNanoseconds"])
     numbers: dict[Any, int] = {}
     for event in profile["traceEvents"]:

@@ -1,7 +1,7 @@
-"""Runs at the start of all Python processes that a program under ``python -m fsdp2`` starts.
+"""Runs first in every Python process that a program under ``python -m fsdp2`` starts.
 
-Their ``PYTHONPATH`` contains this folder, and Python imports ``sitecustomize`` automatically. This
-file must not import torch, which most processes never need, nor hide another ``sitecustomize``.
+These processes have this folder in ``PYTHONPATH``, so Python imports ``sitecustomize`` there. This
+file must not import torch, which most processes never use, and must not hide the user's own file.
 """
 
 import importlib.machinery
@@ -32,7 +32,7 @@ class _AfterTorch:
 
             def load_and_import(module: ModuleType) -> None:
                 load(module)
-                # the parent process found fsdp2 in its working folder
+                # the parent process may have found fsdp2 in its working folder
                 if importlib.util.find_spec("fsdp2") is None:
                     sys.path.append(str(_HERE.parent.parent))
                 importlib.import_module("fsdp2")

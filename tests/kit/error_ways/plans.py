@@ -56,7 +56,7 @@ def _(mended: bool) -> None:
     fsdp2.read_recordings(folder).trace(folder / f"trace{dist.get_rank()}.json", profiles=profiles)
 
 
-@way("FS917", "not known", "dict", name="rank")
+@way("FS917", "is unknown", "dict", name="rank")
 def _(mended: bool) -> None:
     model, folder = build(), shared_folder()
     path = folder / "profile.json"
