@@ -2,7 +2,7 @@
 
     python -m benchmarks.step.copies
 
-Counted with a `TorchDispatchMode` that knows which ops only move data (`_dispatch.COPIES`), on both
+Counted with a `TorchDispatchMode` that knows which ops only move data (`kit/dispatch.py`), on both
 sides by the same rule; what the plain model moves is taken away. Collectives do nothing and do not
 count. `moved` is bytes read plus bytes written, `written` the second alone; both are divided by
 the bytes of the model in the dtype that it computes in. Limit: nothing, and with a reduction in
