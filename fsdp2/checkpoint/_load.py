@@ -135,7 +135,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names. Tied tensors need one name, empty ones none."""
+    """Compare shapes and, if ``strict``, names: one per tied tensor, none for empty tensors."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -324,7 +324,7 @@ def load_full_state(
             ``"model"`` is not a plain dict, accessing a value may read a file. All values are then
             first read into separate buffers, which do not count towards ``max_bytes``.
         from_rank0: if False, each rank loads its own ``state``, and no values are sent.
-        strict: require every name to be in model and state, but only one name of a tied parameter.
+        strict: require the same names in model and state; one name of a tied parameter suffices.
 
     Returns:
         Names of the model that the state lacks, and vice versa (empty if ``strict``).
