@@ -11,7 +11,8 @@ group, to create the states of a shard. Each plain tensor among them, or inside 
 element per ``block`` elements of the flattened parameter. ``block`` must be the same for all shard
 sizes, so that each rank can compute the other ranks' layouts without communication. Tables for
 decoding (``qmap``) are not saved: the class creates them together with the states. Loading runs a
-step on zeros, which allocates the states, and copies the loaded values into them. """
+step on zeros, which allocates the states, and copies the loaded values into them.
+"""
 
 from __future__ import annotations
 
