@@ -11,7 +11,7 @@ files.
 3. *Agree.* All ranks raise unless every rank has all of its values. Only after this check does user
    code run (``load_state_dict``, ``set_extra_state``); its changes are undone if it raises.
 4. *Write.* Values are copied into the model, from the separate buffers or from a state in memory.
-A load that raises in steps 1 to 3 therefore changes nothing, and step 4 only transfers values.
+A load that raises in steps 1 to 3 therefore leaves all state unchanged; step 4 only copies values.
 """
 
 from __future__ import annotations
@@ -618,7 +618,7 @@ def _load_parts(
 def _require_same_place(
     what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
-    """Raise ConfigError if the state's shard has another position or size than this rank's."""
+    """Raise ConfigError unless the state's shard has the position and size of this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
     then = layout.get(name, whole)

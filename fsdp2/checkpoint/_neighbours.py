@@ -10,7 +10,7 @@ exist. All ranks check this in the next ``save``, which then removes older gener
 
 After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation
 with all parts. Each rank fetches the parts that overlap its shards from hosts that have them, and
-loads them like a checkpoint, verifying checksums. The number of ranks may therefore change.
+loads them like a checkpoint, with checksums. Thus the number of ranks may change.
 """
 
 from __future__ import annotations

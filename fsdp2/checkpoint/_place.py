@@ -355,7 +355,7 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 def retire(old: Path, heir: Path) -> None:
     """Remove a replaced checkpoint, after moving other files in its folder to ``heir``, the new
-    one. Without locks, another save may do so too, or rename ``heir``; such files are kept."""
+    one. Without locks, another save may do so too, or rename ``heir``; ``old`` is then kept."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"
