@@ -80,8 +80,8 @@ def offload_states(
     copied to the device, and the previous one's back to the host. Parameters and gradients stay on
     the device, and results are bitwise equal. ``param_groups``, hooks and ``state_dict()`` work as
     before. States remain DTensors, with local parts on the host. Reading ``state`` waits for copies
-    in flight. Loading a state dict temporarily needs device memory for all states,
-    because torch loads them to the device.
+    in flight. Loading a state dict temporarily needs device memory for all states, because torch
+    loads them to the device.
 
     On a CPU, and for parameters on the host (``CPUOffloadPolicy``), states stay where they are.
     With ``max_bytes``, states copied in during backward stay on the device until a step has run. If
@@ -105,7 +105,7 @@ def offload_states(
         ConfigError: a class that is not known to step each parameter independently;
             ``optimizer.step`` was replaced (except by a learning-rate scheduler).
         UnsupportedError: an optimizer that requires a closure, or was made by
-            ``fsdp2.optim.whole``: its states are on owners.
+            ``fsdp2.optim.whole``, and keeps states on owners.
     """
     who = "fsdp2.optim.offload_states"
     if check_optimizer(who, optimizer) is None:

@@ -6,15 +6,15 @@ forms of the state in ``_owned_state``.
 [Note: a step of owners]
 1. Ranks check that all are present, and that they agree on options and on the parameters that have
 gradients. Owners keep a copy of each matrix between steps. Parameters that were written to since
-the last step are sent to their owners again. Version counters do not detect such writes (torch's
-kernels write to DTensors, and ``.data`` to any tensor, without incrementing them), so each rank
-compares a hash of its shards' bits with the hash after the last step. 2. Gradients are sent to
-owners round by round. The class's own ``step`` runs on a round's matrices while the next round is
-in flight. It writes to the owners' copies only. 3. Ranks check that none failed. Up to this point
-no parameter has changed. If a rank failed, all ranks raise, and the owners' copies are discarded.
-4. Rows of the copies are sent back to the shards.
+the last step are sent to their owners again. Version counters do not detect all writes (torch's
+kernels on DTensors, and writes through ``.data``, do not increment them), so each rank compares a
+hash of its shards' bits with the hash after the last step. 2. Gradients are sent to owners round by
+round. The class's own ``step`` runs on a round's matrices while the next round is in flight. It
+writes to the owners' copies only. 3. Ranks check that none failed. Up to this point, no parameter
+has changed. If a rank failed, all ranks raise, and the owners' copies are discarded. 4. Rows of the
+copies are sent back to the shards.
 
-Each round has an optimizer of the class for those of its matrices that this rank owns, with one
+For each round, a rank has an optimizer of the class for the matrices that it owns, with one
 parameter per matrix and the options of the param groups. The class runs as in a single process, but
 with fewer parameters; its state per param group must not depend on the number of parameters.
 """
