@@ -8,7 +8,7 @@ launchers, ``multiprocessing`` with spawn) inherit the replacement. With a launc
 and ``python -m fsdp2 report folder`` summarises recordings made with ``fsdp2.record``. Both accept
 ``--help``. ``python -m fsdp2 compare run1 run2`` reports the first difference between two runs that
 ``fsdp2.debug.record_bits`` recorded.
-``python -m fsdp2 explain FS104`` explains an error or warning by its code, and
+``python -m fsdp2 explain FS402`` explains an error or warning by its code, and
 ``torchrun --nproc-per-node 8 -m fsdp2 doctor`` checks the launched ranks for problems. If a program
 has the name of a command, pass the program's path: ``./plan``.
 """

@@ -72,7 +72,7 @@ def check_order(
             lists the order of each rank.
 
     On a CPU, ranks compare their collectives before each exchange of data even without this check
-    (docs/architecture.md). On a device, they compare only with this check.
+    (docs/architecture.md). On a device, they do so only with this check.
 
     Source: the execution-order check of torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
     """
@@ -154,7 +154,7 @@ class OrderCheck:
                 "FS408",
                 f"fsdp2: {name} runs where {expected} ran before (forward {self._forwards + 1}, "
                 f"unit {position + 1}). Prefetching follows the recorded order, so another order "
-                "causes useless gathers.",
+                "causes unnecessary gathers.",
             )
 
 
@@ -189,7 +189,7 @@ def without_communication(
     """Skip the collectives of a model's units, to measure their cost.
 
     The rest of a step runs: packing, copies, casts, scaling. Other ranks' shards and all reduced
-    gradients are uninitialised memory, so results are wrong; a warning says so. Do not step the
+    gradients are uninitialised memory, so results are wrong, and fsdp2 warns. Do not step the
     optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
     skipped too. Collectives in ``clip_grad_norm_`` and in your own code still run. All ranks must
     enter and leave the context together.

@@ -1,6 +1,6 @@
 """CRC-32 checksums of tensors, of byte ranges of files, and of whole files.
 
-A file's checksum is in its *tail*: JSON and a footer after the content, which other readers ignore.
+A file's checksum is in its *tail*: JSON and a footer after the content. Other readers ignore it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def damaged(what: str, problem: str) -> StateError:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of an error's message. The class precedes it unless we raised it."""
+    """Return the first line of an error's message, prefixed with the class of a foreign error."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])
@@ -71,7 +71,7 @@ def tail_of(content: bytes, told: Any) -> bytes:
 
 
 def split(data: bytes, *, verify: bool = True) -> tuple[bytes, Any]:
-    """Return a file's content and its tail's ``told``, or None. DamagedError on a mismatch."""
+    """Return a file's content, and ``told`` from its tail, or None. DamagedError on mismatch."""
     if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
         return data, None
     length, found, _ = FOOTER.unpack(data[-FOOTER.size :])

@@ -7,7 +7,7 @@ pickles ``extra``. Accesses no files.
 If all ranks have the same list of contents, they exchange no descriptions: each rank computes the
 blocks of every tensor, and their writers, from the list. A block that several ranks have is
 assigned round-robin, by the index of its content. The first rank writes unsharded values. Before a
-save, ranks therefore exchange only a checksum of their lists, to check that they are equal.
+save, ranks compare checksums of their lists, to detect whether they are equal.
 
 If the lists differ (for example, some ranks lack an optimizer state), ranks exchange hashes of
 their contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each
@@ -51,7 +51,7 @@ SLOTS = "fsdp2_slots"  # the seed and the step count of ``fsdp2.reproducible``
 
 
 def problem_of(path: Any) -> str:
-    """Return why a value at this path cannot be saved or loaded, or "" if it can."""
+    """Return the reason why a value at this path cannot be saved or loaded, or "" if it can."""
     if type(path) not in (tuple, list):
         return "is not a list of keys"
     if not 0 < len(path) <= DEPTH:
@@ -180,7 +180,7 @@ class Contents:
 
     @staticmethod
     def of(state: Mapping[str, Any], grids: Grids) -> Contents:
-        """List a state's contents, all as ``common`` because ranks have not compared them yet."""
+        """List a state's contents. All are in ``common`` until ranks have compared them."""
         main = grids.main
         ranks = grids.ranks_of(main) or list(range(main.size))
         lines: dict[Grid, tuple[int, ...]] = {main: tuple(ranks)}
@@ -324,7 +324,7 @@ def _without_tuples(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object with numbers in place of its tensors."""
+    """Pickles an object, replacing its tensors by numbers."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -342,7 +342,7 @@ class _Pickler(pickle.Pickler):
 
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
     """Return the entries to save for ``extra``: DTensors on all ranks, the rest on the first. DCP
-    itself would save a dict's values from any rank, make keys strings, and lose empty dicts."""
+    itself would save a dict's values from any rank, turn keys to strings, and lose empty dicts."""
     file, kept = io.BytesIO(), io.BytesIO()
     pickler = _Pickler(file)
     try:

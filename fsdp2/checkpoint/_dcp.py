@@ -188,7 +188,7 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
-        # older saves omitted empty tensors: drop an empty parameter's state if it contains none
+        # older saves omitted empty tensors: drop an empty parameter's state if it lacks them
         named["state"] = {
             name: fields
             for name, fields in named["state"].items()

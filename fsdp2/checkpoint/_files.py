@@ -392,8 +392,8 @@ class Reader(contextlib.ExitStack):
         if self._saved.stamp.is_replaced:
             return StateError(
                 "FS626",
-                f"load: another save replaced {self._saved.folder} while it was read. Call load "
-                f"again; nothing was changed. (Found: {problem})",
+                f"load: another save replaced {self._saved.folder} while it was being read. "
+                f"Call load again; nothing was changed. (Found: {problem})",
             )
         return damaged("load", problem)
 

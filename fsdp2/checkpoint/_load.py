@@ -11,7 +11,7 @@ files.
 3. *Agree.* All ranks raise unless every rank has all of its values. Only after this check does user
    code run (``load_state_dict``, ``set_extra_state``); its changes are undone if it raises.
 4. *Write.* Values are copied into the model, from the separate buffers or from a state in memory.
-A load that raises in steps 1 to 3 therefore changes nothing, and step 4 only transfers values.
+A load that raises in steps 1 to 3 therefore leaves all state unchanged; step 4 only copies values.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names. Tied tensors need one name, empty ones none."""
+    """Compare shapes and, if ``strict``, names: one per tied tensor, none for empty tensors."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -324,7 +324,7 @@ def load_full_state(
             ``"model"`` is not a plain dict, accessing a value may read a file. All values are then
             first read into separate buffers, which do not count towards ``max_bytes``.
         from_rank0: if False, each rank loads its own ``state``, and no values are sent.
-        strict: require every name to be in model and state, but only one name of a tied parameter.
+        strict: require the same names in model and state; one name of a tied parameter suffices.
 
     Returns:
         Names of the model that the state lacks, and vice versa (empty if ``strict``).
@@ -618,7 +618,7 @@ def _load_parts(
 def _require_same_place(
     what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
-    """Raise ConfigError if the state's shard has another position or size than this rank's."""
+    """Raise ConfigError unless the state's shard has the position and size of this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
     then = layout.get(name, whole)

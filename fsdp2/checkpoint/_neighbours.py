@@ -4,13 +4,13 @@
 A launcher ends all processes when it restarts a job, so copies are files in a memory-backed folder
 of the host. ``NeighbourCopies.save`` copies a rank's part of the state to host memory. A thread
 then writes it to the folder as a checkpoint's data file and a complete report (see ``_files``), and
-exchanges both files with the neighbours over a separate process group, so each part is on two
-hosts. The files of one save are a *generation*. It is valid once both copies of every part
+exchanges both files with the neighbours, over a separate process group. Each part is then on two
+hosts. The files of one save are a *generation*, which is valid once both copies of every part
 exist. All ranks check this in the next ``save``, which then removes older generations.
 
 After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation
 with all parts. Each rank fetches the parts that overlap its shards from hosts that have them, and
-loads them like a checkpoint, with checksums. The number of ranks may therefore change.
+loads them like a checkpoint, with checksums. Thus the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class NeighbourCopies:
     neighbours are lost at the same time, the state is loaded from files, with a warning.
 
     Every rank of the job must construct a ``NeighbourCopies``, and models must be on all ranks. A
-    host needs memory for up to five times the data that its ranks write: the copy, and its own and
-    its neighbour's parts of two generations.
+    host needs memory for up to five times the data that its ranks write: one copy, and two
+    generations of its own parts and of its neighbour's.
 
     Args:
         name: the job's name, the same after a restart, and not used by other jobs on the hosts.
@@ -168,7 +168,7 @@ class NeighbourCopies:
                 raise UnsupportedError(
                     "FS624",
                     f"{what}: the model is on {len(contents.ranks)} of {self._world.size} ranks. "
-                    "Use copies only for models that are on all ranks; save others to files.",
+                    "Use copies only for models that are on all ranks; save other models to files.",
                 )
             pieces = [replace(piece, is_common=False) for piece in contents.pieces()]
             pieces, copied = self._room.copies(pieces)
@@ -241,7 +241,7 @@ class NeighbourCopies:
             self._error = error
 
     def _swap(self, mine: Path, its: Path, to: int, of: int) -> None:
-        """Send a file and receive another, which is renamed to its final name once complete."""
+        """Send a file and receive another. Rename the received file once it is complete."""
         nbytes = mine.stat().st_size if mine.exists() else 0
         told, coming = (torch.tensor([n], dtype=torch.int64, device="cpu") for n in (nbytes, 0))
         self._move([(told, to)], [(coming, of)])
@@ -270,7 +270,7 @@ class NeighbourCopies:
 
 
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
-    """Return the newest complete generation after a time; warn if all are partial. Collective."""
+    """Return the newest complete generation since a time; warn if all are partial. Collective."""
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):
@@ -354,7 +354,7 @@ def _mapped(path: Path, nbytes: int) -> Tensor:
 
 
 def _made(path: Path, nbytes: int) -> Tensor:
-    """Create and map a file. OSError if memory is short, because a later write would crash."""
+    """Create and map a file. Raises OSError if memory is short: later writes would crash."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return _mapped(path, nbytes)

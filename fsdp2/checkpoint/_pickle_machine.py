@@ -11,7 +11,7 @@ cannot modify an existing object of this process.
 
 [Note: bounds]
 No instruction uses more memory than the size of the pickle. A length is compared with the remaining
-bytes before anything is allocated, and the memo is a dict, so a large index costs nothing. The
+bytes before anything is allocated, and the memo is a dict, so a large index takes no memory. The
 arguments of a call, including containers, and the state of an object are copied. Each copied
 element is charged against a budget of the pickle's size in bytes, because a memo reference can
 repeat a long container in two bytes. A key is hashed completely on each use, so a tuple key may

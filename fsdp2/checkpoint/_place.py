@@ -101,7 +101,7 @@ class Workspace:
             self._lock = None
 
     def remove(self) -> None:
-        """Rename and remove the folder, so that ranks still writing create no more files in it."""
+        """Rename, then remove the folder, so that ranks still writing cannot create files in it."""
         self.release()
         gone = self.path.with_name(f"{self.path.name}.gone")
         with contextlib.suppress(OSError):
@@ -355,7 +355,7 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 def retire(old: Path, heir: Path) -> None:
     """Remove a replaced checkpoint, after moving other files in its folder to ``heir``, the new
-    one. Without locks, another save may do this too, or rename ``heir``. Then the rest is kept."""
+    one. Without locks, another save may do so too, or rename ``heir``; ``old`` is then kept."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"
@@ -389,7 +389,7 @@ def require_series(place: Path) -> None:
         raise ConfigError(
             "FS615",
             f"save: with keep_last, {link} is reserved for the link to the newest checkpoint, but "
-            "another file or folder has this name. Save to another folder, or rename it.",
+            "another file or folder has this name. Save elsewhere, or rename that file or folder.",
         )
 
 

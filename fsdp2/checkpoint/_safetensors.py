@@ -2,8 +2,8 @@
 
 [Note: sums of safetensors]
 The metadata of a file has one additional key, ``fsdp2``. Its value is JSON: the id of the save, and
-a checksum of each tensor with its name, dtype and shape. If there are several files, their index
-has the same key, with a checksum of the index.
+for each tensor, a checksum over its name, dtype, shape and data. If there are several files, their
+index has the same key, with a checksum of the index.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _names_of_several(stem: str, count: int) -> list[str]:
 
 
 def _sum_of(name: str, tensor: Tensor) -> int:
-    """Return the checksum of a tensor with its name, dtype and shape."""
+    """Return a checksum over a tensor's name, dtype, shape and data."""
     told = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
     return sum_of_tensor(tensor.contiguous(), zlib.crc32(told.encode()))
 
@@ -197,7 +197,7 @@ def _stale_files(folder: Path) -> set[str]:
     """Return the files of the previous checkpoint in a folder that a save may delete."""
     try:
         names = _read_index(folder).files
-    except (ConfigError, StateError):  # the index names files elsewhere or is damaged: keep all
+    except (ConfigError, StateError):  # the index is damaged, or names files elsewhere: keep all
         return set()
     return {name for name in names if name.endswith(".safetensors")}
 
@@ -242,8 +242,8 @@ def save_safetensors(
     Writes one file, ``model.safetensors``, or several files and an index. The first rank writes,
     and holds one file's tensors at a time; the other ranks need at most ``max_bytes`` in addition
     to their shards. A tied parameter is written once, under its first name. Existing files are
-    replaced once all new ones are written. If two jobs save to the same folder, it has the complete
-    files of the job that finished last.
+    replaced once all new ones are written. If two jobs save to the same folder, the complete files
+    of the job that finished last remain.
 
     Args:
         dtype: floating-point tensors are cast to this dtype; None keeps their dtypes.
@@ -304,7 +304,7 @@ class _Files(Source, contextlib.ExitStack):
             raise StateError(
                 "FS626",
                 f"load_safetensors: another save replaced the files in {self._folder} while they "
-                "were read. Call load_safetensors again; nothing was changed. (Found: "
+                "were being read. Call load_safetensors again; nothing was changed. (Found: "
                 f"{error.text})",
             ) from error
 

@@ -73,7 +73,7 @@ class Room:
         self._kept: list[Tensor] = []
 
     def copies(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Event | None]:
-        """Return pieces with tensors copied to host memory, and the event recorded afterwards."""
+        """Return pieces whose tensors are host copies, and the event recorded after the copies."""
         kept, event = self.copies_of([p.value for p in pieces if isinstance(p.value, Tensor)])
         kept_ones = iter(kept)
         copied = [
@@ -181,7 +181,7 @@ class Saving:
             keep_newest(self.place, self.keep_last, self.workspace.token)
 
     def give_up(self) -> None:
-        """Remove all files, metadata first, because it indicates success to other ranks."""
+        """Remove all files, first the metadata, which would indicate success to other ranks."""
         with contextlib.suppress(OSError):
             (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
@@ -297,7 +297,7 @@ class SaveHandle:
     def _failed(self, what: str) -> StateError:
         return StateError(
             "FS627",
-            f"save: {self.path} was not written in the background: {what}. The previous "
+            f"save: writing {self.path} in the background failed: {what}. The previous "
             "checkpoint, if any, is unchanged.",
         )
 
@@ -493,8 +493,8 @@ def save(
             ``load`` returns it, with tensors on the CPU. DTensors in it (from an ``EMA``) are saved
             as shards and loaded unsharded. Data that is not plain needs ``trust=True`` in ``load``.
         background: write while the program continues.
-        keep_last: add the checkpoint to a series, which is all checkpoints that were saved to the
-            parent folder of ``path`` with ``keep_last``. Only the newest ``keep_last`` of them are
+        keep_last: add the checkpoint to a series: all checkpoints that were saved to the parent
+            folder of ``path`` with ``keep_last``. Only the newest ``keep_last`` of them are
             kept. A link ``latest`` next to them points to the last complete checkpoint.
         when_busy: what to do if a save in the background is still running: ``"wait"`` for it, or
             ``"refuse"`` to save. A rank writes one save at a time.
@@ -505,8 +505,8 @@ def save(
     Raises:
         ConfigError: ``path`` is a file, the working directory, or a folder with other files but no
             checkpoint; with ``keep_last``, ``latest`` exists and is not a link.
-        UnsupportedError: a tensor wraps other tensors (optimizer states of torchao), so ``load``
-            could not read it.
+        UnsupportedError: a tensor wraps other tensors, as torchao's optimizer states do, so
+            ``load`` could not read it.
         StateError: a rank could not write, or does not share the first rank's file system; the
             message names the rank and the reason. With ``"refuse"``: a save is still running.
     """

@@ -83,8 +83,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that modules create for each state dict: neither parameters nor buffers,
-    and in new memory at each call. Writes to them are lost."""
+    """Return the tensors that modules create for each state dict, in new memory at each call. They
+    are neither parameters nor buffers, and writes to them are lost."""
     lists = model.named_parameters, model.named_buffers
     known = cleaned({n: t for each in lists for n, t in each(remove_duplicate=False)})
     loose = {n: t for n, t in tensors.items() if n not in known and not isinstance(t, DTensor)}

@@ -1,17 +1,17 @@
 """Optimizer states stored in blocks of elements: low-bit codes with one scale per block.
 
-In checkpoints, they are tensors for the full parameter, sharded like its rows. A block must not be
-split across ranks.
+In checkpoints, these states are tensors for the full parameter, sharded like its rows. A block must
+not be split across ranks.
 
 [Note: states in blocks]
 Libraries store such states as plain tensors whose lengths differ from the parameter's
 (bitsandbytes), or as a tensor that wraps others (torchao). These tensors do not describe their
-layout, so we probe it: a step on zeros of a shard's shape, with the options of its param group,
-creates the states of a shard. Each plain tensor among them, or inside a wrapper, has one element
-per ``block`` elements of the flattened parameter. ``block`` must be the same for all shard sizes,
-so that each rank can compute the other ranks' layouts without communication. Tables for decoding
-(``qmap``) are not saved: the class creates them together with the states. Loading runs a step on
-zeros, which allocates the states, and copies the loaded values into them.
+layout, so we probe it: we run one step on zeros of a shard's shape, with the options of its param
+group, to create the states of a shard. Each plain tensor among them, or inside a wrapper, has one
+element per ``block`` elements of the flattened parameter. ``block`` must be the same for all shard
+sizes, so that each rank can compute the other ranks' layouts without communication. Tables for
+decoding (``qmap``) are not saved: the class creates them together with the states. Loading runs a
+step on zeros, which allocates the states, and copies the loaded values into them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp2._core.params.layout import contiguous_stride
 from fsdp2.optim._wrapped import State
 
 Probe = Callable[[Sequence[int], torch.dtype, torch.device], State]
-"""Creates the states for a shard of the given shape, by a step on zeros."""
+"""Creates the states for a shard of the given shape, by running one step on zeros."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class StatesInBlocks:
             ask(count)
         if is_plain:
             return None
-        ask(2 * max(counts))  # detects per-column scales: their number does not depend on the rows
+        ask(2 * max(counts))  # detects per-column scales: their number is independent of the rows
         if len(set(map(str, found.values()))) > 1:
             names = ", ".join(sorted({name for parts in found.values() for name in parts}))
             raise _refused(
@@ -176,7 +176,7 @@ class StatesInBlocks:
         return StatesInBlocks(fqn, param, lines, kept)
 
     def placed(self, name: str, local: Tensor | None) -> DTensor:
-        """Return a part as a DTensor for the full parameter. Without ``local``, allocate it."""
+        """Return a part as a DTensor for the full parameter. If ``local`` is None, allocate it."""
         part, param, lines = self.parts[name], self.param, self.lines
         shape, own = tuple(param.shape), torch_dtensor.local_tensor(param)
         placements: list[Placement] = list(param.placements)
@@ -227,6 +227,6 @@ def _refused(fqn: str, why: str) -> UnsupportedError:
         "FS704",
         f"{fqn}: {why}. Such states belong to one rank's shard, but a full or sharded checkpoint "
         "would load them on other ranks. Keep every block in one shard with shard_placement_fn: "
-        "fsdp2.Aligned(None, multiple_of=..., at_least=...). Or save "
+        "fsdp2.Aligned(None, multiple_of=..., at_least=...). Alternatively, save "
         "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",
     )

@@ -42,7 +42,7 @@ class EMA:
     averages start as copies of the parameters, with the same placements.
 
     Args:
-        model: fully, partly or not sharded; materialised.
+        model: a materialised model that is fully, partly or not sharded.
         decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first).
         dtype: dtype of the averages of floating-point values; by default each value's own. For bf16
             parameters, use ``torch.float32``: bf16 averages lose small updates.

@@ -53,8 +53,8 @@ def graphed(
     Args:
         model: a sharded model on a device with graphs (CUDA).
         optimizer: a ``torch.optim.Optimizer`` that can count steps on the device (its param groups
-            get ``capturable=True``), or ``SGD``, which counts none. It is stepped, and gradients
-            are cleared, at the end of each step. None: the step leaves gradients in place.
+            get ``capturable=True``), or ``SGD``, which counts none. Each call ends with the
+            optimizer's step, and clears gradients. None: the call leaves gradients in place.
         loss: called with the model and the step's arguments; returns the loss, or a tuple that
             begins with the loss. None: the model's output is the loss.
         max_norm: clip gradients to this total norm before the optimizer's step.
@@ -109,7 +109,7 @@ def _make_capturable(optimizer: Any) -> None:
             "FS718",
             f"graphed: {name} counts its steps on the host, so a graph would replay one value. "
             "Pass a torch optimizer that supports capturable=True (Adam, AdamW, RMSprop and "
-            "others), or SGD. Or pass none, and call your optimizer's step after each call.",
+            "others), or SGD. Alternatively, pass none, and step your optimizer after each call.",
         )
     if counts:
         return
@@ -185,7 +185,7 @@ class GraphedStep:
         return self._take(args, kwargs, is_last=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of a micro-batch before the last, without reducing gradients."""
+        """Run forward and backward of a micro-batch, but not the last one. Gradients stay local."""
         return self._take(args, kwargs, is_last=False)
 
     def reset(self) -> None:

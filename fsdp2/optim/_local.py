@@ -1,4 +1,4 @@
-"""Optimizers that step on local shards, not on DTensors: flat where possible (``_runs``)."""
+"""Optimizers that step on local shards instead of DTensors, flat where possible (``_runs``)."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def local(
             adjacent parameters step as one tensor afterwards. Other states (codes and scales of an
             8-bit optimizer's blocks) are saved for the full parameter if no shard boundary splits a
             block, which ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures. To find
-            their layout, the class steps once on zeros of a shard's shape. If a block is split, its
+            their layout, the class steps once on zeros of a shard's shape. If a block is split, the
             states are valid for this rank's shards only, and ``state_dict()`` raises an error: save
             them with ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
         kwargs: the arguments of ``cls``.
@@ -377,7 +377,7 @@ class LocalOptimizer(Wrapped):
             entry = self.state.get(param)
             if not entry or not isinstance(param, DTensor) or param.device_mesh.size() == 1:
                 continue
-            if is_apart(entry, param):  # the state was loaded and not stepped yet
+            if is_apart(entry, param):  # no step has run since the state was loaded
                 state["state"][number] = dict(entry)
                 continue
             odd = [

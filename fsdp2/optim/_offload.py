@@ -6,9 +6,9 @@ Independent of optimizer classes; ``_core/api/host_memory`` orders the copies.
 A *batch* is the parameters of one unit, or of several small ones. Its states are in one block of
 pinned memory, and move in one copy. The class's step runs once per batch, with the param groups
 reduced to the batch's parameters. While one batch steps, the next one's states are copied in and
-the previous one's are copied out. So at most three batches are on the device at a time, and none
-between steps. With ``max_bytes``, which replaces this limit, a copy in starts when backward has
-computed the batch's gradients, and the last copies out overlap with the next forward.
+the previous one's are copied out. Thus at most three batches are on the device during a step, and
+none between steps. With ``max_bytes``, which replaces this limit, a copy in starts when backward
+has computed the batch's gradients, and the last copies out overlap with the next forward.
 
 Between steps, the user sees host tensors with unchanged placements: DTensors whose local parts are
 views of the pinned memory. Reading them waits for the copies. Counters stay where they are.
@@ -77,11 +77,11 @@ def offload_states(
     """Keep an optimizer's states in pinned host memory between its steps.
 
     The step runs on the device, unit by unit: while one unit steps, the next one's states are
-    copied from the host, and the previous one's back. Parameters and gradients stay on the device,
-    and results are bitwise equal. ``param_groups``, hooks and ``state_dict()`` work as before.
-    States remain DTensors, with local parts on the host. Reading ``state`` waits
-    for copies in flight. Loading a state dict temporarily needs device memory for all states,
-    because torch loads them to the device.
+    copied to the device, and the previous one's back to the host. Parameters and gradients stay on
+    the device, and results are bitwise equal. ``param_groups``, hooks and ``state_dict()`` work as
+    before. States remain DTensors, with local parts on the host. Reading ``state`` waits for copies
+    in flight. Loading a state dict temporarily needs device memory for all states, because torch
+    loads them to the device.
 
     On a CPU, and for parameters on the host (``CPUOffloadPolicy``), states stay where they are.
     With ``max_bytes``, states copied in during backward stay on the device until a step has run. If
@@ -93,7 +93,7 @@ def offload_states(
         max_bytes: upper bound on the bytes of states on the device at a time. None means three
             units, during the step only. With a number, a unit's states are copied in during
             backward, once its gradients exist, and the last copies out overlap with the next
-            forward. To keep the peak unchanged, choose the memory that backward frees in total:
+            forward. To keep peak memory unchanged, pass the memory that backward frees in total:
             activations minus gradients. At least two units are on the device during the step.
         by_itself: declares that a user-defined or third-party class steps each parameter
             independently, and keeps no data about parameters except its states.
@@ -104,8 +104,8 @@ def offload_states(
     Raises:
         ConfigError: a class that is not known to step each parameter independently;
             ``optimizer.step`` was replaced (except by a learning-rate scheduler).
-        UnsupportedError: an optimizer that requires a closure; ``fsdp2.optim.whole``, whose states
-            are on their owners.
+        UnsupportedError: an optimizer that requires a closure, or was made by
+            ``fsdp2.optim.whole``, and keeps states on owners.
     """
     who = "fsdp2.optim.offload_states"
     if check_optimizer(who, optimizer) is None:

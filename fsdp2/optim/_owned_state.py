@@ -197,7 +197,7 @@ def _same_field(one: Any, other: Any) -> bool:
 
 
 def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> None:
-    """Move the states of a table to the owners. Collective if there are any."""
+    """Move the states of a table to the owners. Collective if the table has any."""
     if not any(table.get(one.param) for one in owned):
         return
     cargos: list[Cargo] = []

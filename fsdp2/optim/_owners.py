@@ -202,7 +202,7 @@ def to_owners(
     """Return each tensor unsharded on its owner, and None on the other ranks.
 
     Collective over the tensors' meshes. Parts are sent in rounds, one all-to-all each, without
-    padding. Each rank uses at most ``max_bytes`` for them, in addition to the tensors that it owns.
+    padding. Each rank uses at most ``max_bytes`` for buffers, in addition to the tensors it owns.
 
     Args:
         tensors: DTensors that shard or replicate any dims; plain ones are owned by every rank.

@@ -5,8 +5,8 @@ Optimizer state has two forms: per parameter (for users and checkpoints) and per
 [Note: runs]
 The shards of a group are adjacent, with padding, in its shard buffer; its gradients are in a
 gradient buffer in the same order. Adjacent parameters whose gradients are adjacent too, and whose
-scalar states (``step``) agree, form a *run*: they step as one tensor, including padding (which is
-never read). A parameter without such neighbours is a separate run, with its own shape.
+scalar states (``step``) agree, form a *run*: they step as one tensor, including padding (whose
+values are unused). A parameter without such neighbours is a separate run, with its own shape.
 
 A plan refers to parameters, shards and state. It must never refer to a gradient, its local tensor
 or its storage (see [Note: reused gradients]); weak references identify the gradients that were

@@ -1,4 +1,4 @@
-"""An optimizer that combines several classes: each member has some param groups and states."""
+"""An optimizer that combines several classes. Each member has separate param groups."""
 
 from __future__ import annotations
 

@@ -6,17 +6,17 @@ forms of the state in ``_owned_state``.
 [Note: a step of owners]
 1. Ranks check that all are present, and that they agree on options and on the parameters that have
 gradients. Owners keep a copy of each matrix between steps. Parameters that were written to since
-the last step are sent to their owners again. Version counters do not detect such writes (torch's
-kernels write to DTensors, and ``.data`` to any tensor, without incrementing them), so each rank
-compares a hash of its shards' bits with the hash after the last step. 2. Gradients are sent to
-owners round by round. The class's own ``step`` runs on a round's matrices while the next round is
-in flight. It writes to the owners' copies only. 3. Ranks check that none failed. Up to this point
-no parameter has changed. If a rank failed, all ranks raise, and the owners' copies are discarded.
-4. Rows of the copies are sent back to the shards.
+the last step are sent to their owners again. Version counters do not detect all writes (torch's
+kernels on DTensors, and writes through ``.data``, do not increment them), so each rank compares a
+hash of its shards' bits with the hash after the last step. 2. Gradients are sent to owners round by
+round. The class's own ``step`` runs on a round's matrices while the next round is in flight. It
+writes to the owners' copies only. 3. Ranks check that none failed. Up to this point, no parameter
+has changed. If a rank failed, all ranks raise, and the owners' copies are discarded. 4. Rows of the
+copies are sent back to the shards.
 
-Each round has an optimizer of the class for those of its matrices that this rank owns, with one
-parameter per matrix and the options of the param groups. So the class runs as in a single process,
-but with fewer parameters; its state per param group must not depend on the number of parameters.
+For each round, a rank has an optimizer of the class for the matrices that it owns, with one
+parameter per matrix and the options of the param groups. The class runs as in a single process, but
+with fewer parameters; its state per param group must not depend on the number of parameters.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def whole(
 
     The result is an instance of ``cls``, with param groups and hooks, so learning-rate schedulers
     and ``GradScaler`` accept it. Before a step, gradients are sharded as usual and can be clipped.
-    An owner keeps copies of its parameters, and their states: about as much memory as shards of
-    both. If a step fails on any rank, all ranks raise, and parameters are unchanged. The states of
-    matrices that had already stepped are then one step ahead: reload them, or continue.
+    An owner keeps copies of its parameters and their states, which need about as much memory as
+    shards of both. If a step fails on any rank, all ranks raise, and parameters are unchanged. The
+    states of matrices that had already stepped are then one step ahead: reload them, or continue.
 
     ``step``, ``state_dict`` and the functions of ``fsdp2.checkpoint`` are collective. On each rank,
     ``state`` has the states that the rank owns, and only the field names of other states.
@@ -399,8 +399,8 @@ class _Seen(defaultdict[Any, Any]):
 
 
 class WholeOptimizer(Wrapped):
-    """The base class of ``whole``'s optimizers. The state is either on the owners, in the rounds'
-    optimizers (``_is_out``), or in the table, as in ``state_dict``. See ``_owned_state``.
+    """The base class of ``whole``'s optimizers. The state is either on the owners (``_is_out``;
+    in the rounds' optimizers) or in the table (as in ``state_dict``). See ``_owned_state``.
     """
 
     _how: How
