@@ -62,8 +62,8 @@ def compile(  # noqa: A001  # torch's name for it
     With ``fullgraph=True`` a training step is one forward and one backward graph. In these graphs
     each unit, and each large child of a root, has one all-gather, another one in backward if it
     reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
-    Gradients are stored in ``grad`` as sharded DTensors. Those of forwards without sync accumulate
-    unreduced, as in eager mode. ``model`` itself still runs eagerly; calls of both can be mixed.
+    Gradients are stored in ``grad`` as sharded DTensors. Without sync they accumulate unreduced,
+    as in eager mode. ``model`` itself still runs eagerly; calls of both models can be mixed.
 
     Args:
         model: a model on which, or on whose submodules, ``fully_shard`` was called. If it is a

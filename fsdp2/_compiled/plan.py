@@ -133,7 +133,7 @@ class TracedPlan:
 
     @cached_property
     def sinks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shapes and dtypes of the sinks: one per piece, or per member without sync; one empty."""
+        """Shapes and dtypes of sinks: one per piece (without sync: per member), and one empty."""
         rows = [((piece.numel,), self.reduction.dtype) for piece in self.reduces]
         pairs = zip(self.shards, self.grad_dtypes, strict=True)
         wholes = [(shard.shape, dtype) for shard, dtype in pairs]

@@ -121,11 +121,11 @@ def _factors(device: torch.device) -> Tensor:
 def digests_of(buffer: Tensor) -> Tensor:
     """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
 
-    The sum, modulo 2**64, of 32-bit words times random odd numbers. It detects every change of one
-    word, and misses a change of several with probability 2**-33, or far less if low bits differ.
+    The sum, modulo 2**64, of 32-bit words times random odd numbers. It detects any change of one
+    word. It misses changes of several with probability 2**-33, or far less if low bits differ.
     """
     found = []
-    for part in buffer.split(_AT_ONCE * BLOCK):  # needs little memory relative to the buffer
+    for part in buffer.split(_AT_ONCE * BLOCK):  # in parts, to limit temporary memory
         rest = -part.numel() % BLOCK
         words = (functional.pad(part, (0, rest)) if rest else part).view(torch.int32)
         products = words.to(torch.int64).view(-1, BLOCK // 4).mul_(_factors(buffer.device))
@@ -211,8 +211,8 @@ class Link:
         getattr(group, "begin", lambda _: None)(self._names[number])
 
     def meet(self, row: Row) -> list[Row]:
-        """Exchange rows; return the received ones and this rank's own. Collective. All ranks that
-        compare these rows raise StateError if plans differ.
+        """Exchange rows; return the received ones and this rank's own. Collective. If plans differ,
+        every rank that received these rows raises StateError.
         """
         rows = self._exchange(row)
         plans = sorted({each.plan for each in rows})

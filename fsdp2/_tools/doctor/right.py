@@ -212,7 +212,7 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
         if math.isfinite(factor) and abs(factor - 1) > 0.1:
             scaled = f"; the factor of {factor:.3g} indicates a wrong divisor or a lost rank"
         if peer is not None:
-            also = ". torch's FSDP2 is right, so the cause is fsdp2 or a hook on it"
+            also = ". torch's FSDP2 is correct, so the cause is fsdp2 or a hook on it"
             if not peer["worst"] <= tolerance:
                 also = ". torch's FSDP2 differs too: the cause is the collectives or the devices"
         yield _say(

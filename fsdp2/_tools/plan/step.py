@@ -39,8 +39,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
-"""Usual and maximum number of steps; the last step is reported. The first brings the engine to its
-steady state. This takes more steps if a large part of a root is read outside of its modules."""
+"""Usual and maximum number of steps. The last one is reported; the others bring the engine to its
+steady state. More are needed if a large part of a root is read outside of its modules."""
 UNITS_OF_STATES = 3
 """Number of units whose optimizer states are on the device at the same time, if offloaded."""
 

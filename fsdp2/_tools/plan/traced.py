@@ -37,7 +37,7 @@ MOST_FORMS = 6
 
 Forward = Callable[..., Any]
 Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""Per input and per output, whether a block's graph keeps it; indices of parameters it keeps."""
+"""Whether a block's graph keeps each input and output; the indices of parameters it keeps."""
 
 
 class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
