@@ -53,7 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Stored gradients that a forward claims. If its backward does not run, they are given back."""
+    """Stored gradients that a forward claims. Without a backward, they are stored again."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []

@@ -27,7 +27,7 @@ SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
 # On a CPU, a parameter is small if it is below both the zero-copy size and 1/SMALL_SHARE of its
-# group, because copies are slow. On a device only the former applies, because launches are slow.
+# group, because copies are slow. On a device, only the former counts, because launches are slow.
 SMALL_SHARE = 32
 
 

@@ -369,7 +369,7 @@ class Figures:
     Attributes:
         sent_nbytes: bytes of values that each trainer sends.
         received_nbytes: bytes of values that each engine rank receives.
-        least_nbytes: the bytes that engine ranks need, a lower bound of the bytes on the wire.
+        least_nbytes: the bytes that engine ranks need, a lower bound on the bytes on the wire.
         travels_nbytes: bytes on the wire (values, and a header per buffer).
         messages: the number of buffers.
         rounds: the number of rounds; two are in memory at a time.
@@ -400,7 +400,7 @@ class Figures:
             self.peaks[side][rank] = max(self.peaks[side][rank], now)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the estimated seconds of the slowest rank, considering only its links.
+        """Return the estimated time of the slowest rank, in seconds, from its links alone.
 
         Without ``nodes``, all traffic is assumed to cross nodes.
         """
@@ -414,7 +414,7 @@ class Figures:
         return max(busy.values(), default=0.0) + self.rounds * hardware.latency
 
     def gathered_seconds(self, hardware: Hardware) -> float:
-        """Return the estimated seconds of a full gather and broadcast, for comparison.
+        """Return the estimated time of a full gather and broadcast, in seconds, for comparison.
 
         Every trainer gathers all parameters (``full_params``), and one trainer broadcasts them to
         the engine ranks.

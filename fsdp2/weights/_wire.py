@@ -3,7 +3,7 @@
 Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensor names,
 parameters and plans.
 
-Ranks of a transfer are numbered: trainers from 0, followed by engine ranks.
+The ranks of a transfer are numbered from 0: first the trainers, then the engine ranks.
 
 [Note: order of messages]
 The two ranks of a pair process their messages in the same order: by phase, round, sender, receiver.
@@ -79,7 +79,7 @@ class Rooms:
         return torch.empty(len(self.rounds[:2]), most, dtype=torch.uint8, device=self._device)
 
     def of(self, number: int) -> dict[int, Tensor]:
-        """Return the memory of each buffer in a round. Every second round uses the same memory."""
+        """Return the memory of each buffer in a round. Rounds alternate between two areas."""
         found, start = {}, 0
         for other, buffer in self.rounds[number].items():
             found[other] = self.slabs[number % 2][start : start + buffer.nbytes]
@@ -196,8 +196,8 @@ Flight = list[tuple[list[int], Any, object]]
 class Link:
     """The synchronous connection of one rank to the others, over the caller's ``Transport``.
 
-    ``number`` counts trainers from 0, followed by engine ranks. ``lost`` maps the numbers of ranks
-    that can no longer be reached to errors.
+    ``number`` is this rank's number in the transfer. ``lost`` maps the numbers of ranks that can no
+    longer be reached to the errors.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[int], *ranks: int) -> None:

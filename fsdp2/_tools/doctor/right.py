@@ -196,7 +196,7 @@ def _worst(found: Sequence[Values], name: str) -> Values:
 
 
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Judge fsdp2's gradients for each optimizer; torch's FSDP2 helps to find causes."""
+    """Judge fsdp2's gradients for each optimizer. Those of torch's FSDP2 help to find causes."""
     refused = found[0].get("torch", {}).get("refused")
     has_peer = all("worst" in one.get("torch", {}) for one in found)
     peer = _worst(found, "torch") if has_peer else None

@@ -50,7 +50,7 @@ class Plan(Prediction):
 
         Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
         around each unit, and a chunked loss are tried, separately and together. If the hardware is
-        a device, offloading of activations is tried next, and then of the optimizer's states too.
+        a device, offloading activations is tried next, then offloading optimizer states too.
         CPU offload is tried last, unless the model is already sharded. For the best setting, the
         largest batch that fits is determined. Each trial is a plan, so the search takes as long as
         several plans. Settings with the same result as an earlier one are omitted. With several

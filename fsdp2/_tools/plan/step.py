@@ -282,7 +282,7 @@ class StepRun:
         )
 
     def _prepare(self, optimizer: MakeOptimizer) -> bool:
-        """Create the optimizer and run one step. Return False if it exists for these shards."""
+        """Create the optimizer and run one step. Return False if it already exists."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
