@@ -10,8 +10,8 @@ function laneColour(name, index) {
   return Object.hasOwn(LANE_COLOURS, name) ? colour(LANE_COLOURS[name]) : seriesColour(3 + (index % 4));
 }
 
-// The cause of a wait without the unit: a model of a hundred units has a hundred causes of three kinds. A part before a
-// comma names another rank that was late.
+// The cause of a wait without the unit: a model of a hundred units has a hundred causes of three kinds. If another
+// rank was late, the part before the comma names it.
 const kindOfCause = (span) => span[CAUSE].split(span[CAUSE].includes(", ") ? ", " : " ", 1)[0];
 const isOfARank = (name) => name.startsWith("rank ");
 
