@@ -28,7 +28,7 @@ from fsdp2._tools.plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWa
 
 class Nowhere(Wire):
     """A wire without communication, which tags buffers by purpose. With a clock, a collective takes
-    as long as on the described machine. Without one (CPU ranks), the wire allocates gloo's buffers."""
+    as long as on the described machine. Without one (CPU ranks), this allocates gloo's buffers."""
 
     def __init__(
         self, group: ParamGroup, watch: MemoryWatch, clock: AnyClock | None, is_away: bool
