@@ -5,7 +5,7 @@ that no graph reduced (``OwedReductions``). Independent of the compiler.
 
 [Note: recomputed outside of graphs]
 Activation checkpointing that the compiler did not trace reruns modules in backward, after the
-functional step. It may rerun a unit, one module of a unit with several, a conditional unit whose
+functional step. It may rerun a unit, only one of a unit's modules, a conditional unit whose
 parameters another unit gathers, or any layer or function inside a unit, where there are no hooks.
 All of these *read parameters*. Therefore, from the time that a backward reaches an output of the
 step until the backward ends, reading a sharded parameter gathers its group. The registered

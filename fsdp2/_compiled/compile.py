@@ -62,14 +62,14 @@ def compile(  # noqa: A001  # torch's name for it
     With ``fullgraph=True`` a training step is one forward and one backward graph. In these graphs
     each unit, and each large child of a root, has one all-gather, another one in backward if it
     reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
-    Gradients are stored in ``grad`` as sharded DTensors. Those of forwards without sync accumulate
-    unreduced, as in eager mode. ``model`` itself still runs eagerly; calls of both can be mixed.
+    Gradients are stored in ``grad`` as sharded DTensors. Without sync they accumulate unreduced,
+    as in eager mode. ``model`` itself still runs eagerly; calls of both models can be mixed.
 
     Args:
         model: a model on which, or on whose submodules, ``fully_shard`` was called. If it is a
             compiled model, its original model is compiled again.
-        overlap: overlap collectives with compute, as set by ``set_memory``. None does so only with
-            the backends ``"inductor"`` and ``"aot_eager"``. False leaves the order to the compiler.
+        overlap: whether to overlap collectives with compute (see ``set_memory``). None: only with
+            the backends ``"inductor"`` and ``"aot_eager"``. False: the compiler orders them.
         bucket: False gives each parameter its own collectives, for compilers that do the bucketing.
         torch_compile_kwargs: arguments of ``torch.compile``. The backend ``"eager"`` has no
             partitioner, so it keeps unsharded parameters from forward to backward.
@@ -132,7 +132,7 @@ class CompiledModel(FSDPModule):
 
     @property
     def forward(self) -> Any:  # type: ignore[override]  # nn.Module lets it be set
-        """The model's own forward, without compilation or hooks. Call the module instead."""
+        """The original model's forward, without compilation or hooks. Call the module instead."""
         return self.__dict__["_compiled_model"].model.forward
 
     def __repr__(self) -> str:

@@ -20,8 +20,8 @@ unclaimed or belong to unused units are reduced when a backward with sync ends (
 
 [Note: recorded as the step is]
 A unit's parameters may be gathered in no-grad mode but used in grad mode: if a unit has several
-modules, the first may run under ``no_grad`` or reentrant checkpointing, and the second normally. So
-autograd records a gather if it records the step, regardless of the module's grad mode.
+modules, the first may run under ``no_grad`` or reentrant checkpointing, and the second normally.
+Autograd therefore records a gather if it records the step, regardless of the module's grad mode.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Stored gradients that a forward claims. If its backward does not run, they are given back."""
+    """Stored gradients that a forward claims. Without a backward, they are stored again."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -85,7 +85,7 @@ def _waits(param: FSDPParam) -> bool:
 
 @torch.no_grad()
 def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
-    """Store a group's unreduced gradients for a later reduction."""
+    """Add a group's unreduced gradients to those stored for a later reduction."""
     waits = group.reducer.unreduced
     waits.is_owed = waits.is_waiting = True
     for param, grad in grads:
@@ -136,7 +136,7 @@ class Delivery:
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Set the gradients of the sharded parameters; without sync, store them unreduced. Raise
-        StateError if ``requires_grad`` changed since the forward, or from ``Claim.settle``."""
+        StateError if ``requires_grad`` changed since the forward; see also ``Claim.settle``."""
         plan, group = plans[self.key], self.group
         *given, missing = grads
         params = [group.params[index] for index in plan.members]
@@ -363,7 +363,7 @@ def _leaf_on(device: torch.device) -> Tensor:
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
-    """Return the dtype of gradient sums over a parameter's own axes, or None for compute's."""
+    """Return the dtype of gradient sums over a parameter's own axes, or None if not widened."""
     dtype = param.accumulated_dtype
     if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None

@@ -5,7 +5,7 @@ Owns passes over graphs with functional collectives, independent of groups and p
 ``Overlapped`` overlaps collectives with compute in the forward and backward graphs.
 
 [Note: overlap in a graph]
-A graph runs its nodes in order. As traced, every collective is followed by its wait. The pass keeps
+A graph runs its nodes in order. As traced, a wait directly follows each collective. The pass keeps
 the order of compute nodes and moves other nodes. Waits, and views of a collective's result, move to
 their first use. An all-gather starts at the first use of the all-gather ``prefetch`` positions
 earlier, and overlaps with the compute in between; this keeps ``prefetch`` more units unsharded. The
@@ -222,7 +222,7 @@ def find(nodes: Iterable[Node]) -> Found:
         if node.op != "call_function" or torch_compiler.has_effects(node):
             continue
         one = next((of[needed] for needed in inputs if needed in of), None)
-        # A gather of gathered values stays in place: if started early, it would wait for the other.
+        # A gather of gathered values stays in place: it depends on another gather.
         if kind == "all_gather_into_tensor" and _all_in(inputs, free):
             found.gathers.append(node)
             of[node] = node

@@ -27,7 +27,7 @@ SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
 # On a CPU, a parameter is small if it is below both the zero-copy size and 1/SMALL_SHARE of its
-# group, because copies are slow. On a device only the former applies, because launches are slow.
+# group, because copies are slow. On a device, only the former counts, because launches are slow.
 SMALL_SHARE = 32
 
 
@@ -133,7 +133,7 @@ class TracedPlan:
 
     @cached_property
     def sinks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shapes and dtypes of the sinks: one per piece, or per member without sync; one empty."""
+        """Shapes and dtypes of sinks: one per piece (without sync: per member), and one empty."""
         rows = [((piece.numel,), self.reduction.dtype) for piece in self.reduces]
         pairs = zip(self.shards, self.grad_dtypes, strict=True)
         wholes = [(shard.shape, dtype) for shard, dtype in pairs]

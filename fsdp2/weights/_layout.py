@@ -165,7 +165,7 @@ class Cut:
 
 
 Rules = Mapping[str, "Cut | Sequence[Cut]"]
-"""Rules by the engine's tensor name, with the same number of ``*`` as its Cut, or Cuts to fuse."""
+"""Maps each engine tensor to its Cut, or to Cuts to fuse. All names have equally many ``*``."""
 
 
 def tensor_parallel(
@@ -187,8 +187,8 @@ def tensor_parallel(
         rules: mapping from each of the engine's tensor names to the tensor's ``Cut``, or to a list
             of Cuts to fuse.
         dtype: dtype of floating-point tensors on the engine.
-        shapes: shapes of the parameters by name; None uses those of the model. Given only a config,
-            transformers builds the model on the meta device.
+        shapes: shapes of the parameters by name; None uses those of the model. If only a config is
+            given, transformers builds the model on the meta device.
 
     Raises:
         ConfigError: a parameter matches no rule; heads cannot be divided.

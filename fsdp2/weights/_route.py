@@ -1,14 +1,13 @@
-"""The route of a transfer (pieces, senders, order and bytes), which is planned once, and its cost.
+"""The planned route of a transfer (pieces, senders, order and bytes), and the cost of the route.
 
-Uses integers and names only. Independent of tensors, models and process groups.
+The route is planned once, from integers and names. Independent of tensors, models and groups.
 
 [Note: buffers of a pair]
 Each pair of a trainer and an engine rank has a series of buffers; the n-th buffers of all pairs
-form round n. Two rounds are in memory at a time, so a round may use half of ``max_bytes`` on each
-rank. A pair's share of that half is proportional to its share of the rank's bytes. All pairs
-therefore need about the same number of rounds, and the buffers of a pair depend only on total
-sizes. Entries of a buffer are sorted by element size, the largest first, so no entry needs padding
-for alignment.
+form round n. Two rounds are in memory at a time, so each may use half of ``max_bytes`` on a rank.
+A pair's share of that half is proportional to its share of the rank's bytes. All pairs therefore
+need about the same number of rounds, and the buffers of a pair depend only on total sizes.
+Entries of a buffer are sorted by element size, the largest first. No entry therefore needs padding.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ Cells = list[tuple[Region, list[int]]]
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter as sharded over the trainers. ``ranks`` has the trainer at each position of the
-    blocks' grid, in row-major order, or -1 if that trainer lacks the parameter (an expert).
+    """A parameter as sharded over the trainers. ``ranks`` lists the trainers at the positions of
+    the blocks' grid, in row-major order; -1 marks a trainer without this parameter (an expert).
     """
 
     name: str
@@ -56,10 +55,10 @@ class Source:
 
 
 class Piece(NamedTuple):
-    """A region of a parameter, and its start ``at`` in a tensor of the engine.
+    """A region of a parameter, and ``at``, the start of this region in a tensor of the engine.
 
     ``tensor`` is the number of that tensor on its engine rank. ``dtype`` is the wire dtype: the
-    narrower of the parameter's and the tensor's. A piece without a ``name`` is zeros.
+    narrower of the parameter's and the tensor's. A piece with an empty ``name`` is zeros.
     """
 
     tensor: int
@@ -75,7 +74,7 @@ class Piece(NamedTuple):
 
     @property
     def made(self) -> Shape:
-        """The shape on the wire: the engine's, except for leading dims of size 1."""
+        """The shape on the wire, which may differ from the engine's in leading dims of size 1."""
         return turned(self.region.sizes, self.transposed)
 
     def part(self, region: Region) -> Piece:
@@ -208,7 +207,7 @@ class Buffer:
 class Route:
     """The plan of a transfer, as plain values: identical on every rank that computes it.
 
-    ``nodes`` has the node of each trainer, followed by that of each engine rank; ``names`` maps
+    ``nodes`` lists the nodes of the trainers, followed by those of the engine ranks. ``names`` maps
     each name of a parameter to the parameter's first name.
     """
 
@@ -254,7 +253,7 @@ class Route:
             raise wrong_value(WHO, "max_bytes", expected, max_bytes)
 
     def _assigned(self, engine: int, piece: Piece) -> tuple[Piece, Cells, list[int]]:
-        """Return a piece, its cells, and each cell's sender: the least loaded holder."""
+        """Return a piece, its cells, and the sender of each cell: its least loaded holder."""
         source, itemsize = self.sources[piece.name], piece.dtype.itemsize
         cells = _cells(source.blocks, piece.region, max(self._most // itemsize, 1))
         senders = []
@@ -324,8 +323,8 @@ def number_of(*values: object) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
-    """Return the parts of a box, where those with several holders have at most ``most`` elements.
-    Results are cached, because layers repeat.
+    """Split a box into cells. A cell that several trainers hold has at most ``most`` elements.
+    Results are cached, because the layers of a model have equal shapes.
     """
     found = []
     for block, places in _distinct(blocks).items():
@@ -338,7 +337,7 @@ def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
 
 @functools.lru_cache(maxsize=256)
 def _distinct(blocks: Blocks) -> dict[Region, list[int]]:
-    """Return the nonempty blocks of a tensor, each with the positions that hold it."""
+    """Return the nonempty blocks of a tensor, each with the grid positions that hold it."""
     found: dict[Region, list[int]] = defaultdict(list)
     for number, place in enumerate(itertools.product(*map(range, blocks.counts))):
         found[blocks.block(place)].append(number)
@@ -370,7 +369,7 @@ class Figures:
     Attributes:
         sent_nbytes: bytes of values that each trainer sends.
         received_nbytes: bytes of values that each engine rank receives.
-        least_nbytes: the bytes that engine ranks need, a lower bound of the bytes on the wire.
+        least_nbytes: the bytes that engine ranks need, a lower bound on the bytes on the wire.
         travels_nbytes: bytes on the wire (values, and a header per buffer).
         messages: the number of buffers.
         rounds: the number of rounds; two are in memory at a time.
@@ -401,7 +400,7 @@ class Figures:
             self.peaks[side][rank] = max(self.peaks[side][rank], now)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the estimated seconds of the slowest rank, considering only its links.
+        """Return the estimated time of the slowest rank, in seconds, from its links alone.
 
         Without ``nodes``, all traffic is assumed to cross nodes.
         """
@@ -415,7 +414,7 @@ class Figures:
         return max(busy.values(), default=0.0) + self.rounds * hardware.latency
 
     def gathered_seconds(self, hardware: Hardware) -> float:
-        """Return the estimated seconds of a full gather and broadcast, for comparison.
+        """Return the estimated time of a full gather and broadcast, in seconds, for comparison.
 
         Every trainer gathers all parameters (``full_params``), and one trainer broadcasts them to
         the engine ranks.

@@ -10,11 +10,11 @@ whether all of them have received everything, and report the result to the train
 fails reports the failure in place of its next header, so that engine ranks do not wait for it.
 
 [Note: all or none]
-An engine rank that has received a complete version votes for it. Engine ranks exchange votes twice,
-each with every other: first their own votes, then all votes they have received. If a rank dies
-during the first exchange, after reaching only some of the others, the second exchange spreads its
-vote to the rest. A rank commits a version if it has all votes, all are in favour, and every other
-rank has this rank's vote.
+An engine rank that has received a complete version votes for it. Each engine rank sends votes to
+every other engine rank twice: first its own vote, then all votes that it has received. If a rank
+dies during the first exchange, when its vote has reached only some ranks, the second exchange
+spreads this vote to the others. A rank commits a version if it has all votes, all votes are in
+favour, and every other rank has received this rank's vote.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def plan(
 
 
 def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, LocalShard]]:
-    """Return the local shards of a model's tensors with these names; ties have the first name."""
+    """Return the local shards of the named tensors. Tied tensors get their first name."""
     params = cleaned(dict(model.named_parameters(remove_duplicate=False)))
     found: dict[str, Tensor] = cleaned(dict(model.named_buffers())) | params
     first = {id(tensor): name for name, tensor in reversed(found.items())}
@@ -129,8 +129,8 @@ def _held(model: nn.Module, names: Iterable[str]) -> tuple[Grids, dict[str, Loca
 def _common(grids: Grids, shards: Iterable[LocalShard]) -> tuple[list[int], list[Source]]:
     """Return the global rank of each trainer, and the sources of all trainers.
 
-    Sources differ between trainers if experts are on separate meshes. ConfigError if ranks have
-    different parameters with the same name.
+    Sources differ between trainers if experts are on separate meshes. Raise ConfigError if ranks
+    have different parameters with the same name.
     """
     trainers = grids.ranks_of(grids.main) or list(range(grids.main.size))
     own = []
@@ -153,7 +153,7 @@ def _common(grids: Grids, shards: Iterable[LocalShard]) -> tuple[list[int], list
                 "FS625",
                 f"{PLAN}: {name} is not the same parameter on all ranks: found shape "
                 f"{others[0].shape} on trainers {others[0].ranks}, and {source.shape} on "
-                f"{source.ranks}. Give parameters of different ranks different names.",
+                f"{source.ranks}. Give different parameters different names.",
             )
         ranks = tuple(rank if rank in holders else -1 for rank in source.ranks)
         common.append(replace(source, ranks=ranks))
@@ -181,7 +181,7 @@ class Plan:
         self._buffers = {rank: own[number] for rank, own in ranks if own}
         self._kept: dict[int, tuple[int, list[Tensor]]] = {}  # versions and checksums by rank
         self._room = Room()
-        self._last: SendHandle | None = None  # the update that runs in the background
+        self._last: SendHandle | None = None  # the background update
 
     @cached_property
     def figures(self) -> Figures:
@@ -197,7 +197,7 @@ class Plan:
         elements are zeros that are not sent), and a list of buffers for each trainer that sends to
         it. A buffer is a size in bytes, and a list of entries (tensor, start, shape, dtype,
         offset). An entry's values are at its offset in the buffer, in row-major order, and belong
-        to the tensor's box with this start and shape. A reader therefore needs only numpy.
+        to the tensor's box with this start and shape. Reading a buffer requires only numpy.
 
         Args:
             index: an engine rank; None includes all engine ranks.
@@ -220,19 +220,19 @@ class Plan:
         """Send the current weights; engine ranks call ``Receiver.receive``.
 
         Collective over the trainers and the engine ranks. If the engine's dtype is narrower, values
-        are cast before they are sent. Unless ``background``, returns when every engine rank has the
-        complete version.
+        are cast before they are sent. Unless ``background`` is True, the call returns once every
+        engine rank has the complete version.
 
         Args:
             group: a process group of exactly the trainers and the engine ranks, which nothing else
                 uses during the call; or an object with ``send`` and ``receive`` (``Transport``).
-            receivers: the global rank of each engine rank, in the order of the destination. None
-                uses the reported ranks or, with a transport, the numbers after the trainers'.
+            receivers: the global rank of each engine rank, in the order of the destination. None:
+                the ranks that they report or, with a transport, the numbers after the trainers'.
             version: a positive number for this version; None increments the last version.
             since: a version, such as ``plan.version``. Engine ranks that have it receive only the
-                blocks of 256 B that changed, unless over half did. Others receive everything.
+                changed blocks of 256 B, unless over half changed. Others receive everything.
             callback: maps a parameter's name, the start of a box in it, and the box's values to the
-                values to send. Called on trainers, in a thread if ``background``.
+                values to send. Called on trainers, in a thread if ``background`` is True.
             background: copy this rank's values to host memory, and send them from a thread.
                 Training may continue; a later ``send`` waits for this one.
 
@@ -444,7 +444,7 @@ class SendHandle(Future[None]):
         if error is not None and not self._is_told:
             self._is_told = True
             text = getattr(error, "text", error)  # an FSDPError's text without its code
-            warn("FS636", f"weights.send: an update in the background failed: {text}")
+            warn("FS636", f"weights.send: a background update failed: {text}")
 
 
 # The engine's side.
@@ -493,7 +493,7 @@ class Receiver:
         """Receive one version, which trainers send with ``Plan.send``.
 
         The new version is assembled in separate memory. Returns its tensors once every engine rank
-        has the complete version. If trainers send only changes (``since``), do not modify them.
+        has the complete version. If trainers pass ``since``, do not modify the returned tensors.
 
         Args:
             group: the trainers' process group, or an object with ``send`` and ``receive``.

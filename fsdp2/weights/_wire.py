@@ -3,7 +3,7 @@
 Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensor names,
 parameters and plans.
 
-Ranks of a transfer are numbered: trainers from 0, followed by engine ranks.
+The ranks of a transfer are numbered from 0: first the trainers, then the engine ranks.
 
 [Note: order of messages]
 The two ranks of a pair process their messages in the same order: by phase, round, sender, receiver.
@@ -79,7 +79,7 @@ class Rooms:
         return torch.empty(len(self.rounds[:2]), most, dtype=torch.uint8, device=self._device)
 
     def of(self, number: int) -> dict[int, Tensor]:
-        """Return the memory of each buffer in a round. Every second round uses the same memory."""
+        """Return the memory of each buffer in a round. Rounds alternate between two areas."""
         found, start = {}, 0
         for other, buffer in self.rounds[number].items():
             found[other] = self.slabs[number % 2][start : start + buffer.nbytes]
@@ -121,11 +121,11 @@ def _factors(device: torch.device) -> Tensor:
 def digests_of(buffer: Tensor) -> Tensor:
     """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
 
-    The sum, modulo 2**64, of 32-bit words times random odd numbers. It detects every change of one
-    word, and misses a change of several with probability 2**-33, or far less if low bits differ.
+    The sum, modulo 2**64, of 32-bit words times random odd numbers. It detects any change of one
+    word. It misses changes of several with probability 2**-33, or far less if low bits differ.
     """
     found = []
-    for part in buffer.split(_AT_ONCE * BLOCK):  # needs little memory relative to the buffer
+    for part in buffer.split(_AT_ONCE * BLOCK):  # in parts, to limit temporary memory
         rest = -part.numel() % BLOCK
         words = (functional.pad(part, (0, rest)) if rest else part).view(torch.int32)
         products = words.to(torch.int64).view(-1, BLOCK // 4).mul_(_factors(buffer.device))
@@ -196,8 +196,8 @@ Flight = list[tuple[list[int], Any, object]]
 class Link:
     """The synchronous connection of one rank to the others, over the caller's ``Transport``.
 
-    ``number`` counts trainers from 0, followed by engine ranks. ``lost`` maps the numbers of ranks
-    that can no longer be reached to errors.
+    ``number`` is this rank's number in the transfer. ``lost`` maps the numbers of ranks that can no
+    longer be reached to the errors.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[int], *ranks: int) -> None:
@@ -211,8 +211,8 @@ class Link:
         getattr(group, "begin", lambda _: None)(self._names[number])
 
     def meet(self, row: Row) -> list[Row]:
-        """Exchange rows; return the received ones and this rank's own. Collective. All ranks that
-        compare these rows raise StateError if plans differ.
+        """Exchange rows; return the received ones and this rank's own. Collective. If plans differ,
+        every rank that received these rows raises StateError.
         """
         rows = self._exchange(row)
         plans = sorted({each.plan for each in rows})

@@ -164,7 +164,7 @@ NAMED = {
         WRONG,
         "all_gather corrupts known integers: on rank 1",
     ),
-    "corrupting_comm": ("fp32", WRONG, "torch's FSDP2 is right, so the cause is fsdp2 or a hook"),
+    "corrupting_comm": ("fp32", WRONG, "torch's FSDP2 is correct, so the cause is fsdp2 or a hook"),
     "clock": ("clocks", WARNING, "the clock of rank 1 differs from rank 0's by +120 s"),
     "threads": ("threads", WARNING, "threads of 2 ranks on"),
     "raising": ("collectives", WRONG, "rank 1 raised MemoryError: no memory on this rank"),

@@ -21,8 +21,6 @@ MARK = re.compile(
     r"[Nn]ot measured\b|never (been )?run on|has been measured"
 )
 NO_BELIEF = (
-    "on h100-nvlink-ib, which is assumed",  # what a command prints: it was not told the machine
-    "{ASSUMED}, which is assumed",
     'the word "assumed"',  # the rule for marks
     "; 26 ok, 3 not measured",  # verdicts of the doctor
     "`not measured`",

@@ -50,7 +50,7 @@ class Size:
 
 
 ODD = Size(depth=2, width=13, hidden=29, vocabulary=31, rows=3, tokens=5)
-"""For correctness checks: most dims cannot be split evenly, and one parameter has a single row."""
+"""Sizes for correctness checks: most dims do not split evenly, and one parameter has one row."""
 SMALL = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
 LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
 """SMALL, for CPUs, has 4 million parameters. LARGE, for GPUs and bf16, has 470 million."""

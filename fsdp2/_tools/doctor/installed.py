@@ -37,7 +37,7 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 OPEN_FILES, SHM_NBYTES, DISK_NBYTES = 1024, 1 << 28, 1 << 30
-"""Minimum open files, free bytes in /dev/shm for NCCL, and free disk bytes for checkpoints."""
+"""Required open files, free bytes in /dev/shm (for NCCL) and on disk (for checkpoints)."""
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_",
             "CUBLAS_", "NVIDIA_", "ATEN_", "DNNL_", "ONEDNN_")  # fmt: skip
 OF_A_RANK = ("RANK", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL")

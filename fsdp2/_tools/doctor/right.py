@@ -196,7 +196,7 @@ def _worst(found: Sequence[Values], name: str) -> Values:
 
 
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Judge fsdp2's gradients for each optimizer; torch's FSDP2 helps to find causes."""
+    """Judge fsdp2's gradients for each optimizer. Those of torch's FSDP2 help to find causes."""
     refused = found[0].get("torch", {}).get("refused")
     has_peer = all("worst" in one.get("torch", {}) for one in found)
     peer = _worst(found, "torch") if has_peer else None
@@ -212,7 +212,7 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
         if math.isfinite(factor) and abs(factor - 1) > 0.1:
             scaled = f"; the factor of {factor:.3g} indicates a wrong divisor or a lost rank"
         if peer is not None:
-            also = ". torch's FSDP2 is right, so the cause is fsdp2 or a hook on it"
+            also = ". torch's FSDP2 is correct, so the cause is fsdp2 or a hook on it"
             if not peer["worst"] <= tolerance:
                 also = ". torch's FSDP2 differs too: the cause is the collectives or the devices"
         yield _say(

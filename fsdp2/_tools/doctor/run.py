@@ -275,7 +275,7 @@ class Doctor:
 
 
 def _failure(check: Check, answers: Sequence[Values]) -> Verdict:
-    """Return the verdict on a check that raised. The first exception caused the others."""
+    """Return the verdict on a check that raised. The first exception counts as the cause."""
     raised = {rank: one for rank, one in enumerate(answers) if "error" in one}
     first = min(raised, key=lambda rank: raised[rank]["after_s"])
     said = f"{ranks_text([first])} raised {raised[first]['error']}"

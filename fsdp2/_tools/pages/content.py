@@ -69,7 +69,7 @@ class UnitArea:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes allocated at the event ``label``, a number for each of the tab's ``kinds``. ``time``:
+    """Bytes allocated at the event ``label``: one number per kind in the tab's ``kinds``. ``time``:
     seconds from the step's start, or the number of the event if times are unknown."""
 
     time: float
@@ -116,8 +116,8 @@ class TimeLine:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a step, to be drawn over measurements. ``moments`` have one number each, and are
-    drawn at the measured times of the events in their labels. ``time_line`` is None if no time
+    """The plan of a step, to be drawn over measurements. Each moment has one number, and is
+    drawn at the measured time of the event in its label. ``time_line`` is None if no time
     was planned."""
 
     moments: tuple[Moment, ...]

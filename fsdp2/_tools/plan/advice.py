@@ -278,7 +278,7 @@ def _better_dim(param: ParamPlan, ranks: int) -> int | None:
 
 
 def _placement(model: nn.Module, dims: dict[str, int]) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a ``shard_placement_fn``. It selects by shape, because it gets a copy's parameters."""
+    """Return a ``shard_placement_fn``. It compares shapes, because a copy has other parameters."""
     shapes = {tuple(param.shape): dims[n] for n, param in model.named_parameters() if n in dims}
 
     def place(param: nn.Parameter) -> Shard | None:

@@ -156,7 +156,7 @@ class Search:
         return tried
 
     def _roomier(self, fitting: Sequence[Suggestion]) -> Iterator[Suggestion]:
-        """Retry settings that fit and were tried only with ``low``, with faster memory settings."""
+        """Try faster memory settings where a setting fits and was tried only with ``low``."""
         for one in fitting:
             if one.changes.get("memory") == "low" and len(one.changes) > 1:
                 yield from self._each(*({**one.changes, "memory": each} for each in MEMORY[:-1]))
@@ -179,7 +179,7 @@ class Search:
             yield self._each(*({**host, **more} for more in ({}, *self._chunks())))
 
     def _settings(self) -> Iterator[Suggestion]:
-        """Try memory settings. Skip those that use more memory than one that did not fit."""
+        """Try memory settings. Skip those that use more memory than a setting that does not fit."""
         most = -1  # index in MEMORY; earlier settings use more memory
         for memory in self._memories():
             place = MEMORY.index(str(memory)) if memory in MEMORY else len(MEMORY)
@@ -251,8 +251,8 @@ def largest_batch(
     batch: object, step: StepPlan, budget: int, predict: Predict, changes: dict[str, Any]
 ) -> tuple[int, StepPlan] | None:
     """Return the largest number of rows with which a step fits, and that step. ``step`` is the step
-    with ``batch``, and fits. Memory at each event is usually linear in the number of rows, so two
-    sizes predict how many rows exceed the budget at each event; the lowest number is tried first.
+    with ``batch``, and fits. Memory at each event is usually linear in the number of rows. Two
+    sizes thus predict how many rows fit at each event; the lowest number is tried first.
     Further guesses interpolate between a size that fits and one that does not. Every third guess is
     the midpoint, in case memory is not linear."""
     rows = rows_of(batch)

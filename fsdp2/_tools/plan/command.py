@@ -33,7 +33,7 @@ examples:
   python -m fsdp2 plan my_model:build --mesh 8x64 --policy Block --batch 4x4096:int64 \\
       --param-dtype bfloat16 --optimizer AdamW --html plan.html
 """
-WANTED = "pass a function without arguments that returns a module, or a class that needs none"
+WANTED = "pass a function that returns a module, or a module class; it must need no arguments"
 TENSOR = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 ASSUMED = "h100-nvlink-ib"
 """The default machine: a verdict requires a machine, and most users have a similar one."""
@@ -41,7 +41,7 @@ LENGTH = 4096
 """Default number of tokens in a sequence, for a known model shape."""
 KNOWN = f"known shapes: {', '.join(shapes.SHAPES)}\nknown hardware: {', '.join(HARDWARE)}\n"
 SECONDS_OF_A_MODULE = 0.012
-"""Planning time per module without children. Used for the first estimate; deliberately high."""
+"""Planning time per module without children, for the first estimate; deliberately high."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "model",
-        help="package.module:name of a function without arguments, or a class; a known shape, e.g. "
+        help="package.module:name of a function or class without arguments; a known shape, e.g. "
         "llama3-8b; or a Hugging Face config.json",
     )
     add(
@@ -177,10 +177,10 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
     if found.step is not None:
         _print(str(found.verdict(given.budget)))
         if given.hardware is None:
-            _print(f"on {ASSUMED}, which is assumed: --hardware selects another, or cpu")
+            _print(f"on {ASSUMED} by default; --hardware selects another machine, or cpu")
         if found.hardware is not None and found.hardware == HARDWARE.get(found.hardware.name):
-            usual = "--compute 0.7 --links 0.8 is typical"
-            _print(f"at the machine's peaks, an upper bound on speed: {usual}")
+            usual = "typical: --compute 0.7 --links 0.8"
+            _print(f"at the machine's peak rates, an upper bound on speed; {usual}")
         _print("")
     _print(table_of(found))
     if given.advice:

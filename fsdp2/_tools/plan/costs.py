@@ -24,7 +24,7 @@ SHARE_OF_LINKS = 0.80
 """Share of a link's bandwidth that large collectives reach. Assumed."""
 HOST_LINK = 50e9
 """Bytes per second between the host's pinned memory and a device: PCIe 5.0 x16.
-The same source reports 54.8 GB/s to the device and 46.8 from it; we measured 55 each way."""
+The same source reports 54.8 GB/s to the device and 46.8 from it; we measured 55 both ways."""
 MISALIGNED = 2.0
 """Slowdown of a collective whose rows are not aligned to 16 bytes. NCCL moves packs of 16 bytes
 only if rows are aligned (nccl#413). In Horovod an all-gather of 6.3 MB took 7 instead of 2 ms, with
@@ -35,7 +35,7 @@ CHANNELS = 16
 NCCL 2.28's cost model counts a ring's latency once per operation of a channel: ``divUp(operations,
 channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). NCCL
 logs on 8 GPUs per node list 16 or 24 "coll channels". Not measured.
-Two ranks on one GPU, over sockets with two channels, took one latency for every two pieces."""
+In a test of two ranks on one GPU (sockets, two channels), every two pieces took one latency."""
 
 LAUNCH = 4e-6
 """Host seconds per operation: dispatch, autograd node, kernel launch. Assumed.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Ran:
     """An item in a stream: it takes time, records an event, or waits for one. ``number`` is its
-    place in the order of issue. ``group`` is -1 unless it is a collective. ``mark``: event or -1.
+    place in the order of issue. ``group`` is -1 except for a collective. ``mark``: event or -1.
     ``start`` and ``end`` are set when the item runs."""
 
     stream: int

@@ -109,8 +109,8 @@ class Hardware:
         memory: float = 1.0,
         links: float = 1.0,
     ) -> Hardware:
-        """Return a copy with scaled rates, for example to the fractions of the peaks that your
-        kernels reach.
+        """Return a copy with scaled rates: for example, with the fractions of the peaks that
+        your kernels reach.
 
         Args:
             compute: factor on ``flops``.
@@ -200,7 +200,7 @@ _FILE = Path(__file__).with_name("hardware.json")
 HARDWARE = {
     one["name"]: Hardware.from_values(one) for one in json.loads(_FILE.read_text(encoding="utf-8"))
 }
-"""Machines that ``plan`` accepts by name. The usual machine of each device comes first. The latency
+"""Machines that ``plan`` accepts by name, for each device the most common one first. The latency
 of 3e-6 is from public NCCL tests of small messages, which took 2 to 10 us. Memory is as torch
 reports it: 79.1 to 79.6 GiB for an A100 or H100 with "80 GB", depending on board and driver. The
 minimum is from error messages of the CUDA allocator ("a total capacity of 79.11 GiB")."""
@@ -215,7 +215,7 @@ def hardware_for(found: object) -> Hardware | None:
     if not isinstance(found, str):
         expected = "a name, a file written by the doctor, a fsdp2.plans.Hardware or None"
         raise wrong_type("plan", "hardware", expected, found)
-    # the usual machine of each device comes first, so "a100" is the one with NVLink
+    # for each device, the most common machine is first, so "a100" selects the one with NVLink
     meant = [name for name in HARDWARE if name.startswith(f"{found.lower()}-")]
     name = found if found in HARDWARE else next(iter(meant), None)
     if name is None:

@@ -1,5 +1,5 @@
-"""Simulated ranks, a wire that sends nothing, and a copy of a model with fake tensors. The engine
-uses them like real ones."""
+"""Simulated ranks, a wire without communication, and a copy of a model with fake tensors. The
+engine uses them like real ones."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fsdp2._tools.plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWa
 
 
 class Nowhere(Wire):
-    """A wire that sends nothing, and tags buffers by purpose. With a clock, a collective takes as
-    long as on the described machine. Without one (CPU ranks), it allocates gloo's buffers."""
+    """A wire without communication, which tags buffers by purpose. With a clock, a collective takes
+    as long as on the described machine. Without one (CPU ranks), this allocates gloo's buffers."""
 
     def __init__(
         self, group: ParamGroup, watch: MemoryWatch, clock: AnyClock | None, is_away: bool

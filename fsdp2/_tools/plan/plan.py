@@ -50,7 +50,7 @@ class Plan(Prediction):
 
         Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
         around each unit, and a chunked loss are tried, separately and together. If the hardware is
-        a device, offloading of activations is tried next, and then of the optimizer's states too.
+        a device, offloading activations is tried next, then offloading optimizer states too.
         CPU offload is tried last, unless the model is already sharded. For the best setting, the
         largest batch that fits is determined. Each trial is a plan, so the search takes as long as
         several plans. Settings with the same result as an earlier one are omitted. With several
@@ -93,7 +93,7 @@ class Plan(Prediction):
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Return problems with these settings, each with a figure and an improvement.
 
-        The gains are predicted with more plans, so this takes as long as several plans.
+        Each gain is predicted by another plan, so this takes as long as several plans.
 
         Args:
             budget: as for ``suggest``. If it is None and the hardware's memory is unknown, there is
@@ -178,10 +178,10 @@ def plan(
     micro_batches: int = 1,
     **fully_shard_kwargs: Any,
 ) -> Plan:
-    """Predict how a model shards over ranks, without other ranks, a process group, or memory.
+    """Predict how a model is sharded over ranks, without other ranks, a process group, or memory.
 
     The real engine runs on fake tensors, which have shapes but no values, and on simulated ranks,
-    which have no processes. It gathers, reduces, keeps and frees exactly as in a real step.
+    which have no processes. It gathers, reduces, keeps and frees tensors as in a real step.
 
     Args:
         model: the model before ``fully_shard``, on any device, including ``meta``; or a sharded

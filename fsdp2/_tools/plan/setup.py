@@ -118,7 +118,7 @@ class Template:
             shard_model(model, policy, **{"mesh": mesh, **setup.fully_shard_kwargs})
         run = StepRun(model, setup.hardware)
         if setup.offload_activations:
-            run.keep_activations_away()  # do not replay: replays save no tensors to offload
+            run.keep_activations_away()  # do not replay: a replay does not save tensors to offload
         elif setup.micro_batches == 1:  # several micro-batches add to existing gradients
             run.replay(self._traces)
         if setup.offload_states:

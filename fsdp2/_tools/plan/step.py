@@ -39,8 +39,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
-"""Usual and maximum number of steps; the last step is reported. The first brings the engine to its
-steady state. This takes more steps if a large part of a root is read outside of its modules."""
+"""Usual and maximum number of steps. The last one is reported; the others bring the engine to its
+steady state. More are needed if a large part of a root is read outside of its modules."""
 UNITS_OF_STATES = 3
 """Number of units whose optimizer states are on the device at the same time, if offloaded."""
 
@@ -282,7 +282,7 @@ class StepRun:
         )
 
     def _prepare(self, optimizer: MakeOptimizer) -> bool:
-        """Create the optimizer and run one step. Return False if it exists for these shards."""
+        """Create the optimizer and run one step. Return False if it already exists."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()

@@ -37,7 +37,7 @@ MOST_FORMS = 6
 
 Forward = Callable[..., Any]
 Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""Per input and per output, whether a block's graph keeps it; indices of parameters it keeps."""
+"""Whether a block's graph keeps each input and output; the indices of parameters it keeps."""
 
 
 class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
@@ -195,7 +195,7 @@ class Made:
 @dataclass(frozen=True)
 class Phase:
     """Cost of a forward or a backward: seconds of each kernel, peak of additional bytes, and
-    seconds of its matmuls."""
+    seconds of all matmuls."""
 
     kernels: tuple[float, ...]
     peak_nbytes: int
@@ -220,7 +220,7 @@ class Trace:
 
 @dataclass
 class Traces:
-    """Traces of blocks by form (None: run normally), and of optimizers, with bytes of state."""
+    """Traces of blocks by form (None: run normally), and of optimizers with the bytes of states."""
 
     known: dict[tuple[Any, ...], Trace | None] = field(default_factory=dict)
     optimizers: dict[tuple[Any, ...], tuple[Phase, int]] = field(default_factory=dict)

@@ -115,8 +115,8 @@ class StepPlan:
     purposes of memory. All sizes are bytes:
 
     - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
-      Gradients are cleared. On a CPU, the next gradients reuse their memory, so it is counted; on a
-      device, it is freed when the forward begins.
+      Gradients are cleared. Their memory is counted on a CPU, where the next gradients reuse it,
+      but not on a device, where it is freed when the forward begins.
     - ``peak_nbytes``: the peak of all memory in forward and backward.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the peak in its
       step (0 without an optimizer).

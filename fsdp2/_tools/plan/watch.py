@@ -147,7 +147,7 @@ def _copied_nbytes(
     chunks: int,
     out: Tensor | None,
 ) -> int:
-    """Return the bytes that a CPU allocates to cut tensors into chunks. All padded copies exist at
+    """Return the bytes that a CPU allocates to chunk tensors. All padded copies exist at
     the same time. Tensors that need a cast are copied again, one at a time."""
 
     def padded(one: Tensor) -> int:

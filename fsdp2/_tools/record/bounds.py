@@ -23,7 +23,7 @@ WORTH = 0.01
 BOUND = 0.25
 """Minimum cost of a bottleneck of the whole step, as a fraction of the time of steps."""
 SIGMAS = 2
-"""Standard deviations above the expected number from which lateness is significant."""
+"""A rank is significantly late from this many standard deviations above the expected number."""
 LATER = 2
 """A rank is habitually late if it is this many times as late as all others together."""
 

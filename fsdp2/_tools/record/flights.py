@@ -28,7 +28,7 @@ SMALLER = ',"collective":"all_gather","is_smaller":true'
 EXACT = ',"is_exact":true'
 """Column for a collective whose completion was observed immediately."""
 EXACT_NS = 20_000
-"""A wait of at least this length ended when its collective did; a shorter wait may end later."""
+"""A wait of at least this length ends with its collective; a shorter wait may end later."""
 
 
 class Flown:

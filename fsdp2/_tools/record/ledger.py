@@ -141,7 +141,7 @@ class Ledger:
         self.memory = memory
         self.writer = writer
         self.step = Step(0)
-        self.round = 0  # number of the last backward: equal on all ranks, whenever recording began
+        self.round = 0  # the last backward's number in the run, so it is equal on all ranks
         self.profiles = False  # True while a profiler runs
         self.numbers = itertools.count(1)
         self._allocator = allocator

@@ -2,14 +2,14 @@
 backwards of units, passes of roots, steps, and events of the engine.
 
 [Note: events of this model]
-Events identify units by name, but every model has a ``<root>``. So an event is recorded only while
+Events identify units by name, but every model has a ``<root>``. An event is recorded only while
 this model is active, under the unit's name in the model passed to ``record``.
 
 [Note: definition of a step]
 A step begins with a root's forward that records a graph, and ends after the wait for a backward's
 reductions. A backward without reductions (``no_sync``) does not end a step, so accumulated
-microbatches are one step. A step also continues while another root that ran needs a backward. A
-forward without gradients outside of a step belongs to no step, and its rows have the number 0.
+microbatches are one step. A step also continues while another root that ran needs a backward.
+Outside of a step, a forward without gradients belongs to no step; its rows have step number 0.
 """
 
 from __future__ import annotations

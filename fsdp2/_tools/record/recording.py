@@ -61,8 +61,8 @@ def record(
         model: a module that was passed to ``fully_shard``, or that contains such modules. The
             model need not have run yet.
         path: a folder, which is created if it does not exist.
-        scalars: a function that is called with the number of each step (from 1) and a dict of its
-            figures (see ``RecordedStep``). If it raises, a warning is issued and calls stop.
+        scalars: a function that gets the number of each step (from 1), and a dict of its figures
+            (see ``RecordedStep``). If it raises, a warning is issued, and it is not called again.
         tokens: number of tokens of one step on this rank, for ``tokens_per_s``.
 
     Returns:

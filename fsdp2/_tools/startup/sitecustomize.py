@@ -1,7 +1,7 @@
 """Runs first in every Python process that a program under ``python -m fsdp2`` starts.
 
 These processes have this folder in ``PYTHONPATH``, so Python imports ``sitecustomize`` there. This
-file must not import torch, which most processes never use, and must not hide the user's own file.
+file must not import torch, which most processes never use, and must not shadow the user's own file.
 """
 
 import importlib.machinery

@@ -1,7 +1,7 @@
 // Memory over a step: stacked areas, a tab for each setting or rank.
 
 const KIND_ORDER = ["parameters", "optimizer state", "gradients", "gathered parameters", "communication", "activations", "logits"];
-const HIGH_LIMIT = 2.5; // a limit this many times above the peak would flatten everything below it
+const HIGH_LIMIT = 2.5; // limits above this multiple of the peak do not extend the scale
 
 function kindColour(name, index) {
   const known = KIND_ORDER.indexOf(name);

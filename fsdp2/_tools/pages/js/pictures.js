@@ -17,7 +17,7 @@ function isDark() {
   return root.dataset.theme ? root.dataset.theme === "dark" : asks.matches;
 }
 
-const SERIES = 7; // colours of --series-0 and on, in page.css
+const SERIES = 7; // the number of colours --series-0, --series-1, ... in page.css
 const seriesColour = (index) => colour(index < SERIES ? `series-${index}` : "series-rest");
 
 // Black or white, whichever has more contrast on a colour (WCAG's relative luminance).
@@ -29,7 +29,7 @@ function inkOn(hex) {
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
-// A picture, redrawn when the theme changes and for paper: `option(width)` is its content, `after(chart)` adds handlers.
+// A picture, redrawn when the theme changes and for printing: `option(width)` is its content, `after(chart)` adds handlers.
 class Picture {
   constructor(host, label, option, after = () => {}) {
     Object.assign(this, {host, option, after, chart: null, width: 0});

@@ -4,14 +4,14 @@ const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
 const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, ROW_HEIGHT = 16, BETWEEN = 10; // pixels, like the next line
 const NARROW = 6, WORDS = 14, LETTER = 6.2, SMALL_LETTER = 5.8, NEAR = 3;
 const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions", late: "cause-0"};
-const CAUSES = 6; // colours of --cause-0 and on, in page.css
+const CAUSES = 6; // the number of colours --cause-0, --cause-1, ... in page.css
 
 function laneColour(name, index) {
   return Object.hasOwn(LANE_COLOURS, name) ? colour(LANE_COLOURS[name]) : seriesColour(3 + (index % 4));
 }
 
-// The cause of a wait without the unit: a model of a hundred units has a hundred causes of three kinds. A part before a
-// comma names another rank that was late.
+// The cause of a wait without the unit: a model of a hundred units has a hundred causes of three kinds. If another
+// rank was late, the part before the comma names it.
 const kindOfCause = (span) => span[CAUSE].split(span[CAUSE].includes(", ") ? ", " : " ", 1)[0];
 const isOfARank = (name) => name.startsWith("rank ");
 
