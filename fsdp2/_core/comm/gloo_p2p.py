@@ -69,7 +69,7 @@ class DirectGather(Several):
 
 class Exchange:
     """A reduce-scatter: fills ``output`` ``[S]`` with the sum or mean of all ranks' parts for this
-    rank. Adds in rank order and in the dtype of ``output``, so equal parts give equal sums, and the
+    rank. Adds in rank order, so equal parts give equal sums, and in the dtype of ``output``, so the
     parts may be sent in a narrower dtype. Completes in ``wait``. ``sizes``: number of elements of
     each rank's output, or None if all are equal."""
 

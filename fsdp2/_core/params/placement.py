@@ -342,8 +342,8 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     if data == tensor_parallel:
         raise ConfigError(
             "FS202",
-            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Do not shard it "
-            "again, or register a plain parameter (full_tensor()).",
+            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Register a plain "
+            "parameter (full_tensor()) instead, or do not shard it again.",
         )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])

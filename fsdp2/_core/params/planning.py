@@ -76,8 +76,8 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
                 raise StateError(
                     "FS317",
                     f"{param.fqn}: its local tensor was replaced by a tensor of shape "
-                    f"{tuple(local.shape)} and layout {local.layout}, expected a dense tensor of "
-                    f"shape {fits}. Assign a dense tensor of this shape, or register a full "
+                    f"{tuple(local.shape)} and layout {local.layout}, but a dense tensor of shape "
+                    f"{fits} is required. Assign a dense tensor of this shape, or register a full "
                     "nn.Parameter on the module.",
                 )
             return local, new

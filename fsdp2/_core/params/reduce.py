@@ -687,7 +687,7 @@ LAUNCHED_AS: Mapping[Callable[..., Any], str] = {
 class ReductionQueue:
     """Reductions in flight, oldest first. Only a few hold their inputs at a time. On a device,
     older ones have freed their inputs, and complete when the backward ends. Until then, compute
-    does not wait for their sums over replicas, nor the host for their results."""
+    does not wait for their sums over replicas, and the host does not wait for their results."""
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
@@ -717,7 +717,7 @@ class ReductionQueue:
         return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
-        """Return True if the oldest must complete first: one may run per group, few in total."""
+        """Return True if the oldest must end first: few may run in total, and one per group."""
         running = self._running
         if not running:
             return False
