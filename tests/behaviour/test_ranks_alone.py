@@ -109,7 +109,7 @@ def test_ranks_that_freeze_different_parameters(rank: int) -> None:
     model[rank].requires_grad_(False)
     fsdp2.fully_shard(model)
     trained = (
-        r"set .* of parameters.*trainable.* Tensors on this rank: {0}.weight \({1}, {1}\), {0}.bias"
+        r"parameter set .*trainable.* Tensors on this rank: {0}.weight \({1}, {1}\), {0}.bias"
     )
     with pytest.raises(fsdp2.StateError, match=trained.format(1 - rank, WIDTH)):
         model(torch.ones(2, WIDTH)).sum().backward()

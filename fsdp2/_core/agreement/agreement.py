@@ -9,7 +9,7 @@ gloo kills the process. All ranks must therefore issue the same operations, and 
 not make them wait. All ranks have the same history of operations, and so make the same predictions.
 Each rank compares its next operation with the prediction from the last few operations:
 - Equal: continue. The operation's buffer contains a few extra elements with its number (its
-  *stamp*), which receivers compare (``Stamp``).
+  *stamp*), which receivers check (``Stamp``).
 - No prediction, or several known successors without a repeating pattern: ranks first exchange
   numbers in a tiny collective. (Micro-batches of which only the last one is synced are a pattern.)
 - Different: other ranks may be issuing the predicted operation. This rank issues it too, but as a
@@ -162,7 +162,7 @@ def fields_of(number: int) -> list[int]:
 
 def describe_trait(index: int, value: int) -> str:
     if index == 0:
-        return f"set {value:x} of parameters"
+        return f"parameter set {value:x}"
     if index == 1:
         return f"{value} sent separately"
     if index == 2:
@@ -170,7 +170,7 @@ def describe_trait(index: int, value: int) -> str:
         return f"sends {sent}" if sent == summed else f"sends {sent}, sums {summed}"
     if index == 3:
         return "by a user-supplied function" if value else "by the library"
-    return "without the replicas" if value else "then over the replicas"
+    return "no all-reduce over replicas" if value else "then all-reduced over replicas"
 
 
 def _dtype_name(code: int) -> str:
@@ -820,8 +820,8 @@ def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
 
 
 class Follower:
-    """Issues the operations that other ranks expect on a device's process group, without data. Each
-    has its own thread, because a wait in one process group must not block operations in another."""
+    """Issues the operations that other ranks expect on a device's process group, without data. Runs
+    in its own thread: a wait in one process group must not block operations in another."""
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ class Exchange:
         output, (first, second, *others) = self._output, self._rows
         if first.dtype == output.dtype and not others:
             torch.add(first, second, out=output)
-        elif first.dtype == output.dtype and output.element_size() < 4:  # round once
+        elif first.dtype == output.dtype and output.element_size() < 4:  # round only once
             output.copy_(torch.stack(self._rows).sum(0, dtype=torch.float32))
         else:
             output.copy_(first)

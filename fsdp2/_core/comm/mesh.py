@@ -1,4 +1,4 @@
-"""Mesh axes over which groups communicate. A missing axis has size 1, so callers need no branch.
+"""Mesh axes over which groups communicate. A missing axis has size 1, so it is no special case.
 
 [Note: roles]
 Every mesh dim of sharded parameters has a role: *shard* or *replicate* (parameters are sharded or

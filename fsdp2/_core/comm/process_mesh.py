@@ -250,7 +250,7 @@ class Grid:
         return _Told(ConfigError.__name__, error.code, error.text, first)
 
     def leave(self, error: BaseException, what: str) -> None:
-        """Make other ranks raise ``error`` in ``raise_together``. Raises no ``Exception`` here."""
+        """Make other ranks raise ``error`` in ``raise_together``. Suppresses exceptions here."""
         with contextlib.suppress(Exception):  # other ranks may be gone
             if dist.is_initialized():
                 self.raise_together(error, what)

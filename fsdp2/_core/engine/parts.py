@@ -250,7 +250,7 @@ class PartExchange:
         self._parts = parts
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
-        self._axes = [] if self.is_imagined else axes  # imagined ranks have the same facts
+        self._axes = [] if self.is_imagined else axes  # simulated ranks have the same facts
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
 

@@ -128,7 +128,7 @@ class SavedByHooks:
         """Deactivate the hooks; return those of the enclosing forward."""
         assert self._hooks is not None
         self._hooks.__exit__()
-        self._hooks = None  # refers to the call, which must not outlive its graph
+        self._hooks = None  # the hooks refer to the call, which must not outlive its graph
         return self._around
 
     @torch_compiler.always_eager
@@ -354,7 +354,7 @@ class Call:
             last = self.last_marked
             mark = self._mark_layers if _has_layers() else self._mark
             visit_tensors(lambda grad: mark(grad, self.come_back), grads)
-            self.last_marked = last  # the forward's value: nodes of gradients are younger
+            self.last_marked = last  # keep the forward's value: nodes of gradients are younger
 
     def _mark(self, tensor: Tensor, come: Comes | None = None) -> None:
         """Register a hook, by default ``pre_backward``, on the nodes that created a tensor."""

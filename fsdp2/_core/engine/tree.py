@@ -24,7 +24,7 @@ an input in place. When a backward reaches an event, it therefore first processe
 as if their gradients were zero. Every rank thus gathers and reduces the same units in
 the same order, wherever its graph is cut. The end of backward processes the remaining events.
 
-*Within one root.* Each root has separate orders. If a graph through several roots is cut on one
+*Within one root.* Each root records its own order. If a graph through several roots is cut on one
 rank, this rank may process the events of two roots in a different order from other ranks. All ranks
 then raise the error for different collectives.
 
@@ -34,15 +34,15 @@ different order. It only processes events that the first backward also missed (`
 
 *Entered first.* The inputs of the first unit, and of its enclosing units, often do not require
 grad. No mark then shows where backward leaves these units. They are left when backward ends or
-reaches another forward (a sum of two losses). ``Order.rest`` finds the lowest event with a mark;
+reaches another forward (a sum of two losses). ``Order.rest`` finds the first event with a mark;
 units entered before this event stay open. The outermost unit stays unsharded until the end, because
 the other forward usually begins with the same unit.
 
 [Note: manual finalization]
 By default, the end of backward reduces the remaining gradients, and waits for reductions. In manual
 mode, ``finalize_backward`` does both. Until then, a unit whose post-backward did not run keeps its
-memory, and its gradients remain to be reduced. The caller may wait for the reductions later. Until
-then, no tree that shares the streams may start a step, because lanes hold the buffers in flight.
+memory, and its gradients stay unreduced. The caller may wait for the reductions later. Before this
+wait, no tree that shares the streams may start a step, because lanes hold the buffers in flight.
 
 [Note: a step is a transaction]
 An exception leaves no state that affects the next step. An exception in a forward passes through

@@ -411,7 +411,7 @@ class Readers:
         self._at_rest: list[int] | None = None  # reference counts without readers; None: unknown
 
     def __getstate__(self) -> dict[str, Any]:
-        """Make copies blank. A copied group and its hooks share one copy."""
+        """Copy no state. A copied group and its hooks share one copy of this object."""
         return vars(Readers())
 
     def forget(self) -> None:

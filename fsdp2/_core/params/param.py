@@ -44,7 +44,7 @@ class OwnerMark:
         return None if self._owner is None else self._owner()
 
     def __reduce__(self) -> tuple[type[OwnerMark], tuple[()]]:
-        return OwnerMark, ()  # copies and pickles are blank
+        return OwnerMark, ()  # copies and pickles have no owner
 
     @staticmethod
     def owner_of(param: torch.Tensor) -> FSDPParam | None:

@@ -2,7 +2,7 @@
 
 Owns the memory of shards (over the full axis and over a smaller mesh) and of unsharded parameters,
 and the plans of all-gathers and reductions. Contains no state or module code; the caller decides
-when transitions happen. Steady-state steps call almost nothing here.
+when transitions happen. Steady-state steps call almost none of these functions.
 
 [Note: one plan]
 ``Buffers.plan`` computes everything that depends on shapes and dtypes. A plan is valid until a
@@ -371,8 +371,8 @@ class GradientScale:
     ) -> GradientScale:
         """Return the scale that divides the sum over ``ranks`` by ``divide_by`` (None: a mean).
 
-        In fp16, divide before and after the sum, each time by about the square root: the maximum is
-        65504, so dividing only after the sum could overflow, and only before it could underflow.
+        In fp16, divide before and after the sum, each time by about the square root of the divisor:
+        dividing only after the sum could overflow (above 65504), only before it, underflow.
         In other dtypes, divide once: in the collective for a mean without ``only_sums``, else
         after the sum, on the shard only. Source: torch's FSDP and DDP communication hooks.
         """

@@ -600,7 +600,7 @@ class Reduction:
 
     @property
     def can_end_later(self) -> bool:
-        """Return True if nothing observes when gradients are set, and no user memory is used."""
+        """Return True if no leaf has a gradient or hook, and the reduction uses no user memory."""
         wire = self.owner.wire
         if wire.is_custom or wire.uses_group_memory:
             return False

@@ -7,7 +7,7 @@ Every rank does the work of a single process: it initialises a module's full ten
 generator state, and keeps its block. Values do not depend on the mesh, and generators stay equal.
 
 [Note: written or not]
-New memory is filled with one byte value. An element whose bytes are all unchanged was not written.
+New memory is filled with one byte value. An element whose bytes all have it counts as unwritten.
 Version counters are not sufficient, because an ``init`` may write through ``.data``.
 """
 
