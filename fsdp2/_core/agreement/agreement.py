@@ -311,7 +311,7 @@ SAME_ON_EVERY_RANK = (
     "every rank. Does a rank have fewer batches? Give all ranks the same number. If some ranks "
     "skip a unit on purpose, pass conditional=True to its fully_shard call."
 )
-"""Remedies, the most common mistake first."""
+"""Remedies, starting with the most common mistake."""
 
 LAST_NUMBER = (1 << NUMBER_BITS) - 1
 RENEWED = 8192  # number of new operations between two cleanups

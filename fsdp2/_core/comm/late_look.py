@@ -40,7 +40,7 @@ class LateLook:
         self._is_known = False  # True if both lists match the live stamps
         self._copied: Tensor | None = None  # in pinned memory
         self._event: torch.Event | None = None  # recorded after a copy that is not yet checked
-        self._sum: tuple[Seen, int, Tensor] | None = None  # last reduction's; keeps its buffer
+        self._sum: tuple[Seen, int, Tensor] | None = None  # from the last reduction's buffer
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
         LateLook.count += 1
 

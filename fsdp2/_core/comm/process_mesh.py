@@ -144,7 +144,7 @@ class Grid:
         return held
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """Return this rank's item of the first rank's list, ordered as the result of ``gather``."""
+        """Return this rank's item of the first rank's list, which is ordered like ``gather``'s."""
         held = values
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):

@@ -325,7 +325,7 @@ class Wire:
     def all_gather_uneven(
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``outputs[r]`` with ``sent`` from rank r. Unlike in gloo's, lengths may differ."""
+        """Fill ``outputs[r]`` with rank r's ``sent``. Lengths may differ, unlike in gloo itself."""
         assert axis.pg is not None
         if gloo_p2p.applies(axis.pg, sent):
             return gloo_p2p.run(gloo_p2p.DirectGather(outputs, sent, axis.pg), async_op)

@@ -567,7 +567,7 @@ class EndOfBackward:
 class Backward:
     def __init__(self) -> None:
         self.number = 1  # of the running or last backward; 0 in a visit means none
-        self.order: Order | None = None  # order of the forward that backward is in
+        self.order: Order | None = None  # order of the forward that backward is processing
         self.open: list[Visit] = []  # visits that backward has reached
         self.with_graph = False  # the backward creates a graph (create_graph=True)
         # whether backwards since the last finalization began in manual mode; None: no backward

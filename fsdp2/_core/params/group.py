@@ -207,7 +207,7 @@ class ParamGroup(Observable):
             streams.order_after_compute("gather")
         full = buffers.build_full(self.wire, self.settings.keep_unsharded_storage)
         self.registration.see_whole(param.unsharded for param in buffers.flat_params)
-        readers = self.early.readers  # count a part's references while only ours exist
+        readers = self.early.readers  # count a part's references before other code adds any
         if (
             readers is not None
             and not buffers.open_tail.items

@@ -372,7 +372,7 @@ class GradientScale:
         """Return the scale that divides the sum over ``ranks`` by ``divide_by`` (None: a mean).
 
         In fp16, divide before and after the sum, each time by about the square root of the divisor:
-        dividing only after the sum could overflow (above 65504), only before it, underflow.
+        otherwise the sum could overflow (the maximum is 65504), or small gradients could underflow.
         In other dtypes, divide once: in the collective for a mean without ``only_sums``, else
         after the sum, on the shard only. Source: torch's FSDP and DDP communication hooks.
         """

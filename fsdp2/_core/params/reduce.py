@@ -4,8 +4,8 @@ Holds gradients that are not reduced yet, reductions in flight, and the queue of
 reductions. Independent of units and hooks; the caller decides when to reduce.
 
 [Note: reduce is constant]
-A group reduces the gradients of all trainable parameters on every rank, used or not, so collectives
-match even if ranks take different branches. The last elements of the buffer count the ranks that
+On every rank, a group reduces the gradients of all trainable parameters, used or not. Collectives
+thus match even if ranks take different branches. The buffer's last elements count the ranks that
 had each gradient, so that an unused parameter keeps ``grad is None``. Only a rank that lacks a
 gradient reads these counts; on a device, the host must wait for them in ``Reduction.wait``.
 

@@ -253,8 +253,8 @@ def groups_below(model: nn.Module) -> list[ParamGroup]:
 @contextlib.contextmanager
 def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     """Check a call's arguments on all ranks: if one rank raises, all raise instead of waiting for
-    it. Store values that determine later collectives in the yielded dict, which must be equal on
-    all ranks. Without a model, this is collective over all ranks of the job.
+    it. Values that determine later collectives must be stored in the yielded dict, and be equal on
+    all ranks. If ``model`` is not a module, this is collective over all ranks of the job.
     """
     refuse_other_thread(model, what)
     tensors: list[Tensor] = []
