@@ -273,7 +273,7 @@ def test_refusals() -> None:
         model[0].weight = nn.Parameter(distribute_tensor(whole_now, make_mesh(), [Shard(0)]))
 
     for change, message in (
-        (reshape, r"0.weight has shape \(2,\) now"),
+        (reshape, r"0.weight now has shape \(2,\)"),
         (remove, "was removed"),
         (distribute, "is a DTensor now"),
     ):

@@ -291,14 +291,14 @@ def test_every_trait_has_bits_of_its_own() -> None:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "members": ({"members": (1,)}, "set .* of parameters; .*trainable"),
+    "members": ({"members": (1,)}, "parameter set .*; .*trainable"),
     "alone": ({"alone": 0}, "3 sent separately; .* 0 sent separately.*set_copy_free_min_bytes"),
     "dtypes": (
         {"dtypes": (torch.bfloat16, torch.float32)},
         "sends float32; .*sends bfloat16, sums float32.*set_gradient_wire_dtype",
     ),
     "is_custom": ({"is_custom": True}, "by the library; .*by a user-supplied function"),
-    "is_partial": ({"is_partial": True}, "then over the replicas; .*without the replicas"),
+    "is_partial": ({"is_partial": True}, "then all-reduced .*; .*no all-reduce over"),
 }
 
 

@@ -9,7 +9,7 @@ gloo kills the process. All ranks must therefore issue the same operations, and 
 not make them wait. All ranks have the same history of operations, and so make the same predictions.
 Each rank compares its next operation with the prediction from the last few operations:
 - Equal: continue. The operation's buffer contains a few extra elements with its number (its
-  *stamp*), which receivers compare (``Stamp``).
+  *stamp*), which receivers check (``Stamp``).
 - No prediction, or several known successors without a repeating pattern: ranks first exchange
   numbers in a tiny collective. (Micro-batches of which only the last one is synced are a pattern.)
 - Different: other ranks may be issuing the predicted operation. This rank issues it too, but as a
@@ -24,7 +24,7 @@ full parameter between forward and backward. If one rank reduces over one group 
 gathers over the other, both wait until the groups time out. The ranks of the axis therefore agree
 on one order of operations over all groups of the axis, and exchange numbers over the axis. An
 operation among neighbours reaches only them, so a rank that needs a different operation issues
-placeholders until one placeholder reaches all ranks of the axis. So does a rank that gives up.
+placeholders until one reaches all ranks of the axis. A rank that gives up does the same.
 
 A number also encodes how the operation is sent (``Signature``): if only one rank changes a setting,
 its numbers differ from those of other ranks, and its placeholders use the previous setting. After
@@ -73,7 +73,7 @@ from fsdp2._core.comm.wire import Wire
 
 NUMBER_BITS = 16
 TRAIT_BITS = (12, 6, 8, 1, 1)
-"""Bits of each trait of ``Signature``. Ranks must agree on the operation and its traits."""
+"""Bits per trait of a ``Signature``. Ranks must agree on an operation and its traits."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
 """Number of elements of a reduction's stamp: bits and their complements."""
@@ -96,7 +96,7 @@ DTYPES = (
 """Dtypes that error messages can name. ``members`` distinguishes all others."""
 
 NamedShape = tuple[str, tuple[int, ...]]
-MOST_TENSORS = 12  # maximum number that a message lists
+MOST_TENSORS = 12  # maximum number of tensors that a message lists
 DIFFERENCES = (
     "which parameters are trainable, or their shapes or dtypes: freeze, cast and replace "
     "parameters identically on all ranks",
@@ -146,7 +146,7 @@ def describe_tensors(tensors: Sequence[NamedShape]) -> str:
 
 
 def last_word(number: int, traits: Sequence[int]) -> int:
-    """Return the number that a rank sends when it gives up: an operation, and differing traits."""
+    """Return the number that a rank sends when it gives up: an operation with differing traits."""
     differing = sum(1 << index for index in traits)
     return (differing << NUMBER_BITS | number % (1 << NUMBER_BITS)) << NUMBER_BITS
 
@@ -162,7 +162,7 @@ def fields_of(number: int) -> list[int]:
 
 def describe_trait(index: int, value: int) -> str:
     if index == 0:
-        return f"set {value:x} of parameters"
+        return f"parameter set {value:x}"
     if index == 1:
         return f"{value} sent separately"
     if index == 2:
@@ -170,7 +170,7 @@ def describe_trait(index: int, value: int) -> str:
         return f"sends {sent}" if sent == summed else f"sends {sent}, sums {summed}"
     if index == 3:
         return "by a user-supplied function" if value else "by the library"
-    return "without the replicas" if value else "then over the replicas"
+    return "no all-reduce over replicas" if value else "then all-reduced over replicas"
 
 
 def _dtype_name(code: int) -> str:
@@ -307,11 +307,11 @@ LAST_WORDS = 4
 """Number of operations that a rank issues after giving up; others issue fewer before a check."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
-    "call full_tensor, clip_grad_norm_, save or load, such as under `if rank == 0:`? Do that on "
+    "call full_tensor, clip_grad_norm_, save or load, e.g. under `if rank == 0:`? Do that on "
     "every rank. Does a rank have fewer batches? Give all ranks the same number. If some ranks "
     "skip a unit on purpose, pass conditional=True to its fully_shard call."
 )
-"""Remedies, the most common mistake first."""
+"""Remedies, starting with the most common mistake."""
 
 LAST_NUMBER = (1 << NUMBER_BITS) - 1
 RENEWED = 8192  # number of new operations between two cleanups
@@ -348,7 +348,7 @@ class Operation:
     """The collectives of one operation of a param group. ``numels``: for each collective, the
     number of ``dtype`` elements that a rank sends (in a reduce-scatter, to each rank). The first
     result contains the stamp at offset ``stamp``, in elements of ``seen_as``. ``pieces``: for an
-    uneven collective, the number of elements that each rank sends, or receives reduced."""
+    uneven collective, the number of elements that each rank sends (or, if reduced, receives)."""
 
     number: int
     kind: str
@@ -418,7 +418,7 @@ class Sent:
 
 
 class Member(Protocol):
-    """The owner of a number. ``beside``: all owners in its group, in all agreements."""
+    """The owner of a number. ``beside`` returns all owners in its group, in all agreements."""
 
     def beside(self) -> Iterable[Member]: ...
 
@@ -733,8 +733,8 @@ class Agreement:
         known = known_of(str(error))
         first = f"{known}. First check the output of the other ranks" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: another rank did not take part: {first}. Or ranks diverged. "
-            f"{SAME_ON_EVERY_RANK} The backend reported: {error}",
+            f"{self.describe(number)}: another rank did not take part: {first}. Alternatively, the "
+            f"ranks diverged. {SAME_ON_EVERY_RANK} The backend reported: {error}",
             last_word(number, ()),
         )
 
@@ -751,9 +751,9 @@ class Agreement:
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
         """Inform other ranks that this one has stopped: issue the operations that they expect next,
-        with ``word`` as the number (see ``last_word``). They may issue several before they check
-        one and give up too. Do not wait: they may also have failed. On a device, they check later;
-        the returned follower continues until then."""
+        sending ``word`` as their number (see ``last_word``). Other ranks may issue several before
+        they check one and give up too. Do not wait: they may also have failed. On a device, they
+        check later; the returned follower continues until then."""
         if self.broken is not None or self.is_silent:
             return None
         # other ranks have recorded these operations, and predict from them
@@ -820,8 +820,8 @@ def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
 
 
 class Follower:
-    """Issues the operations that other ranks expect on a device's process group, without data. Each
-    has its own thread, because a wait in one process group must not block operations in another."""
+    """Issues the operations that other ranks expect on a device's process group, without data. Runs
+    in its own thread: a wait in one process group must not block operations in another."""
 
     def __init__(
         self,

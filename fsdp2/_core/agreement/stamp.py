@@ -281,7 +281,7 @@ class ReductionStamps:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 
     def erase(self, partial: Tensor) -> None:
-        """Zero the stamps at the end of saved sums ``[..., numel]``: the next ones may differ."""
+        """Zero the stamps at the end of saved sums ``[..., numel]``: later stamps may differ."""
         if self.all:
             partial[..., -self.numel :] = 0
 

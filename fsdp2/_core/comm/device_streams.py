@@ -20,8 +20,8 @@ class DeviceStreams(Streams):
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        # The compute stream waits for gathers, and for reduce-scatters to release their memory. It
-        # waits for all-reduces only at the end, so compute kernels may run first, as in torch.
+        # Priority, because compute waits for gathers, and for reduce-scatters to free memory. As
+        # in torch, all-reduces have none: compute waits for them only at the end of backward.
         priority = capabilities(device).lane_priority
         priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
         self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}

@@ -69,7 +69,7 @@ class DirectGather(Several):
 
 class Exchange:
     """A reduce-scatter: fills ``output`` ``[S]`` with the sum or mean of all ranks' parts for this
-    rank. Adds in rank order and in the dtype of ``output``, so equal parts give equal sums, and the
+    rank. Adds in rank order, so equal parts give equal sums, and in the dtype of ``output``, so the
     parts may be sent in a narrower dtype. Completes in ``wait``. ``sizes``: number of elements of
     each rank's output, or None if all are equal."""
 
@@ -120,7 +120,7 @@ class Exchange:
         output, (first, second, *others) = self._output, self._rows
         if first.dtype == output.dtype and not others:
             torch.add(first, second, out=output)
-        elif first.dtype == output.dtype and output.element_size() < 4:  # round once
+        elif first.dtype == output.dtype and output.element_size() < 4:  # round only once
             output.copy_(torch.stack(self._rows).sum(0, dtype=torch.float32))
         else:
             output.copy_(first)

@@ -39,8 +39,8 @@ class LateLook:
         self._slots: list[Tensor] = []  # their device memory, as bytes
         self._is_known = False  # True if both lists match the live stamps
         self._copied: Tensor | None = None  # in pinned memory
-        self._event: torch.Event | None = None  # after a copy that is not yet checked
-        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; keeps its buffer
+        self._event: torch.Event | None = None  # recorded after a copy that is not yet checked
+        self._sum: tuple[Seen, int, Tensor] | None = None  # from the last reduction's buffer
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
         LateLook.count += 1
 

@@ -1,9 +1,9 @@
-"""Mesh axes over which groups communicate. A missing axis has size 1, so callers need no branch.
+"""Mesh axes over which groups communicate. A missing axis has size 1, so it is no special case.
 
 [Note: roles]
 Every mesh dim of sharded parameters has a role: *shard* or *replicate* (parameters are sharded or
 replicated over it), or *own* (tensor or expert parallelism uses it, data parallelism does not).
-Several shard dims are first flattened into one, so a mesh has at most one.
+Several shard dims are first flattened into one, so that a mesh has at most one.
 
 [Note: layers]
 With ``shard_outer``, parameters and all persistent state are sharded over all ranks of a 2-D mesh,
@@ -111,7 +111,7 @@ class DataMesh:
 
     @cached_property
     def rows_between(self) -> int:
-        """Number of shards of a gradient on each rank between the reductions over these axes."""
+        """Number of shards of a gradient that each rank holds between the two reductions."""
         return 1 if self.layers is None else self.layers.replicate.size
 
     @staticmethod
@@ -184,7 +184,7 @@ class DataMesh:
             rank = self.replicate.rank * self.shard.size + self.shard.rank
             shape = (self.size // size, size)
             return DataMesh.of(torch_dtensor.imagined_mesh(shape, names, rank))
-        # ranks of other slices may not call this, so only the ranks of this slice create groups
+        # ranks of other slices might not call this, so only the ranks of this slice create groups
         root = torch_dtensor.root_mesh(self.mesh)
         kept: KeptOnMesh = root.__dict__.setdefault("_fsdp2_split", KeptOnMesh())
         key = (self.mesh, self.roles, size)
@@ -202,7 +202,7 @@ class DataMesh:
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return all ranks with this rank's coordinates on *own* dims, the shard dim innermost."""
+        """Return the ranks that share this rank's *own* coordinates; the shard dim is innermost."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
@@ -237,7 +237,7 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
     if _axis(mesh, 0).is_imagined:
         raise UnsupportedError(
             "FS906",
-            "plan: dp_mesh_dims with several dims of one role cannot be planned, because it "
+            "plan: dp_mesh_dims with several dims for one role cannot be planned, because this "
             "creates process groups. Pass a mesh of the same ranks with one dim per role.",
         )
     joined = torch_dtensor.flatten_dims(mesh, names)
@@ -368,14 +368,14 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
 
 
 _ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""The dims of each mesh that are known to ascend. Cached: many units share one mesh."""
+"""The dims of each mesh along which ranks are known to ascend. Cached: many units share a mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if mesh.mesh_dim_names is None:
         raise ConfigError(
             "FS217",
-            "fully_shard: dp_mesh_dims needs a mesh with dim names, found none. Pass "
+            "fully_shard: dp_mesh_dims needs a mesh with dim names, but the mesh has none. Pass "
             "mesh_dim_names to init_device_mesh.",
         )
     names = tuple(mesh.mesh_dim_names)

@@ -58,7 +58,7 @@ def operation(what: str) -> Iterator[None]:
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``; if ``error`` is one of ``FAULTS``, make it an instance of that too."""
+    """Return ``failed``. If ``error`` is one of ``FAULTS``, the result also has that class."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed
@@ -77,7 +77,7 @@ class _Told(NamedTuple):
 
 
 def _compared(value: object) -> str:
-    """Return an argument as text. Large ints are described: Python formats up to 4300 digits."""
+    """Return an argument as text. Large ints are summarised: Python formats at most 4300 digits."""
     return described(value) if isinstance(value, int) else repr(value)
 
 
@@ -133,7 +133,7 @@ class Grid:
         return held[0]  # type: ignore[no-any-return]  # the first rank's value
 
     def gather(self, value: Any) -> list[Any] | None:
-        """On the first rank, return the objects of all ranks, its own first; elsewhere, None."""
+        """On the first rank, return all ranks' objects, starting with its own; elsewhere, None."""
         held: list[Any] | None = [value]
         for index, axis in reversed([*enumerate(self.axes)]):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -144,7 +144,7 @@ class Grid:
         return held
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """Return this rank's item from the first rank's list, which has the order of ``gather``."""
+        """Return this rank's item of the first rank's list, which is ordered like ``gather``'s."""
         held = values
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -250,7 +250,7 @@ class Grid:
         return _Told(ConfigError.__name__, error.code, error.text, first)
 
     def leave(self, error: BaseException, what: str) -> None:
-        """Make other ranks raise ``error`` in ``raise_together``. Raises no ``Exception`` here."""
+        """Make other ranks raise ``error`` in ``raise_together``. Suppresses exceptions here."""
         with contextlib.suppress(Exception):  # other ranks may be gone
             if dist.is_initialized():
                 self.raise_together(error, what)

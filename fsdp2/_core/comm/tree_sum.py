@@ -4,12 +4,12 @@ Owns the order of additions between ranks, and the wire that implements it. Cont
 slots or layouts: ``params.slot_sums`` adds up the gradients within a rank.
 
 [Note: one tree]
-A batch consists of G numbered *slots*. The gradients of neighbours (0 and 1, 2 and 3) are added
-first, then their sums. Rank r of N has slots r * G / N up to (r + 1) * G / N. N and G are powers of
+A batch consists of G numbered *slots*. The gradients of adjacent slots (0 and 1, 2 and 3) are added
+first, then the sums. Rank r of N has slots r * G / N to (r + 1) * G / N - 1. N and G are powers of
 two, so a rank's slots form a full subtree, and their sum is a node of the tree. These nodes are
 added in rank order: first over the shard axis, whose ranks are neighbours, then over the replicate
-axis. Each addition thus has the same two operands for every N. Every node has the wire dtype: if
-that is narrower than the sum's dtype, every rank also rounds the nodes that it does not send.
+axis. Each addition thus has the same two operands for every N. Every node has the wire dtype. If it
+is narrower than the sum's dtype, every rank also rounds the nodes that it does not send.
 """
 
 from __future__ import annotations

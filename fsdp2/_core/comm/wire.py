@@ -11,9 +11,9 @@ stream, and only events order accesses to the same memory from different streams
 [Note: who frees a buffer]
 A buffer used by two streams is kept in an ``InFlight`` until the allocating stream has waited for
 the other one, without ``record_stream`` or host synchronisation. Compute reads gather buffers,
-which the gather lane allocates: ``retire`` records an event in the compute stream, and the second
-launch after it in that lane waits for the event and drops the buffers. The first launch does not
-wait, so that it overlaps with unpacking. ``drain`` drops the rest at the end of a forward or
+which the gather lane allocates: ``retire`` records an event in the compute stream. The next launch
+in that lane does not wait for it, so that it overlaps with unpacking; the second launch waits for
+the event and drops the buffers. ``drain`` drops the rest at the end of a forward or
 backward. The reduce lane reads inputs that compute allocates; compute waits in ``InFlight.wait``.
 """
 
@@ -158,7 +158,7 @@ class KeptMemory:
         dtype: torch.dtype,
         cut: Cut,
     ) -> Kept:
-        """Return a free buffer. Its memory outside the columns was only written by this ``use``."""
+        """Return a free buffer. Only this ``use`` has written to its memory outside the columns."""
         key = use, shape, dtype, cut
         for kept in self._buffers.get(key, ()):
             if kept.count_owners() == kept.at_rest:
@@ -325,7 +325,7 @@ class Wire:
     def all_gather_uneven(
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``outputs[r]`` with ``sent`` from rank r. gloo's all-gather needs equal lengths."""
+        """Fill ``outputs[r]`` with rank r's ``sent``. Lengths may differ, unlike in gloo itself."""
         assert axis.pg is not None
         if gloo_p2p.applies(axis.pg, sent):
             return gloo_p2p.run(gloo_p2p.DirectGather(outputs, sent, axis.pg), async_op)
@@ -403,7 +403,7 @@ def _joined(works: Sequence[Any]) -> gloo_p2p.Several | None:
 
 
 class PendingReduction:
-    """A tree's reductions in flight, for which the caller has yet to wait."""
+    """A tree's reductions in flight, for which the caller has not yet waited."""
 
     def __init__(self, tree: object) -> None:
         self.tree = tree

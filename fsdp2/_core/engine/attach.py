@@ -20,8 +20,8 @@ _told: weakref.WeakSet[Unit] = weakref.WeakSet()  # enclosing units for which FS
 
 
 def attach(root: Unit) -> Runtime:
-    """Make ``root`` the root of all units below it. StateError: the tree is invalid. For example, a
-    unit ran before the root, or no unit contains all uses of a tied parameter."""
+    """Make ``root`` the root of all units below it. StateError: the tree is invalid, for example
+    because a unit ran before the root, or no unit contains all uses of a tied parameter."""
     if root.fqn:  # set by ``fully_shard`` of an enclosing module
         _tell_of_outer(root)
     names: dict[Unit, str] = {}

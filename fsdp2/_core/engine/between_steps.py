@@ -40,12 +40,12 @@ before ``fully_shard``, or unsharded parameters. Its first step raises an error 
 [Note: forgotten parameters]
 It is easy to forget ``fully_shard`` on the outermost module. Parameters in no unit are trained, but
 their gradients are not averaged over ranks, so ranks silently diverge. If an optimizer holds both
-such parameters and sharded ones, its first step warns.
+such parameters and sharded ones, fsdp2 issues a warning at its first step.
 
 [Note: unreduced gradients at an optimizer step]
 Gradients of a backward without sync are reduced by the same root's next backward with sync. An
 optimizer step in between does not use them. This may be intended (one optimizer, several roots), so
-the step only warns, once. Gradients that will never be reduced raise an error.
+fsdp2 only warns, and only once. If gradients will never be reduced, it raises an error.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def adopt_if_idle(unit: Unit) -> None:
 
 @dataclass(eq=False)
 class StateHooks:
-    """State-dict hooks of a unit's modules. A class, so that deepcopy of a module copies them."""
+    """State-dict hooks of a unit's modules: an object, not closures, so that deepcopy copies it."""
 
     unit: Unit
 
@@ -209,11 +209,11 @@ class StateHooks:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Reshard before a load. ConfigError: the state dict has full tensors for shards."""
+        """Reshard before a load. ConfigError: the state dict has full tensors instead of shards."""
         reshard_if_idle(self.unit)
         if not local_metadata.get("assign_to_params_buffers", False):
             own = ((prefix + name, param) for name, param in module._parameters.items())
-            refuse_whole(own, state_dict, "Modules before it have been loaded.")
+            refuse_whole(own, state_dict, "Modules before this one have already been loaded.")
 
     def after_load(self, *_: Any, **__: Any) -> None:
         adopt_if_idle(self.unit)
@@ -539,8 +539,8 @@ class GroupView(View):
         if max(data.roles.count(SHARD), data.roles.count(REPLICATE)) > 1:
             raise UnsupportedError(
                 "FS910",
-                "the parameter group of a module sharded by fsdp2 over several dims of one role "
-                f"has no 'mesh_info'. {ADVICE}",
+                "the parameter group of a module sharded by fsdp2 over several dims with the same "
+                f"role has no 'mesh_info'. {ADVICE}",
             )
         dims = {role: data.roles.index(role) for role in (SHARD, REPLICATE) if role in data.roles}
         return torch_modules.mesh_info(data.mesh, dims.get(SHARD), dims.get(REPLICATE))
@@ -676,7 +676,7 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _place_states(optimizer: Optimizer) -> None:
     """Give states the placements of their parameters if either is dealt, so that torch's helpers
-    can load them. Optimizers without a ``state`` dict are fsdp2's, which do this themselves."""
+    can load them. Optimizers without a ``state`` dict are fsdp2's own, and do this themselves."""
     table = vars(optimizer).get("state")
     if table is None or _placed.get(optimizer) is table:
         return

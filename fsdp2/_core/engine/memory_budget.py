@@ -74,7 +74,7 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
 def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
     """Return the peak size of unsharded parameters, gathers in flight, unreduced gradients and
     reduction inputs in a typical step. Excludes shards, activations and reduced gradients.
-    ``units[0]`` is the root, which is unsharded throughout."""
+    ``units[0]`` is the root, which stays unsharded for the whole step."""
     root = [Sizes.of(group) for group in units[0].own_groups]
     others = []
     for unit in units[1:]:

@@ -13,7 +13,7 @@ gradient, and take the maximum. Later backwards reduce and release the part at t
 gradient is missing, because all ranks must reduce at the same point. If a rank's backward takes
 another path, a gradient may arrive later. The exchange reports this; all ranks then reduce the part
 again, and use a later event from then on. The event thus affects memory and overlap, never the
-result. Without exchanges (on a device, once all facts are known), no part is reduced early.
+result. If ranks do not exchange facts (on a device, once all are known), no part is reduced early.
 
 [Note: not read in backward]
 The same exchange reports whether a part's parameters were still referenced after forward (see
@@ -47,11 +47,11 @@ from fsdp2._core.params.registration import GATHERING
 UNREAD, UNKNOWN, READ = 0, 1, 2
 UNSEEN = 3  # a part counts as read after this many forwards that do not call its modules
 FACTS = 3
-"""Facts per part: the event of its last gradient, whether that was late, whether it is read."""
+"""Facts per part: event of its last gradient, whether this was late, whether backward reads it."""
 
 
 class PartHook:
-    """Detects calls of a part's modules. A class, so that deepcopy of a module copies the hook."""
+    """Detects calls of a part's modules. An object, not a closure, so that deepcopy copies it."""
 
     def __init__(self, readers: Readers) -> None:
         self.readers = readers
@@ -250,7 +250,7 @@ class PartExchange:
         self._parts = parts
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
-        self._axes = [] if self.is_imagined else axes  # imagined ranks have the same facts
+        self._axes = [] if self.is_imagined else axes  # simulated ranks have the same facts
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
 

@@ -85,7 +85,7 @@ class Trees:
 
     @property
     def are_current(self) -> bool:
-        """Return True if every unit with parameters still has a runtime found at construction."""
+        """Return True if all units with parameters still use the runtimes found in ``__init__``."""
         return all(unit.runtime in self.runtimes for unit in self.units if unit.own_groups)
 
     @property

@@ -20,8 +20,8 @@ Owns every module hook, and every hook on an autograd node (``Call``: the *marks
 Contains no buffer or collective code; delegates to the runtime.
 
 [Note: memory of parameters in outputs]
-A forward may return the unit's weight, or a view of it. Its memory is freed after forward, so we
-return a differentiable copy instead. If the output is in an object that cannot be rebuilt with the
+A forward may return the unit's weight, or a view of it. The weight's memory is freed after forward,
+so we return a differentiable copy. If the output is in an object that cannot be rebuilt with the
 copy (a function, slots, a set), we raise an error: later reads would access freed memory.
 
 [Note: one reduction per backward]
@@ -47,8 +47,8 @@ younger nodes first. When autograd reaches the mark, the module's backward is th
 The view is a plain autograd view, so the module may update it, or a view of it, in place. With a
 custom ``autograd.Function``, this would not be allowed.
 
-An in-place update of that view, or of another view of the same base, bypasses the mark: the base's
-new history leads from the update to the base's old node. We therefore mark this node after forward.
+An in-place update of the inserted view, or of another view of the same base, bypasses the mark: the
+base's new history leads from the update to its old node. We therefore mark this node after forward.
 
 A backward with ``create_graph`` creates nodes that read parameters. A second backward enters these
 nodes through gradients that the module's nodes computed. Each node of the module therefore gets a
@@ -71,8 +71,8 @@ without the backward of the output. We search for such tensors in three steps:
 - If the youngest node is still unmarked, the tensor's location is unknown. The unit is resharded,
   as on other ranks, but its memory is kept while the graph lives. In later forwards of all units
   with these module classes, our saved-tensor hooks save the parameters (``saved_by_hooks``).
-  Unpacking a parameter acts as a mark, so no memory is kept. This costs a call per saved tensor. If
-  the user has saved-tensor hooks, which ours would override, the memory is kept instead.
+  Unpacking a parameter acts as a mark, so no memory is kept. This costs one call per saved tensor.
+  If the user has saved-tensor hooks, which ours would override, the memory is kept instead.
 
 Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them. The
 next forward or optimizer step then raises an error.
@@ -128,7 +128,7 @@ class SavedByHooks:
         """Deactivate the hooks; return those of the enclosing forward."""
         assert self._hooks is not None
         self._hooks.__exit__()
-        self._hooks = None  # refers to the call, which must not outlive its graph
+        self._hooks = None  # the hooks refer to the call, which must not outlive its graph
         return self._around
 
     @torch_compiler.always_eager
@@ -228,7 +228,7 @@ class Call:
 
     @torch_compiler.always_eager
     def post_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """Handle the last gradient that leaves the unit, when its parameters have gradients."""
+        """Called when the last gradient leaves the unit: its parameters now have gradients."""
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
@@ -354,7 +354,7 @@ class Call:
             last = self.last_marked
             mark = self._mark_layers if _has_layers() else self._mark
             visit_tensors(lambda grad: mark(grad, self.come_back), grads)
-            self.last_marked = last  # the forward's value: nodes of gradients are younger
+            self.last_marked = last  # keep the forward's value: nodes of gradients are younger
 
     def _mark(self, tensor: Tensor, come: Comes | None = None) -> None:
         """Register a hook, by default ``pre_backward``, on the nodes that created a tensor."""
@@ -392,7 +392,7 @@ def _tensors_at(value: Any) -> list[Tensor]:
 
 class Beginning:
     """Begins a backward at the outputs of a root without parameters, and queues the callback for
-    its end. If a nested backward, run by a hook, queued the callback, it would end both."""
+    its end. Otherwise a nested backward, run by a hook, might queue it, and would end both."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -415,7 +415,7 @@ def _aside(function: Callable[..., object], *args: Any) -> None:
 
 
 def _has_layers() -> bool:
-    """Return True if tensors may be wrapped by functorch transforms, or as dual tensors."""
+    """Return True if tensors may be functorch wrappers or dual tensors."""
     return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
 
 
@@ -678,7 +678,7 @@ def _call_eagerly(
 
 @dataclass(eq=False)
 class ForwardHooks:
-    """Forward hooks of a unit's modules. A class, so that deepcopy of a module copies them."""
+    """Forward hooks of a unit's modules: an object, not closures, so that deepcopy copies it."""
 
     unit: Unit
 

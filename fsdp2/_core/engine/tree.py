@@ -13,42 +13,42 @@ Phases of a runtime::
 [Note: conditional units]
 Some ranks may skip a conditional unit, so its hooks run no collectives. Its groups are gathered,
 freed and reduced by its *owning unit*, the nearest enclosing unit that is not conditional, together
-with that unit's own groups, on every rank. ``own_groups`` are the groups of the ``fully_shard``
-call, ``groups`` those that the hooks manage. Units inside a conditional unit are conditional too.
+with that unit's own groups, on every rank. ``own_groups`` are those of the ``fully_shard`` call;
+``groups`` are those that the hooks manage. Units inside a conditional unit are conditional too.
 
 [Note: the order of backward]
 All ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so
 each rank's backward reaches these events in reverse order. It may miss some events: a unit gets no
-gradient if the rank uses no parameter, returns the unit's input, detaches an output, or updates an
-input in place. When a backward reaches an event, it therefore first processes all events that it
-has missed, as if their gradients were zero. Every rank thus gathers and reduces the same units in
+gradient if the rank uses none of its parameters, returns its input, detaches an output, or updates
+an input in place. When a backward reaches an event, it therefore first processes all missed events,
+as if their gradients were zero. Every rank thus gathers and reduces the same units in
 the same order, wherever its graph is cut. The end of backward processes the remaining events.
 
-*Within one root.* Each root has separate orders. If a graph through several roots is cut on one
+*Within one root.* Each root records its own order. If a graph through several roots is cut on one
 rank, this rank may process the events of two roots in a different order from other ranks. All ranks
 then raise the error for different collectives.
 
 *The first backward* of a forward processes all missed events. A later backward (``retain_graph``, a
-second derivative, separate weight gradients of a pipeline stage) may visit few nodes in a different
-order. It only processes events that the first backward also missed (``Order._made_up``).
+second derivative, separate weight gradients of a pipeline stage) may visit only some nodes, in a
+different order. It only processes events that the first backward also missed (``Order._made_up``).
 
 *Entered first.* The inputs of the first unit, and of its enclosing units, often do not require
-grad. No mark then shows where backward leaves these units, so it leaves them at its end, or when it
-reaches another forward (a sum of two losses). ``Order.rest`` finds the lowest event with a mark;
+grad. No mark then shows where backward leaves these units. They are left when backward ends or
+reaches another forward (a sum of two losses). ``Order.rest`` finds the first event with a mark;
 units entered before this event stay open. The outermost unit stays unsharded until the end, because
 the other forward usually begins with the same unit.
 
 [Note: manual finalization]
 By default, the end of backward reduces the remaining gradients, and waits for reductions. In manual
 mode, ``finalize_backward`` does both. Until then, a unit whose post-backward did not run keeps its
-memory, and its gradients remain to be reduced. The caller may wait for the reductions later. Before
-that, no tree that shares the streams may start a step, because lanes hold the buffers in flight.
+memory, and its gradients stay unreduced. The caller may wait for the reductions later. Before this
+wait, no tree that shares the streams may start a step, because lanes hold the buffers in flight.
 
 [Note: a step is a transaction]
 An exception leaves no state that affects the next step. An exception in a forward passes through
 the unit that began the forward, which marks the runtime as failed. If a backward raises, autograd
 destroys the end-of-backward callback without calling it. The callback's ``__del__`` registers
-shards immediately, and later a dead weak reference to it shows the failure. The next forward waits
+shards immediately; a dead weak reference to the callback shows the failure. The next forward waits
 for work in flight, reshards, and drops unreduced gradients. If all ranks failed, they all recover.
 
 [Note: threads]
@@ -70,8 +70,8 @@ fused kernels on DTensors. A forward thus uses kept parameters only if all of th
 - no optimizer has stepped, and no shard has changed its version.
 
 Otherwise the parameters are freed when the forward begins, and gathered again unit by unit. One
-case is not detected: a write that increments no version, in the middle of an accumulation that then
-continues. All conditions have the same value on all ranks that run the same program.
+case is not detected: a write that does not increment a version, between micro-batches of the same
+step. All conditions have the same value on all ranks that run the same program.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Staying:
                 for param in group.params:
                     for form in (param.sharded, param.unsharded):
                         grad = None if form is None else form.grad
-                        if grad is not None:  # not a reference, which would prevent buffer reuse
+                        if grad is not None:  # its id: a reference would prevent buffer reuse
                             found.append((id(grad), version_of(grad)))
                 if len(found) > before:  # adding to a DTensor does not increment its version
                     found.append((0, reducer.deliveries))
@@ -486,7 +486,7 @@ class Visit:
         self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
         self.stream = stream  # stream of the forward, and so of its backward
         self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in the order; left: -1 if no backward can come
+        self.entered = self.left = -1  # positions in the order; left: -1: no backward can reach it
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
@@ -567,7 +567,7 @@ class EndOfBackward:
 class Backward:
     def __init__(self) -> None:
         self.number = 1  # of the running or last backward; 0 in a visit means none
-        self.order: Order | None = None  # order of the forward that backward is in
+        self.order: Order | None = None  # order of the forward that backward is processing
         self.open: list[Visit] = []  # visits that backward has reached
         self.with_graph = False  # the backward creates a graph (create_graph=True)
         # whether backwards since the last finalization began in manual mode; None: no backward
@@ -832,7 +832,7 @@ class Runtime(Observable):
         unit.calls.active += 1
         self.backward.open.append(visit)
         if is_again:
-            # reached again in one backward: reduce at its end
+            # reached again in this backward: reduce at the end of backward
             unit.calls.open = unit.calls.open or 1
         loses = not unit.settings.reduce_grads and not unit.is_unsharded
         wanted = [
@@ -867,7 +867,7 @@ class Runtime(Observable):
         self._count_closed(visit)
         if unit.calls.active:
             return
-        # by another forward (see *Entered first*) or another module of the unit
+        # needed by another forward (see *Entered first*) or another module of the unit
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
@@ -1108,7 +1108,7 @@ class Runtime(Observable):
                 group.reducer.discard()
                 group.registration.forget_placeholders()
             raise StateError("FS401", broken)
-        with self.backward.dropping:  # so that a late autograd thread drops nothing
+        with self.backward.dropping:  # a late autograd thread must not drop the new state
             self.backward.number += 1
         self.reductions.drop()
         self.backward.forget_places()

@@ -7,8 +7,8 @@ whose memory is allocated and freed repeatedly. Contains no state machine or mod
 [Note: released early]
 A large *part* of a root (see ``_core.engine.parts``) is *released early*: after forward if no
 rank's backward reads it, and in backward as soon as its gradients have arrived. All ranks agree on
-the release, because it affects collectives: the group counts as sharded, and its next use gathers
-it. This is never the same forward's backward, but may be the backward of another open call.
+the release, because it affects collectives: the group counts as sharded, and is gathered when it is
+used next: never by the same forward's backward, but possibly by the backward of another open call.
 Each rank frees the memory if and only if, on this rank, neither autograd (a saved tensor, or the
 storage of a saved view) nor user code refers to it. Otherwise the unsharded parameters stay
 registered, in state RELEASED, until the rank reshards. Recomputation (checkpointing) reads
@@ -402,7 +402,7 @@ class Readers:
     """Tracks the readers of a part's unsharded parameters. See [Note: released early]."""
 
     def __init__(self) -> None:
-        self.is_called = False  # a module of the part was called, as its hook detected
+        self.is_called = False  # the part's hook detected a call of one of its modules
         self.is_recomputed = False  # recomputation reads parameters without holding references
         self.ran_without_grad = False  # as in the first forward of reentrant checkpointing
         # AccumulateGrad nodes, kept alive so that graphs that use them add no references
@@ -411,7 +411,7 @@ class Readers:
         self._at_rest: list[int] | None = None  # reference counts without readers; None: unknown
 
     def __getstate__(self) -> dict[str, Any]:
-        """Make copies blank. A copied group and its hooks share one copy."""
+        """Copy no state. A copied group and its hooks share one copy of this object."""
         return vars(Readers())
 
     def forget(self) -> None:

@@ -20,9 +20,9 @@ wrapped parameters] in ``parts``.
 
 [Note: sizes of extensions]
 Ranks may have different numbers of rows, so no rank can compute the size of the gather alone.
-Therefore ranks exchange sizes once per plan of the group, before the first all-gather: in one small
-collective over the shard axis, and one flag over the replicate axis. If an extension failed on any
-rank, every rank raises then. A rank reports a later failure in the header of its data. On a CPU,
+Therefore ranks exchange sizes once per plan of the group, before the first all-gather, in one small
+collective over the shard axis, and send one flag over the replicate axis. If an extension failed on
+any rank, every rank then raises. A rank reports a later failure in the header of its data. On CPUs,
 where reading headers costs nothing, every rank raises for later failures too.
 
 Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.15.
@@ -422,7 +422,7 @@ class Extension:
             self.error = StateError(
                 "FS512",
                 f"{self.param.fqn}: {PRE} returned inputs whose shapes or dtypes differ from those "
-                f"of the first call. Found (rows, shape of a row, dtype) {found}, expected "
+                f"of the first call. Found (rows, shape of a row, dtype) {found}, previously "
                 f"{planned}. Return the same shapes and dtypes until the parameter is replaced.",
             )
             return
@@ -459,7 +459,7 @@ class Extension:
         return self.param.wrapped.parts
 
     def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Make a parameter that has no extension. See [Note: parts of wrapped parameters]."""
+        """Build the parameter of a class without extension: [Note: parts of wrapped parameters]."""
         if self._is_intact:
             whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
             with torch_autograd.preserved_versions(self._versioned):
@@ -489,7 +489,7 @@ class Extension:
             if tensor.numel() < math.prod(shape):
                 raise StateError(
                     "FS513",
-                    f"{fqn}: {POST} returned a tensor of shape {tuple(tensor.shape)}, expected "
+                    f"{fqn}: {POST} returned a tensor of shape {tuple(tensor.shape)}. Return "
                     f"{shape}, or more rows if the rest is padding.",
                 )
             tensor = tensor.as_strided(shape, contiguous_stride(shape), 0)

@@ -62,7 +62,7 @@ def pack_gradients(
 
     ``behind`` is the result of ``tail``. A gradient of ``None`` is written as zeros. Inputs are
     cast to the dtype of ``out``; unless ``is_mixed``, they all have the same dtype. ``parts`` are
-    views of the columns of ``out`` (``ReduceLayout.cut``); pass them only if its other elements are
+    views of the columns of ``out`` (``ReduceLayout.cut``); pass them only if ``out`` is otherwise
     zero. Filling them replaces ``chunk_cat``, which on a host first pads each gradient to W rows.
 
     On a device, columns are first made contiguous: otherwise CUDA runs one kernel per column (a

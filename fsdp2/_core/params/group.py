@@ -9,12 +9,12 @@ A group may still keep its unsharded parameters in memory for the next forward o
 of a setting, or because a recorded graph reads them). It then *shows* its shards: the shards are
 registered while the state stays WHOLE. Kept parameters are used by the backwards of the forward
 that gathered them. The next forward gathers again, because the shards may have new values: writes
-through ``.data``, a NumPy array or a local tensor do not increment a version. It reuses kept
-parameters only if the user requested this, by ``unshard()``; ``set_reshard_after_backward(False)``;
+through ``.data``, a NumPy array or a local tensor do not increment a version. Kept parameters are
+only reused if the user requested this, by ``unshard()``; ``set_reshard_after_backward(False)``;
 ``set_reshard_after_forward(False)``, from one forward without gradients to the next;
 ``reshard_after_forward=False`` in a pipeline, which runs many forwards before their backwards; or
-``shard=``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then it
-gathers again if the versions of the shards have changed. Only a manual ``unshard()`` *holds*
+``shard=``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then, a
+forward gathers again if versions of shards have changed. Only a manual ``unshard()`` *holds*
 unsharded parameters: they stay registered until ``reshard()``, the unit's next forward, or the end
 of a backward of its root.
 
@@ -122,7 +122,7 @@ class ParamGroup(Observable):
 
     def enroll(self, fqn: str) -> None:
         """Set the unit's name in its tree, and number its collectives. Called in the first forward:
-        a copy of the model that exists on one rank only, and never runs, must use no numbers."""
+        a copy of the model that exists on one rank only, and never runs, must not use numbers."""
         # a copied group does not have the separate process group of the original
         if self.wire.is_separate and self.wire.scatter_group is None:
             self.reducer.planner.separate(True, self.wire)
@@ -207,7 +207,7 @@ class ParamGroup(Observable):
             streams.order_after_compute("gather")
         full = buffers.build_full(self.wire, self.settings.keep_unsharded_storage)
         self.registration.see_whole(param.unsharded for param in buffers.flat_params)
-        readers = self.early.readers  # count a part's references while only ours exist
+        readers = self.early.readers  # count a part's references before other code adds any
         if (
             readers is not None
             and not buffers.open_tail.items

@@ -211,7 +211,7 @@ class Packed:
 
     ``sizes`` and ``shapes`` are in wire elements; ``shapes`` describe the unpacked data, without
     ranks that have no rows. ``is_dense``: not empty, no gaps, only rank-major items.
-    ``is_one_split``: one kernel unpacks it (with no data, CUDA's aborts in torch 2.11.0)."""
+    ``is_one_split``: one kernel unpacks it (CUDA's kernel aborts on empty data in torch 2.11.0)."""
 
     order: tuple[int, ...]
     nbytes: int
@@ -541,8 +541,8 @@ def _land(
 
 
 def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) -> int:
-    """Return the bytes to reserve for a parameter gathered over axes of ``sizes``; 0 for a tail. If
-    it matches ``lands``, all ranks' padded shards fit, else those of ranks with rows."""
+    """Return the bytes to reserve for a parameter gathered over axes of ``sizes``; 0 for a tail.
+    Fits the padded shards of all ranks if it matches ``lands``, else only of ranks with rows."""
     shard, itemsize = item.shard, item.compute_dtype.itemsize
     if item.is_tail:
         return 0
@@ -565,9 +565,9 @@ class ReduceLayout:
     The output has ``numel`` elements of ``dtype``: first the shards of *zero-copy* members, each
     reduced from its gradient in a separate collective; from ``packed_start`` on, the result of one
     collective on a packed input ``[W, packed_numel]`` of ``wire_dtype``. In the packed input, a
-    parameter sharded on ``dim`` has that dim first, and each rank's row contains replicated ones in
-    full. A small replicated one has a *slot* per rank: all ranks add the same values in the same
-    order, so replicas stay bitwise equal. The tail is last."""
+    parameter sharded on ``dim`` has that dim first, and each rank's row contains all replicated
+    parameters in full. If small, these have a *slot* per rank: all ranks add the same values in the
+    same order, so replicas stay bitwise equal. The tail is last."""
 
     size: int
     dtype: torch.dtype

@@ -44,7 +44,7 @@ class OwnerMark:
         return None if self._owner is None else self._owner()
 
     def __reduce__(self) -> tuple[type[OwnerMark], tuple[()]]:
-        return OwnerMark, ()  # copies and pickles are blank
+        return OwnerMark, ()  # copies and pickles have no owner
 
     @staticmethod
     def owner_of(param: torch.Tensor) -> FSDPParam | None:
@@ -128,7 +128,7 @@ class FSDPParam(Forms):
         self.is_extended = False  # has or needs an all-gather extension
         self.wrapped = Wrapped()
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
-        self.found_dtype: torch.dtype | None = None  # the last gradient's, if none is fixed
+        self.found_dtype: torch.dtype | None = None  # of the last gradient, if no dtype is fixed
         self.registration = Registration((self,))  # ``ParamGroup.shard`` replaces it
         self.tops: tuple[nn.Module, ...] = ()  # modules of the fully_shard call that owns it
         self.uses: list[nn.Module] = []  # modules of other units that also contain its module

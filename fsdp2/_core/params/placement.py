@@ -258,8 +258,8 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 def claim_of(
     choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
 ) -> Claim | None:
-    """Return the blocks to deal to ranks, or None to store rows in chunks, which suits an aligned
-    parameter too if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
+    """Return the blocks to deal to ranks. None: store rows in chunks, even for an aligned parameter
+    if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
     UnsupportedError: this torch version does not support dealt parameters."""
     is_asked = isinstance(choice, Whole | Aligned)
     if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
@@ -342,8 +342,8 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     if data == tensor_parallel:
         raise ConfigError(
             "FS202",
-            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Do not shard it "
-            "again, or register a plain parameter (full_tensor()).",
+            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Register a plain "
+            "parameter (full_tensor()) instead, or do not shard it again.",
         )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])

@@ -2,7 +2,7 @@
 
 Owns the memory of shards (over the full axis and over a smaller mesh) and of unsharded parameters,
 and the plans of all-gathers and reductions. Contains no state or module code; the caller decides
-when transitions happen. Steady-state steps call almost nothing here.
+when transitions happen. Steady-state steps call almost none of these functions.
 
 [Note: one plan]
 ``Buffers.plan`` computes everything that depends on shapes and dtypes. A plan is valid until a
@@ -76,8 +76,8 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
                 raise StateError(
                     "FS317",
                     f"{param.fqn}: its local tensor was replaced by a tensor of shape "
-                    f"{tuple(local.shape)} and layout {local.layout}, expected a dense tensor of "
-                    f"shape {fits}. Assign a dense tensor of this shape, or register a full "
+                    f"{tuple(local.shape)} and layout {local.layout}, but a dense tensor of shape "
+                    f"{fits} is required. Assign a dense tensor of this shape, or register a full "
                     "nn.Parameter on the module.",
                 )
             return local, new
@@ -371,8 +371,8 @@ class GradientScale:
     ) -> GradientScale:
         """Return the scale that divides the sum over ``ranks`` by ``divide_by`` (None: a mean).
 
-        In fp16, divide before and after the sum, each time by about the square root: the maximum is
-        65504, so dividing only after the sum could overflow, and only before it could underflow.
+        In fp16, divide before and after the sum, each time by about the square root of the divisor:
+        otherwise the sum could overflow (the maximum is 65504), or small gradients could underflow.
         In other dtypes, divide once: in the collective for a mean without ``only_sums``, else
         after the sum, on the shard only. Source: torch's FSDP and DDP communication hooks.
         """

@@ -4,8 +4,8 @@ Holds gradients that are not reduced yet, reductions in flight, and the queue of
 reductions. Independent of units and hooks; the caller decides when to reduce.
 
 [Note: reduce is constant]
-A group reduces the gradients of all trainable parameters on every rank, used or not, so collectives
-match even if ranks take different branches. The last elements of the buffer count the ranks that
+On every rank, a group reduces the gradients of all trainable parameters, used or not. Collectives
+thus match even if ranks take different branches. The buffer's last elements count the ranks that
 had each gradient, so that an unused parameter keeps ``grad is None``. Only a rank that lacks a
 gradient reads these counts; on a device, the host must wait for them in ``Reduction.wait``.
 
@@ -600,7 +600,7 @@ class Reduction:
 
     @property
     def can_end_later(self) -> bool:
-        """Return True if nothing observes when gradients are set, and no user memory is used."""
+        """Return True if no leaf has a gradient or hook, and the reduction uses no user memory."""
         wire = self.owner.wire
         if wire.is_custom or wire.uses_group_memory:
             return False
@@ -687,7 +687,7 @@ LAUNCHED_AS: Mapping[Callable[..., Any], str] = {
 class ReductionQueue:
     """Reductions in flight, oldest first. Only a few hold their inputs at a time. On a device,
     older ones have freed their inputs, and complete when the backward ends. Until then, compute
-    does not wait for their sums over replicas, nor the host for their results."""
+    does not wait for their sums over replicas, and the host does not wait for their results."""
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
@@ -717,7 +717,7 @@ class ReductionQueue:
         return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
-        """Return True if the oldest must complete first: one may run per group, few in total."""
+        """Return True if the oldest must end first: few may run in total, and one per group."""
         running = self._running
         if not running:
             return False

@@ -252,8 +252,8 @@ class Registration:
         return written
 
     def detect_changes(self) -> Changes:
-        """Compare registered tensors with the group's by identity. Stores the placeholders, and
-        changes nothing else. StateError: ``.data`` of a sharded parameter was assigned."""
+        """Compare registered tensors with the group's own, by identity. Only stores placeholders;
+        does not apply changes. StateError: ``.data`` of a sharded parameter was assigned."""
         changes = Changes([], [], {}, [])
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of reading a DTensor
             for param in self.params:

@@ -152,7 +152,7 @@ def coded_spans(reducer: Reducer) -> Spans:
 
 
 def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. Narrower ones are not cast, because sums are in ``dtype``."""
+    """Round to ``dtype``. Narrower gradients are not cast, because sums are in ``dtype``."""
     return grad if torch.promote_types(grad.dtype, dtype) is dtype else grad.to(dtype)
 
 

@@ -7,7 +7,7 @@ Every rank does the work of a single process: it initialises a module's full ten
 generator state, and keeps its block. Values do not depend on the mesh, and generators stay equal.
 
 [Note: written or not]
-New memory is filled with one byte value. An element whose bytes are all unchanged was not written.
+New memory is filled with one byte value. An element whose bytes all have it counts as unwritten.
 Version counters are not sufficient, because an ``init`` may write through ``.data``.
 """
 
@@ -160,8 +160,8 @@ def materialize(
             if group.residence.compute.type != device.type:
                 raise ConfigError(
                     "FS226",
-                    f"materialize: expected device to be {group.residence.compute.type}, on which "
-                    f"{unit.fqn or 'the module'} was sharded, found {device}.",
+                    f"materialize: found device {device}, but {unit.fqn or 'the module'} was "
+                    f"sharded on {group.residence.compute.type}. Pass a device of that type.",
                 )
         same.update(sync_from_rank0=sync_from_rank0)
     grids = Grids([*model.parameters(), *model.buffers()])
@@ -436,7 +436,7 @@ class _Step:
                 problems.append(f"left {kind} {name} {'on meta' if found is not None else 'unset'}")
             elif found.shape != expected.shape or found.dtype != expected.dtype:
                 problems.append(
-                    f"set {kind} {name} to {found.dtype} of shape {tuple(found.shape)}, expected "
+                    f"set {kind} {name} to {found.dtype} of shape {tuple(found.shape)} instead of "
                     f"{expected.dtype} of shape {tuple(expected.shape)}"
                 )
             elif name in whole and found is whole[name] and (count := _count_unwritten(found)):

@@ -1,8 +1,8 @@
 """Assign matrices to owners, and plan the traffic between shards and owners.
 
 Works on integers only: independent of tensors, meshes and process groups. A *cargo* is the transfer
-of one matrix. For each cargo, ``route`` intersects the *box* (region) that a rank sends from with
-the box that another rank receives into. The rank sends the overlap.
+of one matrix. For each cargo, ``route`` intersects the *box* (region) from which one rank sends and
+the box into which another rank receives. The first rank sends the overlap to the second.
 
 [Note: owners]
 Each *matrix* has one *owner* among the peers, which holds the full matrix. The other peers hold a

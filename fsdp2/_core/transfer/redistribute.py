@@ -106,9 +106,9 @@ class Grids:
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
                 "FS624",
-                f"{name}: found a local tensor of shape {tuple(local.shape)}, expected "
-                f"{held.own.sizes} for placements {tensor.placements} of {held.shape}. Create it "
-                "with distribute_tensor, which splits it as Shard does.",
+                f"{name}: found a local tensor of shape {tuple(local.shape)}, but placements "
+                f"{tensor.placements} of {held.shape} require {held.own.sizes}. Create it with "
+                "distribute_tensor, which splits it as Shard does.",
             )
         return held
 
@@ -253,8 +253,8 @@ def groups_below(model: nn.Module) -> list[ParamGroup]:
 @contextlib.contextmanager
 def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     """Check a call's arguments on all ranks: if one rank raises, all raise instead of waiting for
-    it. Store values that determine later collectives in the yielded dict, which must be equal on
-    all ranks. Without a model, this is collective over all ranks of the job.
+    it. Values that determine later collectives must be stored in the yielded dict, and be equal on
+    all ranks. If ``model`` is not a module, this is collective over all ranks of the job.
     """
     refuse_other_thread(model, what)
     tensors: list[Tensor] = []
@@ -313,9 +313,9 @@ def _left(what: str, name: str) -> StateError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return StateError(
         "FS407",
-        f"{what}: rank {rank} stopped at {name}, so the others cannot continue. It left the loop, "
-        "or failed while using the tensor. Iterate to the end on every rank, or leave the loop at "
-        "the same tensor on all ranks.",
+        f"{what}: rank {rank} stopped at {name}, so the others cannot continue. It either left the "
+        "loop or failed while using the tensor. Iterate to the end on every rank, or leave the "
+        "loop at the same tensor on all ranks.",
     )
 
 

@@ -288,7 +288,7 @@ def _problem(item: _Summoned) -> str | None:
         return f"{item.name} is a DTensor now. Replace it with a full parameter."
     if tuple(now.shape) != item.held.shape:
         return (
-            f"{item.name} has shape {tuple(now.shape)} now, expected {item.held.shape}. Write to "
+            f"{item.name} now has shape {tuple(now.shape)} instead of {item.held.shape}. Write to "
             "it in place."
         )
     if any(other is not now for other in seen):
