@@ -5,7 +5,7 @@ Contains ``register_comm_hook`` and the hook ``Compress``. Hooks receive flat bu
 [Note: hooks sum]
 A hook computes the *sum* over ranks; the engine divides the sum as usual (by the number of
 ranks or ``set_gradient_divide_factor``; in two steps for fp16 reductions). After the gradients, a
-buffer contains counts and, on a CPU, stamps by which ranks check that they run the same operations.
+buffer contains counts and, on a CPU, stamps for checking that ranks run the same operations.
 A hook preserves these if it sums all elements in the same way, in any floating-point dtype.
 """
 
@@ -104,7 +104,7 @@ class Compress:
             raise ConfigError(
                 "FS508",
                 f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
-                f"for {group.size()} ranks. Pass equal numbers, or one rank's share as reduced.",
+                f"for {group.size()} ranks. Pass equal numbers, or one rank's part as reduced.",
             )
         is_replicas = reduced.numel() == packed.numel()
         if self.dtype in CODES:

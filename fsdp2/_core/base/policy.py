@@ -197,7 +197,7 @@ class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
     """Store shards, their gradients, and therefore the optimizer's states, in CPU memory.
 
     A group's shards are copied to the device before each all-gather, overlapping the compute of the
-    preceding unit. Its gradients are copied to the CPU after each reduction, before backward
+    preceding unit. The gradients are copied to the CPU after each reduction, before backward
     returns. On a CPU mesh, nothing is copied.
 
     Args:
@@ -315,8 +315,8 @@ class Whole:
     The parameter is stored on its *owner*, one rank of the shard axis; the shards of other ranks
     are empty. So optimizers that need full matrices (``fsdp2.optim.whole``) do not communicate it.
     Owners are chosen to balance bytes and a matrix optimizer's FLOPs over ranks, across all calls
-    on the same ranks. Forward and backward use the parameter as usual, under the same name. A
-    scalar or an empty parameter is placed as without ``Whole``. Requires torch 2.12 or later.
+    on the same ranks. Forward and backward use the parameter as usual, under the same name. For
+    scalars and empty parameters, ``Whole`` has no effect. Requires torch 2.12 or later.
 
     ``fully_shard`` raises ``ConfigError`` if the owner is not on the axis, or if
     ``reshard_after_forward`` is an int. ``fsdp2.compile``, custom collectives and communication
@@ -565,7 +565,7 @@ class Precision:
         return True
 
     def outdate(self) -> None:
-        """Replace the policy by an equal copy, so that recorded calls no longer match."""
+        """Replace the policy with an equal copy, so that recorded calls no longer match."""
         self.policy = dataclasses.replace(self.policy)
 
 

@@ -50,7 +50,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
-    """Return a file's contents; OSError also if it has over ``most`` bytes or is mostly holes."""
+    """Return a file's contents; OSError also if it exceeds ``most`` bytes or is mostly holes."""
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:

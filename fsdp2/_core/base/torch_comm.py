@@ -1,6 +1,6 @@
 """Private torch API for collectives and the memory of their backends.
 
-Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
+Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
     """Return True if gloo runs a group's collectives for a device type. On a device, gloo supports
-    only some operations. In the others it accesses tensors as host memory: sends, receives and
+    only some operations. Other operations access tensors as host memory: sends, receives and
     functional collectives kill the process (torch 2.11.0)."""
     backends = _backends.get(group)
     if backends is None:

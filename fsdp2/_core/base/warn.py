@@ -37,7 +37,7 @@ _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
     """Like ``warnings.warn``, but shown by only one of the ranks that pass the same text. Waits at
-    most ``PATIENCE_S`` for others. The warning points to the calling line of user code."""
+    most ``PATIENCE_S`` for rank 0. The warning points to the calling line of user code."""
     message, level = coded(code, text), _level_outside()
     if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
@@ -62,7 +62,7 @@ def _level_outside() -> int:
 
 
 def _has_filter(message: str, category: type[Warning]) -> bool:
-    """Return True if the program has a filter for a warning; Python's defaults match none."""
+    """Return True if the program has a filter for a warning; Python's defaults do not match."""
     return any(
         issubclass(category, of) and (text is None or text.match(message))
         for _, text, of, _, _ in warnings.filters
