@@ -366,8 +366,8 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
                     raise ConfigError(
                         "FS202",
                         f"fully_shard: the parameters of this {class_name(module)} were already "
-                        f"sharded with the enclosing {class_name(outer)}. Apply it to inner "
-                        "modules first, and to the outermost one last.",
+                        f"sharded with the enclosing {class_name(outer)}. Shard inner "
+                        "modules first, and the outermost one last.",
                     )
 
 
@@ -569,8 +569,8 @@ def check_modules(module: object) -> list[nn.Module]:
         if is_container(target):
             raise ConfigError(
                 "FS201",
-                f"fully_shard: {class_name(target)} has no forward, so nothing would gather "
-                "its parameters. Apply fully_shard to each of its modules, or to its parent.",
+                f"fully_shard: {class_name(target)} has no forward, so its parameters would "
+                "never be gathered. Apply fully_shard to each of its modules, or to its parent.",
             )
         if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
             raise ConfigError(

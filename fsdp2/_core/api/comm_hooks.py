@@ -173,7 +173,7 @@ def register_comm_hook(
             same tensor ``[S]``. After the gradients they contain a few values of the engine, which
             must be summed in the same way. On a CPU, the sum must be complete when the hook
             returns; on a device, the hook must use the current stream. For an example, see
-            ``Compress``. None removes hooks.
+            ``Compress``. Pass None to remove hooks.
         state: the first argument of the hook. None: a separate dict for each unit and axis, in
             which ``Compress`` stores rounding errors.
         recurse: also register the hook for units below ``module``.

@@ -144,8 +144,8 @@ def tied_lines(module: nn.Module) -> list[str]:
 def units(model: nn.Module) -> list[UnitInfo]:
     """Describe the units in a model, outermost first, with this rank's shards.
 
-    Reads only shapes and sizes, and does not communicate. Returns an empty list for an unsharded
-    model.
+    Reads only shapes and sizes, and does not communicate. Returns an empty list if the model is
+    not sharded.
 
     Raises:
         ConfigError: ``model`` is not a module.

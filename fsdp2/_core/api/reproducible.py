@@ -111,7 +111,7 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
 
 
 def _data_of(groups: Sequence[ParamGroup]) -> DataMesh:
-    """Return the mesh of all groups; ConfigError if they have several meshes, or no parameters."""
+    """Return the mesh of all groups; ConfigError for several meshes, or without parameters."""
     if not groups:
         raise ConfigError("FS516", f"{WHO}: found no parameters. Pass the sharded model.")
     first = groups[0]

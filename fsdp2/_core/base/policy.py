@@ -246,7 +246,7 @@ class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
             plain data parallelism (DDP).
 
     Raises:
-        ConfigError: a name is not a string; both are empty; or a dim is in both.
+        ConfigError: a name is not a string; both arguments are empty; or a dim is in both.
 
     Source: the class of the same name in ``torch.distributed.fsdp``.
     """
@@ -336,14 +336,14 @@ class Aligned:
     """Shard a parameter only at block boundaries. Return it from ``shard_placement_fn``.
 
     Quantised weights and 8-bit optimizer states have a scale per block of elements, and a shard
-    that splits a block gets different scales than the full parameter. Here, each rank's rows along
+    that splits a block gets different scales than the full parameter. So each rank's rows along
     ``dim`` begin at a multiple of ``multiple_of``, and only the last block may be shorter. Ranks
     have equal numbers of blocks; remaining blocks are assigned one by one to the ranks with the
     fewest bytes so far, across all calls on the same ranks. Uneven shards are stored and sent
     without padding to the largest one.
 
     If ``torch.chunk`` splits no block, this is the same as ``Shard(dim)``. Otherwise the limits of
-    ``Whole`` apply: it requires torch 2.12 or later; ``fsdp2.compile``, custom collectives,
+    ``Whole`` apply: torch 2.12 or later is required, and ``fsdp2.compile``, custom collectives,
     communication hooks, an int for ``reshard_after_forward`` and tensor parallelism on the same
     ``dim`` raise an error that names the parameter.
 

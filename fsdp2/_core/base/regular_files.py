@@ -61,7 +61,7 @@ def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
 
 
 def is_hollow(found: os.stat_result) -> bool:
-    """Return True if a large file is mostly holes; False if the system reports no blocks."""
+    """Return True if a large file is mostly holes; False if the system does not report blocks."""
     held = getattr(found, "st_blocks", 0) * 512
     return found.st_size > SOLID_NBYTES and 0 < held * HOLES < found.st_size
 

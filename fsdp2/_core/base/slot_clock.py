@@ -38,7 +38,7 @@ class State:
         """Parse the result of ``SlotClock.packed``.
 
         Raises:
-            ValueError: the value has another format.
+            ValueError: the value has an invalid format.
         """
         if not isinstance(kept, bytes):
             raise ValueError("the state of slots is invalid")

@@ -59,7 +59,7 @@ def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dis
       ranks are in different numbers of groups, they wait for each other under different names and
       deadlock. So we name it by its ranks and the number of earlier groups of exactly these ranks.
     - If the world is bound to a device (``init_process_group(device_id=...)``), torch splits the
-      world's communicator, which is collective over the world. So we temporarily unbind the world,
+      world's communicator, and splitting is collective over the world. So we unbind the world,
       and the new group gets a separate communicator."""
     world = dist.group.WORLD
     assert world is not None

@@ -280,7 +280,7 @@ class DealtTensor(DTensor):
         return DTensor(local, made, requires_grad=False)
 
     def rows_of(self, value: object) -> Any:
-        """Return this rank's part of another operand of an operation on this tensor."""
+        """For an operation on this tensor, return this rank's part of another operand."""
         if not isinstance(value, Tensor):
             return value
         adopt(value)

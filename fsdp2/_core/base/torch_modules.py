@@ -45,7 +45,7 @@ from fsdp2._core.base.errors import ConfigError
 if TYPE_CHECKING:
 
     class FSDPState:
-        """Torch's class, which torch's getters check for. We inherit nothing from it."""
+        """Torch's class, which torch's getters check for. We use none of its attributes."""
 else:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 

@@ -1,6 +1,6 @@
 """Warnings: all ranks issue a warning, but only one rank shows it.
 
-Rank 0 shows all warnings that it issues. Another rank shows only those that rank 0 does not issue,
+Rank 0 shows all warnings that it issues. Other ranks show only those that rank 0 does not issue,
 such as a warning about one stage of a pipeline. All ranks still issue it: if filters turn warnings
 into errors, every rank must raise, or ranks would wait for each other. A program that records
 warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces ``warnings.showwarning``
