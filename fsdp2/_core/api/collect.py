@@ -383,7 +383,7 @@ def check_smaller(collected: Collected) -> None:
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:
-    """Add sites to tied parameters; return those that the new unit takes over: [Note: ties]."""
+    """Add sites to tied parameters; return any that the new unit takes over. [Note: ties]"""
     escaped: dict[DataMesh, list[FSDPParam]] = {}
     for param, sites in collected.tied.items():
         param.sites.extend(sites)

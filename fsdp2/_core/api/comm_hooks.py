@@ -205,7 +205,7 @@ def register_comm_hook(
             raise ConfigError(
                 "FS505",
                 f"register_comm_hook: {group.fqn or '<root>'} has a custom reduce-scatter, "
-                f"{type(scatter).__name__}. Use one or the other.",
+                f"{type(scatter).__name__}. Use either that or a hook.",
             )
         if hook is not None and group.wire.gradient_dtype is not None:
             raise ConfigError(

@@ -339,7 +339,7 @@ def check_call(
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
     """Check the arguments of ``fully_shard`` and collect the parameters to shard, except those of
-    modules in ``taken``, which calls before this one will shard."""
+    modules in ``taken``, which earlier calls will shard."""
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
     check_policies(mp_policy, offload_policy)

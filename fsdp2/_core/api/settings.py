@@ -607,8 +607,8 @@ class ControlSurface:
         if dtype is not None and not all(group.wire.scatters_zero_copy for group in groups):
             raise ConfigError(
                 "FS505",
-                "set_gradient_wire_dtype: found a custom reduce-scatter, or one with its own "
-                "allocator, which sends its input unchanged. Use one or the other.",
+                "set_gradient_wire_dtype: found a reduce-scatter that is custom or has its own "
+                "allocator, which sends its input unchanged. Use either that or a wire dtype.",
             )
         for group in groups:
             group.wire.gradient_dtype = dtype
@@ -691,7 +691,7 @@ def refuse_layers(who: str, groups: Iterable[ParamGroup]) -> None:
                 "FS505",
                 f"{who}: {group.fqn or '<root>'} has {group.settings.sharding.name}, so its "
                 "gradients are scattered twice, over two process groups, which this call does not "
-                "support. Use one or the other.",
+                "support. Omit this call, or that argument of fully_shard.",
             )
 
 
@@ -699,8 +699,8 @@ def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:
     if any(group.wire.is_custom for group in groups):
         raise ConfigError(
             "FS505",
-            f"{name}: found a custom all-gather or reduce-scatter, with its own allocator. Use one "
-            "or the other.",
+            f"{name}: found a custom all-gather or reduce-scatter, which has its own allocator. "
+            "Omit either this call or the custom collective.",
         )
 
 

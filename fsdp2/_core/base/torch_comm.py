@@ -146,7 +146,7 @@ EXIT_PAUSE_S = 0.02
 @functools.cache
 def pause_at_exit() -> None:
     """Pause at exit, so that a backend's threads can release their tensors. A gloo thread releases
-    those of its last collective after reporting completion, and needs the GIL to do so. If the
+    the last collective's tensors after reporting completion, and needs the GIL to do so. If the
     interpreter is already finalizing (Python before 3.14), the process aborts with ``terminate
     called without an active exception``. torch's DTensor caches keep the group's threads alive."""
     atexit.register(time.sleep, EXIT_PAUSE_S)
