@@ -1,12 +1,12 @@
 """The only private module to which pickles of sharded models and optimizers refer.
 
-Pickles refer to public classes by their public name, in ``fsdp2``. Private classes set
-``__module__`` to this module, so that pickles remain loadable when files are moved. Classes not
-listed here are pickled under their actual module. Names may be added here, but never removed.
+Pickles refer to public classes by their public name, in ``fsdp2``. The private classes listed here
+have this module as their ``__module__``, so that pickles remain loadable when files are moved. All
+other classes are pickled under their actual module. Names may be added here, but never removed.
 
 The classes and functions that are imported below are loaded in every process. ``LATER`` maps
-further names to the modules that define them, which are loaded when a pickle refers to a name, and
-set its ``__module__`` (``[Note: names that load later]`` of the package).
+further names to the modules that define them. Such a module is loaded when a pickle refers to the
+name, and sets the object's ``__module__`` (``[Note: names that load later]`` of the package).
 """
 
 # ruff: noqa: F401  # unpickling looks up these imports here
@@ -47,7 +47,7 @@ from fsdp2._core.params.placement import ParamPlacement
 from fsdp2._core.params.registration import Site
 
 PLACE = "fsdp2._pickles"
-"""The module name in pickles. ``fsdp2`` registers this module under it; no file has this name."""
+"""The module name in pickles. ``fsdp2`` registers this module under it; there is no such file."""
 
 LATER: Mapping[str, str] = {
     "Activations": "fsdp2._core.api.activations",

@@ -13,7 +13,7 @@ unsupported devices, small views of large storages, and wrapper tensors.
 and the source is dropped. So at most two groups are on the device at a time.
 ``back``: when a node reads from a group for the first time, the rest of this group and the
 preceding group, which is needed next, are copied back into memory of the compute stream. Groups of
-the modules where backward begins stay on the device; reading one copies the preceding group back.
+the modules where backward begins stay on the device; reading one starts the preceding group's copy.
 
 [Note: a call that Ctrl-C ends]
 If a forward raises a non-``Exception``, such as ``KeyboardInterrupt``, torch runs no forward hooks.
@@ -21,8 +21,8 @@ So each call stores a frame from its stack; the next call of a chosen module rem
 calls whose frames have exited. Hooks, frames and therefore calls are per thread.
 
 [Note: a backward that comes again]
-With ``retain_graph`` the host copy is retained, the device copy is dropped when backward leaves the
-group, and the next backward copies it back again.
+With ``retain_graph``, the host copy is retained. The device copy is dropped when backward leaves
+the group, and the next backward copies the group to the device again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
 ATTRIBUTE = "_fsdp2_activations"
 _ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
 
-LEAST_SHARE = 8  # views of less than 1/8 of a storage stay: most of a copy could be unneeded
+LEAST_SHARE = 8  # views of less than 1/8 of a storage stay: the rest might not be needed
 GROUP_NBYTES = 1 << 29  # larger groups are split, because a group is copied back as a whole
 # nodes between a parameter and its cast, which a matmul saves under autocast
 CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
@@ -66,7 +66,7 @@ def offload_activations(
     """Keep the tensors that selected modules save for backward in host memory.
 
     Tensors that autograd saves in a selected module's forward are copied to pinned memory while
-    forward continues. They are copied back while backward runs in the next selected module. Results
+    forward continues. They are copied back during the backward of the next selected module. Results
     do not change. Parameters, gathered parameters, buffers and small tensors stay on the device. A
     storage is copied once, even if several nodes save it. Pinned memory is reused.
 
@@ -87,7 +87,7 @@ def offload_activations(
         The names of the selected modules, in the order of ``model.modules()``.
 
     On a CPU, and on devices without streams, all tensors stay in place. In a step of
-    ``fsdp2.compile`` the compiler decides which tensors to save, and nothing is offloaded.
+    ``fsdp2.compile``, the compiler decides which tensors to save, and none are offloaded.
 
     Raises:
         ConfigError: an argument has an invalid type or value.
@@ -192,7 +192,7 @@ class Away:
 
     def drop(self) -> None:
         """Drop the device copy; the host copy remains."""
-        if self.arrival is not None:  # never read, so the copy may still be writing to it
+        if self.arrival is not None:  # never waited for: the copy may still be in flight
             self.stream.wait_event(self.arrival)
         self.here = self.arrival = None
 
@@ -311,7 +311,7 @@ def _frame_of_call() -> FrameType | None:
 
 class Activations:
     """A model's ``chosen`` modules (True: saved tensors stay on the device), their hooks, and the
-    offloaded storages. Tensors smaller than ``min_nbytes`` stay on the device, too."""
+    offloaded storages. Tensors smaller than ``min_nbytes`` also stay on the device."""
 
     def __init__(
         self,
@@ -337,11 +337,11 @@ class Activations:
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[Away]] = []
-        # offloaded storages by the ``number_of`` the source storage, while that is alive
+        # offloaded storages, by ``number_of`` of the source storage, while the source is alive
         self._known: dict[int, weakref.ref[Away]] = {}
         self._read = 0  # number of the group that backward is in
         self._has_warned = False
-        # the same objects in each call: a compiler guards on them
+        # the same objects in each call, because a compiler guards on their identity
         self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
 
     def _make_memory(self) -> HostMemory:
@@ -411,9 +411,9 @@ class Activations:
             warn(
                 "FS325",
                 f"offload_activations: a {class_name(module)} runs inside an activation "
-                "checkpoint, which saves only its own inputs, outside this module, so no tensors "
-                "of the module are offloaded. Choose the module that calls the checkpoint instead, "
-                "such as CheckpointWrapper.",
+                "checkpoint, which saves only its own inputs, outside this module. So none of "
+                "the module's tensors are offloaded. Choose the module that calls the checkpoint "
+                "instead, such as CheckpointWrapper.",
             )
 
     @torch_compiler.always_eager
@@ -440,7 +440,7 @@ class Activations:
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
         is_made_of_one = _is_parameter(tensor)
-        if tensor.grad_fn is not None:  # a node that saves its own output would be in a cycle
+        if tensor.grad_fn is not None:  # a node that saves its own output would form a cycle
             tensor = tensor.detach()
         if not self._running.calls:
             return tensor  # double backward within a call, in another thread
@@ -460,7 +460,7 @@ class Activations:
         return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
 
     def _away(self, tensor: Tensor, call: _Call) -> Away:
-        """Return a tensor's offloaded storage; start a copy unless an earlier copy is valid."""
+        """Return a tensor's offloaded storage; start a copy unless an earlier one is valid."""
         storage = tensor.untyped_storage()
         number = torch_tensors.number_of(storage)
         known = self._known.get(number)

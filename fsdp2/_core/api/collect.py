@@ -7,7 +7,7 @@ before ``take_ties``.
 A parameter registered in several places is one ``FSDPParam`` with several sites, and remains one
 object under all its names. Sites in different units are joined bottom-up, by successive calls: the
 first unit owns the parameter, and later units add their sites. The first unit that contains every
-path to every site takes over the parameter, because only its forward spans all uses of it.
+path to every site takes over the parameter, because only that unit's forward spans all its uses.
 (Containing all sites is not sufficient: a module outside the unit may contain the same site.)
 """
 
@@ -132,7 +132,7 @@ WrapPolicy = (
 
 
 class Asking(NamedTuple):
-    """Texts for messages: the calling function, the effect of no match, the valid results."""
+    """Texts for messages: the calling function, the effect if no module matches, valid results."""
 
     who: str
     if_none: str
@@ -282,7 +282,7 @@ def collect(
     placement_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Ignored,
 ) -> Collected:
-    """Find, check and place the parameters of ``modules`` that are in no unit yet."""
+    """Find, check and place the parameters of ``modules`` that do not belong to a unit yet."""
     collected = Collected([data], set(ignored.tensors))
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
     giving: set[nn.Module] = set()  # members of `modules` with a parameter to shard
@@ -328,8 +328,8 @@ def collect(
     if 0 < len(on_meta) < len(found):
         raise ConfigError(
             "FS207",
-            f"fully_shard: found parameters on the meta device ({', '.join(on_meta)}) and others "
-            "in one group. Materialize all or none of them, or shard their modules separately.",
+            f"fully_shard: found parameters on the meta device ({', '.join(on_meta)}) in a group "
+            "with materialized parameters. Materialize all or none, or shard modules separately.",
         )
     _refuse_inside(collected.shared, giving)
     _find_escaped(collected, modules)
@@ -366,8 +366,8 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
                     raise ConfigError(
                         "FS202",
                         f"fully_shard: the parameters of this {class_name(module)} were already "
-                        f"sharded with the enclosing {class_name(outer)}. Apply it to inner "
-                        "modules first, and to the outermost one last.",
+                        f"sharded with the enclosing {class_name(outer)}. Shard inner "
+                        "modules first, and the outermost one last.",
                     )
 
 
@@ -383,7 +383,7 @@ def check_smaller(collected: Collected) -> None:
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:
-    """Add sites to tied parameters; return those that the new unit takes over: [Note: ties]."""
+    """Add sites to tied parameters; return any that the new unit takes over. [Note: ties]"""
     escaped: dict[DataMesh, list[FSDPParam]] = {}
     for param, sites in collected.tied.items():
         param.sites.extend(sites)
@@ -494,7 +494,7 @@ def _is_reached_outside(
 def _managed(
     modules: Sequence[nn.Module], ignored: Ignored, left_alone: set[Tensor]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield (top, name, module) for modules outside inner units; add to ``left_alone``."""
+    """Yield (top, name, module) for modules outside inner units; fill ``left_alone``."""
     seen = set(ignored.modules)
     for top in modules:
         waiting = [("", top)]
@@ -569,8 +569,8 @@ def check_modules(module: object) -> list[nn.Module]:
         if is_container(target):
             raise ConfigError(
                 "FS201",
-                f"fully_shard: {class_name(target)} has no forward, so nothing would gather "
-                "its parameters. Apply fully_shard to each of its modules, or to its parent.",
+                f"fully_shard: {class_name(target)} has no forward, so its parameters would "
+                "never be gathered. Apply fully_shard to each of its modules, or to its parent.",
             )
         if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
             raise ConfigError(
@@ -613,7 +613,7 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
 def check_sharding(
     shard: object, outer: object, reshard_after_forward: object, offload: object
 ) -> Sharding:
-    """Return the ``Sharding`` of ``shard`` and ``outer``; ConfigError for conflicting arguments."""
+    """Return the ``Sharding`` for ``shard`` and ``outer``; ConfigError if arguments conflict."""
     expected = f"one of {', '.join(map(repr, SHARDINGS))}"
     if not isinstance(shard, str):
         raise wrong_type("fully_shard", "shard", expected, shard)

@@ -5,7 +5,7 @@ Contains ``register_comm_hook`` and the hook ``Compress``. Hooks receive flat bu
 [Note: hooks sum]
 A hook computes the *sum* over ranks; the engine divides the sum as usual (by the number of
 ranks or ``set_gradient_divide_factor``; in two steps for fp16 reductions). After the gradients, a
-buffer contains counts and, on a CPU, stamps by which ranks check that they run the same operations.
+buffer contains counts and, on a CPU, stamps for checking that ranks run the same operations.
 A hook preserves these if it sums all elements in the same way, in any floating-point dtype.
 """
 
@@ -104,7 +104,7 @@ class Compress:
             raise ConfigError(
                 "FS508",
                 f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
-                f"for {group.size()} ranks. Pass equal numbers, or one rank's share as reduced.",
+                f"for {group.size()} ranks. Pass equal numbers, or one rank's part as reduced.",
             )
         is_replicas = reduced.numel() == packed.numel()
         if self.dtype in CODES:
@@ -173,7 +173,7 @@ def register_comm_hook(
             same tensor ``[S]``. After the gradients they contain a few values of the engine, which
             must be summed in the same way. On a CPU, the sum must be complete when the hook
             returns; on a device, the hook must use the current stream. For an example, see
-            ``Compress``. None removes hooks.
+            ``Compress``. Pass None to remove hooks.
         state: the first argument of the hook. None: a separate dict for each unit and axis, in
             which ``Compress`` stores rounding errors.
         recurse: also register the hook for units below ``module``.
@@ -205,7 +205,7 @@ def register_comm_hook(
             raise ConfigError(
                 "FS505",
                 f"register_comm_hook: {group.fqn or '<root>'} has a custom reduce-scatter, "
-                f"{type(scatter).__name__}. Use one or the other.",
+                f"{type(scatter).__name__}. Use either that or a hook.",
             )
         if hook is not None and group.wire.gradient_dtype is not None:
             raise ConfigError(

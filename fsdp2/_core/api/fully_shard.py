@@ -138,8 +138,8 @@ def fully_shard(
     the group before forward and again before backward, and another one reduces its gradients.
     Parameters on different meshes form one group per mesh. If ``module`` contains modules that are
     already sharded, each submodule with at least 1 MiB of parameters (an embedding, a head) is a
-    separate group. Call ``fully_shard`` bottom-up: on the blocks first, then on the root. Then
-    ``parameters()`` yields DTensors under the same names, and the module's class derives from both
+    separate group. Call ``fully_shard`` bottom-up: on the blocks first, then on the root. After
+    a call, parameters are DTensors under the same names, and the module's class derives from both
     ``FSDPModule`` and its original class.
 
     A tensor subclass may select the tensors to gather with ``fsdp_pre_all_gather``, and build the
@@ -166,11 +166,11 @@ def fully_shard(
         offload_policy: where shards are stored. ``None`` means no offloading.
         ignored_params: parameters excluded from sharding, device moves and gradient reduction.
         dp_mesh_dims: the dims of ``mesh`` that data parallelism uses. Parameters must be DTensors
-            on ``mesh`` with ``Replicate()`` on these dims. They have the same layout in forward.
+            on ``mesh`` with ``Replicate()`` on these dims. In forward they have this layout again.
             Plain parameters are accepted if all dims are data-parallel. Gradients are averaged over
             these dims, so the loss must be a mean over the rank's input, as without this argument.
             Plain parameters may also be annotated with the package ``spmd_types``: R, I or
-            ``S(dim)`` on the other dims, R or nothing on these. They are stored as equivalent
+            ``S(dim)`` on the other dims, and R or nothing on these. Such parameters are stored as
             DTensors, but plain in forward. Gradients are summed over the other dims annotated R.
         conditional: set this if some ranks may skip this module, or units below it, in a forward.
             Every rank then gathers its parameters and reduces its gradients together with those of
@@ -187,8 +187,8 @@ def fully_shard(
               reduces gradients as they are computed;
             - ``"optimizer"`` (ZeRO-1): as above, but a backward without gradient sync does not
               communicate: gradients also stay unsharded until the backward with sync.
-        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``: no
-            states; this dim replicates. ``"optimizer"``: optimizer states, and ``parameters()``
+        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``:
+            none (this dim replicates). ``"optimizer"``: optimizer states, and ``parameters()``
             between steps, are sharded over all ranks as one axis. In a step, parameters and
             gradients are sharded over the inner dim. The first forward after an optimizer step
             gathers over all ranks; other gathers use the inner dim. Each backward reduces over the
@@ -339,7 +339,7 @@ def check_call(
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
     """Check the arguments of ``fully_shard`` and collect the parameters to shard, except those of
-    modules in ``taken``, which calls before this one will shard."""
+    modules in ``taken``, which earlier calls will shard."""
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
     check_policies(mp_policy, offload_policy)

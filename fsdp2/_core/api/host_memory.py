@@ -92,7 +92,7 @@ class CopyLanes:
         return found.set_(held.untyped_storage(), offset, size, stride)
 
     def bring_back(self, buffer: HostBuffer, target: Tensor) -> torch.Event:
-        """Copy bytes into memory of the compute stream, after its pending work; return an event."""
+        """Copy to ``target``, allocated on the compute stream, after its work; return an event."""
         self._back.wait_stream(self.compute)
         return self._copy(self._back, buffer, target, buffer.data[: target.numel()])
 

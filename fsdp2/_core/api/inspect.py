@@ -1,6 +1,6 @@
 """``units``: describe the result of each ``fully_shard`` call as plain values and as a short text.
 
-Read-only, and without communication.
+Does not modify the model, and does not communicate.
 """
 
 import math
@@ -75,7 +75,7 @@ class UnitInfo:
     """The result of one call of ``fully_shard``.
 
     ``names`` are the names of its modules in the inspected model (``""`` is the model itself).
-    ``is_root`` is True if no other unit encloses it or, after a forward, if its forward ran first.
+    ``is_root`` is True if no unit encloses this one or, after a forward, if its forward ran first.
     ``is_conditional`` and ``reshard_after_forward`` are the values from ``fully_shard`` or a later
     setter. ``groups`` has one entry per mesh of parameters, and one per large part of a root.
     ``str()`` summarises the unit in one line, with its parameter bytes on this rank and its tied
@@ -117,8 +117,8 @@ class UnitInfo:
 
 
 def tied_lines(module: nn.Module) -> list[str]:
-    """Return ``"tied: <names>"`` for each tied parameter whose names are all in this module, and
-    not all in an inner sharded module."""
+    """Return ``"tied: <names>"`` for each tied parameter whose names are all in this module, but
+    not all in one inner sharded module."""
     params = [
         param
         for unit in units_below(module)
@@ -144,8 +144,8 @@ def tied_lines(module: nn.Module) -> list[str]:
 def units(model: nn.Module) -> list[UnitInfo]:
     """Describe the units in a model, outermost first, with this rank's shards.
 
-    Reads only shapes and sizes, and does not communicate. Returns an empty list for an unsharded
-    model.
+    Reads only shapes and sizes, and does not communicate. Returns an empty list if the model is
+    not sharded.
 
     Raises:
         ConfigError: ``model`` is not a module.

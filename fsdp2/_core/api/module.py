@@ -4,7 +4,7 @@ Does not depend on how ``fully_shard`` collects parameters.
 
 [Note: recognised as torch's]
 Torch's pipelining and other software check ``isinstance(module,
-torch.distributed.fsdp.FSDPModule)``, so our class derives from it, *last*: the MRO of a sharded
+torch.distributed.fsdp.FSDPModule)``, so our class has it as its *last* base. The MRO of a sharded
 ``Net`` is ``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``.
 Attributes that only torch's class has are hidden: reading one raises ``AttributeError``.
 """
@@ -137,7 +137,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an unsharded instance: slicing a sharded ``Sequential`` calls this. Without
-        arguments, create an empty sharded instance, which user ``__deepcopy__`` methods fill."""
+        arguments, create an empty sharded instance, which a user's ``__deepcopy__`` fills."""
         if not args and not kwargs:
             return object.__new__(cls)
         return cls._fsdp2_original(*args, **kwargs)
@@ -169,7 +169,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         reshard_if_idle(unit)
         params = [param for group in unit.own_groups for param in group.params]
         for param in params:
-            param.see_grad_dtype()  # lost if the parameter is replaced
+            param.see_grad_dtype()  # the dtype is lost if the parameter is replaced
         kept = {param: grad for param in params if (grad := param.set_gradient_aside()) is not None}
         try:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
@@ -182,7 +182,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the shards by name. Takes the same arguments as ``nn.Module.state_dict``.
 
-        If another thread starts a step during the call, this step waits until the call returns.
+        If another thread starts a step during the call, the step waits until the call returns.
 
         Raises:
             StateError: another thread is inside a forward or a backward, or has run a forward that
@@ -257,8 +257,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters (not those of units below it).
 
-        Unsharded parameters stay registered until ``reshard()``, until the unit's next forward ends
-        and frees them, or until a backward ends.
+        Unsharded parameters stay registered until ``reshard()`` is called, until the unit's next
+        forward ends and frees them, or until a backward ends.
 
         Args:
             async_op: return immediately. The parameters are unsharded after ``wait()`` on the
@@ -398,7 +398,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return torch_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No-op: in torch, it selects the stream in which gathers allocate; here it is fixed."""
+        """No-op: torch's method selects the stream in which gathers allocate; here it is fixed."""
         check_flag("_set_unshard_async_op", "async_op", async_op)
 
 
@@ -466,7 +466,7 @@ def _check_mode_change(unit: Unit, mode: bool) -> None:
 
 
 def _follow_mode(unit: Unit) -> None:
-    """Apply the precision of the unit's mode; invalidate graphs recorded with the old policy."""
+    """Apply the policy for the unit's mode; invalidate graphs recorded with the old policy."""
     if not unit.precision.follow(unit.modules):
         return
     unit.calls.open = 0

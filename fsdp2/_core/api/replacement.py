@@ -2,13 +2,13 @@
 
 [Note: what is rebound]
 Names are rebound in torch's public modules (``torch_modules.HOMES``), so that later imports get our
-objects. Earlier imports bound torch's objects to names elsewhere. These names are found by object
-identity, in every loaded module outside of torch and fsdp2 and in its classes, and are rebound.
+objects. Earlier imports bound torch's objects to names elsewhere. We find these names by object
+identity in all loaded modules except torch's and ours, and in their classes, and rebind them.
 Other torch modules keep their bindings: they operate on the results of torch's ``fully_shard``. The
 module that implements torch's FSDP2 (``torch_modules.INNER_HOME``) also keeps its bindings, for its
 own functions, but its class becomes ``_Shown``, so that imports from it get our objects. (Policies
 imported from their defining modules, and policies in default arguments, closures and containers
-cannot be rebound. They are accepted as they are: ``_core.base.policy.ours``.)
+cannot be rebound; ``_core.base.policy.ours`` converts them when they are passed to us.)
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def replace_torch() -> Replacement:
     ``share_comm_ctx``, ``UnshardHandle`` and ``GradientReductionHandle``, in all of torch's public
     modules that have them. Earlier imports are also rebound: if an attribute of a loaded module or
     class is one of torch's objects, it is replaced by ours. The logger ``fsdp2`` lists the rebound
-    attributes at level ``INFO``. Torch's internal modules and FSDP1 do not change. Another call
-    rebinds names imported since. ``python -m fsdp2 program`` calls this before the program runs.
+    attributes at level ``INFO``. Torch's internal modules and FSDP1 do not change. Call it
+    again to rebind later imports. ``python -m fsdp2 program`` calls it before the program runs.
 
     Returns:
         An object with the rebound ``names`` and a method ``undo()``. As a context manager, it
@@ -141,7 +141,7 @@ def replace_torch() -> Replacement:
 
 
 class _Shown(ModuleType):
-    """Class of torch's inner module during a replacement: its attributes return our objects."""
+    """Class of torch's inner module during a replacement: its attributes are our objects."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)

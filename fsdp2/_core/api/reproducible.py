@@ -1,4 +1,4 @@
-"""``reproducible``: the same bits on any number of ranks; ``mean_over_slots`` for logged values.
+"""``reproducible``: bitwise equal training on any number of ranks; ``mean_over_slots`` for logs.
 
 Checks the model, and defines the hooks that begin slots. ``params.slot_sums`` sums
 gradients within a rank, ``comm.tree_sum`` across ranks, and ``base.slot_clock`` counts slots.
@@ -59,8 +59,8 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
         optimizer.zero_grad()
 
     Gradients are summed in one binary tree over slot numbers: within a rank as slots complete, and
-    across ranks by an all-to-all and a local sum, which send the same number of bytes as a
-    reduce-scatter. Before that, a rank holds up to log2(slots per rank) + 1 unsharded gradients. Do
+    across ranks by an all-to-all, which sends the same number of bytes as a reduce-scatter, and a
+    local sum. Until then, a rank holds up to log2(slots per rank) + 1 unsharded gradients. Do
     not use ``set_requires_gradient_sync`` or ``no_sync``: this function controls gradient sync.
 
     The random numbers of a training forward (dropout) depend on ``seed``, the step number and the
@@ -111,7 +111,7 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
 
 
 def _data_of(groups: Sequence[ParamGroup]) -> DataMesh:
-    """Return the mesh of all groups; ConfigError if they have several meshes, or no parameters."""
+    """Return the mesh of all groups; ConfigError for several meshes, or without parameters."""
     if not groups:
         raise ConfigError("FS516", f"{WHO}: found no parameters. Pass the sharded model.")
     first = groups[0]
@@ -188,7 +188,7 @@ def _hook_of(group: ParamGroup) -> Compress | None:
         what = f"Compress({hook.dtype}) with error_feedback={hook.error_feedback}"
         what += f" and only_replicas={hook.only_replicas}"
     hint = "Use no hook, or Compress to torch.bfloat16 or 8 bits without these options."
-    _refuse(group.fqn, f"{what} sums its gradients, with rounding that depends on ranks", hint)
+    _refuse(group.fqn, f"{what} rounds gradient sums differently for each number of ranks", hint)
     return None
 
 
@@ -210,7 +210,7 @@ def _watch_optimizers() -> None:
 
 
 def _leave_fused(optimizer: Optimizer, *_: Any) -> None:
-    """Replace fused optimizer kernels on a CPU by foreach ones while a model is reproducible.
+    """Replace fused optimizer kernels on a CPU with foreach ones while a model is reproducible.
 
     Fused kernels compute the elements after a tensor's last full SIMD vector differently, and shard
     boundaries depend on the number of ranks (torch 2.11).
@@ -346,7 +346,7 @@ def mean_over_slots(model: nn.Module, values: Iterable[Tensor | float]) -> Tenso
     """Return the mean of one number per slot, such as a loss, bitwise equal on any number of ranks.
 
     Collective over the model's data-parallel ranks. The numbers are summed in fp64, in the same
-    binary tree over slots as gradients.
+    binary tree over slots as the gradients.
 
     Args:
         model: a model for which ``reproducible`` was called.
@@ -366,7 +366,7 @@ def mean_over_slots(model: nn.Module, values: Iterable[Tensor | float]) -> Tenso
     given = list(values) if isinstance(values, Iterable) else [values]
     if len(given) != len(clock.mine):
         expected = f"one number for each of {len(clock.mine)} slots"
-        raise wrong_value(who, "values", expected, f"{len(given)} of them")
+        raise wrong_value(who, "values", expected, f"{len(given)} numbers")
     device = next((value.device for value in given if isinstance(value, Tensor)), None)
     with torch.no_grad():
         found = [torch.as_tensor(v, dtype=torch.float64, device=device).reshape(()) for v in given]

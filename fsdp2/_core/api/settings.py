@@ -49,7 +49,7 @@ from fsdp2._core.params.param import check_unused
 
 
 def own_unit(module: object) -> Unit:
-    """Return a sharded module's unit. (A method could collide with a name in the user's class.)"""
+    """Return a sharded module's unit. (Not a method: its name could collide with a user's name.)"""
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     assert unit is not None
@@ -85,7 +85,7 @@ def sharded_units(
     if not units:
         hint = "Pass the sharded model."
         if any(isinstance(one, torch_modules.FSDPModule) for one in module.modules()):
-            hint = "torch's own was: use fsdp2.fully_shard, or call fsdp2.replace_torch() first."
+            hint = "Use fsdp2.fully_shard instead of torch's, or call fsdp2.replace_torch() first."
         raise ConfigError(
             "FS503",
             f"{who}: fully_shard was not applied to any module in the {class_name(module)}. {hint}",
@@ -132,8 +132,8 @@ class ControlSurface:
         """Set whether backward reduces gradients.
 
         With False, gradients accumulate in ``grad`` of the unsharded parameters, in the reduce
-        dtype. This takes memory for the unit's full gradients. The call also sets
-        ``set_requires_all_reduce`` to the same value. Units with ``shard="gradients"`` always
+        dtype. This takes memory for the unit's full gradients. The value also
+        applies to ``set_requires_all_reduce``. Units with ``shard="gradients"`` always
         reduce over the shard axis and defer only the all-reduce.
 
         Args:
@@ -258,8 +258,8 @@ class ControlSurface:
                 - ``"balanced"``, the default: prefetch one unit, with one reduction in flight;
                 - ``"fast"``: prefetch two units, with three reductions in flight. The large parts
                   of a root stay unsharded from forward to backward;
-                - a number of bytes: as much overlap as possible while unsharded parameters, their
-                  gradients and collective buffers fit in this size (if steps are similar).
+                - a number of bytes: an upper limit on unsharded parameters, their gradients and
+                  collective buffers (if steps are similar), within which overlap is maximized.
 
                 ``"low"`` and numbers make the host wait for the device after each backward.
 
@@ -288,8 +288,8 @@ class ControlSurface:
     def set_modules_to_forward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
         """Set the units that are gathered when the forward of this unit begins.
 
-        Default: the units that ran next in the previous step; ``set_memory`` determines their
-        number. An empty list disables prefetching.
+        Default: the units that ran after this one in the previous step; ``set_memory`` determines
+        their number. An empty list disables prefetching.
 
         Args:
             modules: sharded modules, in the order in which they are gathered.
@@ -370,7 +370,7 @@ class ControlSurface:
         configure(self, recurse, divide_by=divide_by)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether this unit's collectives only sum, with scaling in a separate kernel.
+        """Set whether this unit's collectives compute only sums, scaled by a separate kernel.
 
         By default, the backend computes means (``ReduceOp.AVG``) if it supports them.
 
@@ -385,7 +385,7 @@ class ControlSurface:
     ) -> None:
         """Set whether a parameter that no rank used gets a gradient of zeros instead of None.
 
-        Ranks may use different parameters of a unit in either case: every rank reduces all of them.
+        In either case, ranks may use different parameters of a unit, because all are reduced.
 
         Args:
             reduce_scatter_unused_params: True for zeros, False for None.
@@ -412,13 +412,13 @@ class ControlSurface:
                 rank's shard after the reduce-scatter and, with a replicate axis, the all-reduce.
                 The hook is called once per mesh of the unit's parameters. With a hook, a parameter
                 that no rank used gets a gradient instead of None. ``None`` removes the hook.
-            stream: the device stream to run the hook in (``torch.Stream``, ``torch.cuda.Stream``).
-                ``reduced`` stays allocated until the hook's work in that stream is complete. On a
+            stream: the device stream to run the hook on (``torch.Stream``, ``torch.cuda.Stream``).
+                ``reduced`` stays allocated until the hook's work on that stream is complete. On a
                 CPU the hook runs synchronously.
 
         Raises:
             ConfigError: ``hook`` is neither a function nor None; or ``stream`` is not a stream, or
-                was passed with a replicate axis (the hook then runs in the all-reduce's stream).
+                was passed with a replicate axis (the hook then runs on the all-reduce's stream).
         """
         who = "set_all_reduce_hook"
         if hook is not None and not callable(hook):
@@ -480,7 +480,7 @@ class ControlSurface:
             group.rewire()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether this unit's buffers come from the process group's own allocator, if any.
+        """Set whether this unit's buffers come from the process group's allocator, if it has one.
 
         Raises:
             ConfigError: ``enable`` is not a bool; or a custom collective has its own allocator.
@@ -519,7 +519,7 @@ class ControlSurface:
         """Set whether gradients are reduced over a separate process group.
 
         This allows an all-gather and a reduce-scatter to be in flight at the same time. Call it on
-        every rank. Units over the same ranks share one additional process group.
+        every rank. Units sharded over the same ranks share one additional process group.
 
         Args:
             enable: if False, reduce over the process group of the all-gathers again.
@@ -539,9 +539,9 @@ class ControlSurface:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many reductions may have input buffers at a time; overrides ``set_memory``.
+        """Set how many reductions may hold input buffers at a time; overrides ``set_memory``.
 
-        Any further reduction waits for the oldest one before it packs its gradients.
+        Any further reduction waits for the oldest one to complete before packing its gradients.
 
         Args:
             max_input_buffers: an int of at least 1.
@@ -570,8 +570,8 @@ class ControlSurface:
             min_bytes: size in bytes of the unsharded parameter in its compute dtype. ``None``: all
                 parameters of a unit share one collective, as with custom collectives. The default
                 on a CPU is 131072. On a device it is 524288 per rank for up to 64 ranks, 33554432
-                for up to 512, and 65536 per rank for more; in addition, each rank's shard must be a
-                multiple of 128 bytes, which NCCL transfers faster.
+                in total for up to 512, and 65536 per rank for more. Each rank's shard must also be
+                a multiple of 128 bytes, which NCCL transfers faster.
             recurse: also configure the units below this one.
 
         Raises:
@@ -607,8 +607,8 @@ class ControlSurface:
         if dtype is not None and not all(group.wire.scatters_zero_copy for group in groups):
             raise ConfigError(
                 "FS505",
-                "set_gradient_wire_dtype: found a custom reduce-scatter, or one with its own "
-                "allocator, which sends its input unchanged. Use one or the other.",
+                "set_gradient_wire_dtype: found a reduce-scatter that is custom or has its own "
+                "allocator, which sends its input unchanged. Use either that or a wire dtype.",
             )
         for group in groups:
             group.wire.gradient_dtype = dtype
@@ -665,7 +665,7 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
 
 
 def _flag(setter: str, value: object) -> bool:
-    """Check a setter's argument, whose name is the setter's without ``set_``."""
+    """Check a setter's argument, whose name is the setter's name without ``set_``."""
     return check_flag(setter, setter.removeprefix("set_"), value)
 
 
@@ -691,7 +691,7 @@ def refuse_layers(who: str, groups: Iterable[ParamGroup]) -> None:
                 "FS505",
                 f"{who}: {group.fqn or '<root>'} has {group.settings.sharding.name}, so its "
                 "gradients are scattered twice, over two process groups, which this call does not "
-                "support. Use one or the other.",
+                "support. Omit this call, or that argument of fully_shard.",
             )
 
 
@@ -699,8 +699,8 @@ def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:
     if any(group.wire.is_custom for group in groups):
         raise ConfigError(
             "FS505",
-            f"{name}: found a custom all-gather or reduce-scatter, with its own allocator. Use one "
-            "or the other.",
+            f"{name}: found a custom all-gather or reduce-scatter, which has its own allocator. "
+            "Omit either this call or the custom collective.",
         )
 
 
@@ -732,7 +732,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     The first backward after the context reduces the accumulated gradients of its root. (A root is a
     unit without an enclosing unit; if ``module`` has several roots, each needs such a backward.) An
-    optimizer step before that backward ignores the gradients, and warns. The context applies to the
+    optimizer step before that backward ignores the gradients and warns. The context applies to the
     ``backward()`` call, not to the forward. Gradients accumulate unsharded, in the reduce dtype, so
     each rank needs memory for the full gradients of the model. Units with ``shard="gradients"``
     still reduce over the shard axis and defer only the all-reduce. The context disables gradient

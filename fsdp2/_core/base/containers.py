@@ -76,7 +76,7 @@ def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     kept = {key: mapping[key] for key in changed}
     replaced = copy.copy(mapping)
     _set_items(replaced, changed)
-    if any(mapping[key] is not kept[key] for key in kept):  # the copy shares its items
+    if any(mapping[key] is not kept[key] for key in kept):  # the copy shares the original's items
         _set_items(mapping, kept)
         return {**mapping, **changed}
     return replaced
@@ -233,7 +233,7 @@ _LAZY = (FunctionType, MethodType, functools.partial, GeneratorType, *_ITERATORS
 
 
 def _kept_by(value: Any) -> list[Any]:
-    """Return what a function or generator refers to, or the remaining items of an iterator."""
+    """Return a function's or generator's referents, or the remaining items of an iterator."""
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__]

@@ -12,7 +12,7 @@ A message has three parts: the parameter or module, the value found, and the rem
 code such as ``[FS104]``, which ``fsdp2/_core/errors`` explains in more detail.
 
 [Note: a rank that is gone]
-A killed or stopped rank reports nothing; instead, the next collective on other ranks fails with a
+A killed or stopped rank cannot report an error; the next collective on other ranks fails with a
 backend error. The context ``carrying`` around collectives converts it to a ``LostRank``, to
 which callers add the parameter and the operation (``named``).
 """
@@ -73,7 +73,7 @@ class ConfigTypeError(ConfigError, TypeError):
 class StateError(FSDPError, RuntimeError):
     """A call is invalid at this time, or the ranks disagree. Also a ``RuntimeError``.
 
-    Each function documents whether anything was changed."""
+    The documentation of each function says whether anything was changed."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
@@ -329,6 +329,6 @@ def check_process_group(who: str, name: str, value: object) -> dist.ProcessGroup
 
 
 def translated(who: str, error: Exception) -> ConfigError:
-    """Convert an error that another library raised for arguments that we passed to it."""
+    """Convert an error that another library raised for arguments that we passed on."""
     kind = ConfigTypeError if isinstance(error, TypeError) else ConfigError
     return kind("FS103", f"{who}: {type(error).__name__}: {error}")

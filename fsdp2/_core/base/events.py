@@ -8,7 +8,7 @@ also needs to know when a collective completed, which units waited, and when a u
 A truth test for each of these would slow down every run. Instead, an observed object gets an
 instance attribute for each observed method, which shadows the class's method and is deleted
 afterwards. So these methods must be called through the object (``self.reduce(unit)``). Several
-observers may observe one object, and leave in any order. The latest observer is outermost.
+observers may observe one object, and be removed in any order. The latest one is outermost.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Both checks run before anything is changed. Contains no file or sharding code.
 
 [Note: what an optimizer keeps]
-For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter. Its
-state then has the expected fields, for any torch version. Steps of third-party classes may have
+For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter. The
+resulting state has the expected fields of the installed torch version. Third-party steps may have
 side effects, so the loaded state is compared with the optimizer's current state instead.
 """
 
@@ -42,8 +42,8 @@ def require_representable(
         if not same.all():
             raise ConfigError(
                 "FS603",
-                f"{what}: {name} is {dtype} in the model, which cannot represent the state's "
-                f"{piece[~same][0]} of {value.dtype}. Nothing was changed.",
+                f"{what}: {name} is {dtype} in the model, which cannot represent the value "
+                f"{piece[~same][0]} ({value.dtype}) of the state. Nothing was changed.",
             )
 
 
@@ -54,8 +54,8 @@ def check_state(
     names: Iterable[list[str]],
     state: Mapping[str, Any],
 ) -> None:
-    """Check an optimizer's state, by parameter name, possibly on meta. Raise ConfigError if it was
-    saved from another optimizer, or a shape is wrong. ``groups`` are the options that each param
+    """Check an optimizer's state (by parameter name; may be on meta). Raise ConfigError if it was
+    saved from another optimizer, or if a shape is wrong. ``groups`` are the options that each param
     group will have, and ``names`` the names of its parameters."""
     kinds: dict[str, Kept | None] = {}
     for group, own, current in zip(groups, names, optimizer.param_groups, strict=True):
@@ -165,7 +165,7 @@ def _kept_after_a_step(cls: type[Optimizer], group: Mapping[str, Any], dim: int)
             made = cls([param], **options)
             inspect.unwrap(cls.step)(made)  # bypasses hooks around steps
         found = made.state[param]
-    except Exception:  # invalid options; a closure or sparse gradients required
+    except Exception:  # invalid options, or the class requires a closure or sparse gradients
         return None
     return {key: _is_like(param, value) for key, value in found.items() if value is not None}
 

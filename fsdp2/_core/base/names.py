@@ -1,4 +1,4 @@
-"""Names of parameters and modules without wrappers, and text formatting for messages.
+"""Names of parameters and modules, with wrappers omitted, and text formatting for messages.
 
 Wrappers (activation checkpointing, the compiler, torch's FSDP1) are modules between a parent and
 its child, so their names appear in ``named_parameters()``. Torch's state dict helpers and the

@@ -1,4 +1,4 @@
-"""Asynchronous copies of parameters and states: later writes wait for their events.
+"""Asynchronous copies of parameters and states: later writes wait for the copies' events.
 
 [Note: a copy of the moment]
 A background save captures the state at the time of the call. On a device, the copies run on a
@@ -30,7 +30,7 @@ def note_copies(event: torch.Event) -> None:
 
 
 def wait_for_copies(*_: object) -> None:
-    """Order later work of the current stream after the copies. Also an optimizer pre-step hook."""
+    """Order later work of the current stream after the copies. Also runs as a pre-step hook."""
     for event in _Pending.events:
         event.wait()
     _Pending.events.clear()

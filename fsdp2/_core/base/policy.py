@@ -197,7 +197,7 @@ class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
     """Store shards, their gradients, and therefore the optimizer's states, in CPU memory.
 
     A group's shards are copied to the device before each all-gather, overlapping the compute of the
-    preceding unit. Its gradients are copied to the CPU after each reduction, before backward
+    preceding unit. The gradients are copied to the CPU after each reduction, before backward
     returns. On a CPU mesh, nothing is copied.
 
     Args:
@@ -246,7 +246,7 @@ class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
             plain data parallelism (DDP).
 
     Raises:
-        ConfigError: a name is not a string; both are empty; or a dim is in both.
+        ConfigError: a name is not a string; both arguments are empty; or a dim is in both.
 
     Source: the class of the same name in ``torch.distributed.fsdp``.
     """
@@ -315,8 +315,8 @@ class Whole:
     The parameter is stored on its *owner*, one rank of the shard axis; the shards of other ranks
     are empty. So optimizers that need full matrices (``fsdp2.optim.whole``) do not communicate it.
     Owners are chosen to balance bytes and a matrix optimizer's FLOPs over ranks, across all calls
-    on the same ranks. Forward and backward use the parameter as usual, under the same name. A
-    scalar or an empty parameter is placed as without ``Whole``. Requires torch 2.12 or later.
+    on the same ranks. Forward and backward use the parameter as usual, under the same name. For
+    scalars and empty parameters, ``Whole`` has no effect. Requires torch 2.12 or later.
 
     ``fully_shard`` raises ``ConfigError`` if the owner is not on the axis, or if
     ``reshard_after_forward`` is an int. ``fsdp2.compile``, custom collectives and communication
@@ -336,14 +336,14 @@ class Aligned:
     """Shard a parameter only at block boundaries. Return it from ``shard_placement_fn``.
 
     Quantised weights and 8-bit optimizer states have a scale per block of elements, and a shard
-    that splits a block gets different scales than the full parameter. Here, each rank's rows along
+    that splits a block gets different scales than the full parameter. So each rank's rows along
     ``dim`` begin at a multiple of ``multiple_of``, and only the last block may be shorter. Ranks
     have equal numbers of blocks; remaining blocks are assigned one by one to the ranks with the
     fewest bytes so far, across all calls on the same ranks. Uneven shards are stored and sent
     without padding to the largest one.
 
     If ``torch.chunk`` splits no block, this is the same as ``Shard(dim)``. Otherwise the limits of
-    ``Whole`` apply: it requires torch 2.12 or later; ``fsdp2.compile``, custom collectives,
+    ``Whole`` apply: torch 2.12 or later is required, and ``fsdp2.compile``, custom collectives,
     communication hooks, an int for ``reshard_after_forward`` and tensor parallelism on the same
     ``dim`` raise an error that names the parameter.
 
@@ -565,7 +565,7 @@ class Precision:
         return True
 
     def outdate(self) -> None:
-        """Replace the policy by an equal copy, so that recorded calls no longer match."""
+        """Replace the policy with an equal copy, so that recorded calls no longer match."""
         self.policy = dataclasses.replace(self.policy)
 
 

@@ -50,7 +50,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
-    """Return a file's contents; OSError also if it has over ``most`` bytes or is mostly holes."""
+    """Return a file's contents; OSError also if it exceeds ``most`` bytes or is mostly holes."""
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:
@@ -61,7 +61,7 @@ def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
 
 
 def is_hollow(found: os.stat_result) -> bool:
-    """Return True if a large file is mostly holes; False if the system reports no blocks."""
+    """Return True if a large file is mostly holes; False if the system does not report blocks."""
     held = getattr(found, "st_blocks", 0) * 512
     return found.st_size > SOLID_NBYTES and 0 < held * HOLES < found.st_size
 

@@ -1,4 +1,4 @@
-"""Compute the rows of a dim that each rank of an axis has, with integer arithmetic only.
+"""Compute the rows of a dim that each rank of an axis stores, with integer arithmetic only.
 
 There are two rules: *chunks*, as in DTensor's ``Shard``, and a *deal* of whole blocks, for
 ``fsdp2.Whole`` and ``fsdp2.Aligned``. Contains no tensor or mesh code.
@@ -13,9 +13,9 @@ EVERYTHING = 2**62  # a block size that covers a dim of any length
 
 @dataclass(frozen=True)
 class Deal:
-    """A distribution of whole blocks of rows to the places (ranks) of an axis. All places have the
-    same number of blocks of ``block`` rows; remaining blocks go one by one to the place ``first``
-    and those after it, with wraparound. Blocks of a place are adjacent, and places are in order.
+    """A distribution of whole blocks of rows to the places (ranks) of an axis. Each place gets the
+    same number of blocks of ``block`` rows; any remaining blocks go one by one to place ``first``
+    and the places after it, cyclically. A place's blocks are adjacent, and places are in order.
     The last block may be shorter. ``ends``, if any, lists the end row of each place instead."""
 
     block: int

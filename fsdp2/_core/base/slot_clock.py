@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 clocks: weakref.WeakKeyDictionary[nn.Module, SlotClock] = weakref.WeakKeyDictionary()
-"""Clocks of reproducible models. While there are any, norms are summed exactly."""
+"""Clocks of reproducible models. While any exist, norms are summed exactly."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class State:
         """Parse the result of ``SlotClock.packed``.
 
         Raises:
-            ValueError: the value has another format.
+            ValueError: the value has an invalid format.
         """
         if not isinstance(kept, bytes):
             raise ValueError("the state of slots is invalid")

@@ -1,6 +1,6 @@
-"""Private torch API for autograd: the running backward, hooks on parameters, versions.
+"""Private torch API for autograd: the running backward, hooks on parameters, version counters.
 
-Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
+Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def nodes_between(first: int, last: int, node: Any, owner: object) -> Iterator[A
 
 
 def node_before(number: int, tensor: torch.Tensor) -> Any:
-    """Return the first node in a tensor's history below a sequence number, or None."""
+    """Return the first node in a tensor's history whose number is below ``number``, or None."""
     node = tensor.grad_fn
     while node is not None and age_of(node) >= number:
         node = node.next_functions[0][0] if node.next_functions else None
@@ -108,7 +108,7 @@ packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks
 def without_packing() -> Iterator[None]:
     """Temporarily pop all saved-tensor hooks. A ``Work`` captures the state of the issuing thread,
     including these hooks, which own a graph. Gloo's thread releases a ``Work`` only some time after
-    completion. Until then the graph would stay alive, and that thread might free user hooks."""
+    completion. Until then the graph would stay alive, and gloo's thread might free user hooks."""
     autograd: Any = torch._C._autograd  # the type stub lacks some names
     hooks = []
     while (top := packing_hooks(False)) is not None:
@@ -135,7 +135,7 @@ def stop_packing(pack: Callable[..., Any]) -> None:
 
 
 def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
-    """Return True if new saved-tensor hooks would shadow none, or those that pack with ``own``."""
+    """Return True if new saved-tensor hooks would shadow none, or only those that call ``own``."""
     if not packing_is_enabled():
         return False
     top = packing_hooks(False)

@@ -1,6 +1,6 @@
 """Private torch API for collectives and the memory of their backends.
 
-Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
+Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
     """Return True if gloo runs a group's collectives for a device type. On a device, gloo supports
-    only some operations. In the others it accesses tensors as host memory: sends, receives and
+    only some operations. Other operations access tensors as host memory: sends, receives and
     functional collectives kill the process (torch 2.11.0)."""
     backends = _backends.get(group)
     if backends is None:
@@ -59,7 +59,7 @@ def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dis
       ranks are in different numbers of groups, they wait for each other under different names and
       deadlock. So we name it by its ranks and the number of earlier groups of exactly these ranks.
     - If the world is bound to a device (``init_process_group(device_id=...)``), torch splits the
-      world's communicator, which is collective over the world. So we temporarily unbind the world,
+      world's communicator, and splitting is collective over the world. So we unbind the world,
       and the new group gets a separate communicator."""
     world = dist.group.WORLD
     assert world is not None
@@ -146,7 +146,7 @@ EXIT_PAUSE_S = 0.02
 @functools.cache
 def pause_at_exit() -> None:
     """Pause at exit, so that a backend's threads can release their tensors. A gloo thread releases
-    those of its last collective after reporting completion, and needs the GIL to do so. If the
+    the last collective's tensors after reporting completion, and needs the GIL to do so. If the
     interpreter is already finalizing (Python before 3.14), the process aborts with ``terminate
     called without an active exception``. torch's DTensor caches keep the group's threads alive."""
     atexit.register(time.sleep, EXIT_PAUSE_S)

@@ -1,6 +1,6 @@
 """Private torch API for the compiler: functions that it may trace, and graphs that it creates.
 
-Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
+Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -209,13 +209,13 @@ def has_effects(node: torch.fx.Node) -> bool:
 
 
 def switches_gradients(node: torch.fx.Node) -> bool:
-    """Return True if a node of a traced graph switches gradient recording."""
+    """Return True if a node of a traced graph enables or disables gradient recording."""
     name = getattr(node.target, "__name__", "")
     return name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 def switches_off(node: torch.fx.Node) -> bool:
-    """Return True if a node that switches gradient recording disables it."""
+    """Return True if a node for which ``switches_gradients`` is true disables recording."""
     name, args = getattr(node.target, "__name__", ""), node.args
     return args[0] is False if name == "_set_grad_enabled" else name == "_enter_inference_mode"
 
@@ -244,6 +244,6 @@ def switches_of_steps() -> AbstractContextManager[Any]:
 
 def recompute_in_backward(node: torch.fx.Node) -> None:
     """Mark a node for recomputation with the tags of selective checkpointing. Its region number is
-    above those of the user, because tensors used in a later region would be saved instead."""
+    above the user's numbers, because tensors used in a later region would be saved instead."""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30

@@ -68,8 +68,8 @@ class Dealt(Shard):
     def __hash__(self) -> int:
         raise UnsupportedError(
             "FS232",
-            f"{self!r}: torch computes with a DTensor that {self.deal.asked_by}, created by "
-            "torch's own functions (from_local). Pass them other placements, such as Shard(0).",
+            f"{self!r}: torch's own functions (from_local) created a DTensor that "
+            f"{self.deal.asked_by}. Pass them other placements, such as Shard(0).",
         )
 
     def __repr__(self) -> str:
@@ -243,7 +243,7 @@ class DealtTensor(DTensor):
         return is_there and other.shape == self.shape and are_same(mine.placements, its.placements)
 
     def _made(self, local: Tensor) -> DealtTensor:
-        """Wrap a local tensor, possibly of another dtype, in this tensor's placement."""
+        """Wrap a local tensor, possibly of another dtype, with this tensor's placement."""
         spec, old = self._spec, self._spec.tensor_meta
         assert old is not None
         if local.dtype != old.dtype:
@@ -271,7 +271,7 @@ class DealtTensor(DTensor):
         return rows_of(length, mesh.size(self.axis), place, placement.deal)
 
     def replicated(self) -> DTensor:
-        """Return the tensor replicated over its axis, unchanged on the others. Collective."""
+        """Return the tensor replicated over its axis, with other axes unchanged. Collective."""
         spec = self._spec
         assert spec.tensor_meta is not None
         placements = [Replicate() if isinstance(p, Dealt) else p for p in spec.placements]
@@ -280,7 +280,7 @@ class DealtTensor(DTensor):
         return DTensor(local, made, requires_grad=False)
 
     def rows_of(self, value: object) -> Any:
-        """Return this rank's part of another operand of an operation on this tensor."""
+        """For an operation on this tensor, return this rank's part of another operand."""
         if not isinstance(value, Tensor):
             return value
         adopt(value)
@@ -398,7 +398,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _Replicate(torch.autograd.Function):
-    """Replicate a tensor. All ranks must then compute the same, as with torch's ``Replicate``."""
+    """Replicate a tensor. Ranks must then compute equal results, as with torch's ``Replicate``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DealtTensor) -> DTensor:
@@ -599,7 +599,7 @@ def _of_lists(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a list operation, grouped by the placement of the written or the first dealt tensors."""
+    """Run a list operation by groups of entries whose written or dealt tensors share a key."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
     count = len(lists[0])
     for one in lists:
@@ -672,7 +672,7 @@ def _of_one_key(
     if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
         mesh = likes[0]._spec.mesh
         for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:  # all ranks skip a step, or none does
+            if mesh.size(axis) > 1:  # either all ranks skip the step, or none does
                 dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if found is None or func._schema.is_mutable:
         return None

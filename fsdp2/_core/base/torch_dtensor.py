@@ -1,6 +1,6 @@
 """Private torch API for DTensors: their parts, their specs, and meshes.
 
-Each name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
+Comments say why each name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 
 [Note: annotated parameters]
 A plain parameter may be annotated on each axis of a mesh: R (all ranks have equal values but
@@ -79,7 +79,7 @@ _specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDict
 
 def new_dtensor(local: Tensor, spec: DTensorSpec, like: Tensor | None = None) -> DTensor:
     """Wrap a local tensor; the caller guarantees its shape. ``like`` (same shape, dtype and device,
-    but offset 0) replaces it in the wrapper's metadata, because torch cannot copy or pickle a
+    but offset 0) replaces ``local`` in the metadata, because torch cannot copy or pickle a
     wrapper with an offset. For the compiler, see [Note: fake wrappers]."""
     is_dealt = Dealt.was_made and dealt_axis(spec.placements) is not None
     kind: Any = DealtTensor if is_dealt else DTensor
@@ -367,7 +367,7 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
 
 
 def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
-    """Make the type checker skip functions that move shards, if it supports that (0.3)."""
+    """Make the ``spmd_types`` checker skip functions that move shards, if it can (0.3)."""
     register = getattr(_package(), "register_no_typecheck", None)
     if register is not None:
         for function in functions:

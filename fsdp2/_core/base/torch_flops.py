@@ -1,6 +1,6 @@
 """Private torch API for the cost of operations, used by plans of a step.
 
-Each private name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0. This is
+Comments say why each private name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0. This is
 a separate file because training programs do not need torch's table of costs.
 """
 
@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 
 def _of_attention(count: Callable[..., float], first: int) -> Callable[..., float]:
-    """Extend an attention FLOP counter to fewer key and value heads than query heads, counted as
-    repeated. (In torch 2.11 they raise an error.) Query, key and value start at index ``first``."""
+    """Make an attention FLOP counter accept fewer key and value heads than query heads, and count
+    them as repeated (torch 2.11 raises an error). Query, key and value start at index ``first``."""
 
     def counted(*args: Any, **kwargs: Any) -> float:
         query, *rest = args[first : first + 3]
@@ -44,7 +44,7 @@ for _kind in _KINDS:
     FLOPS[getattr(aten, f"_scaled_dot_product_{_kind}_backward")] = _backward
 
 VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
-"""A view op whose schema is not that of a view; of these, the only one without a public name."""
+"""A view op whose schema is not that of a view; the only such op without a public name."""
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Private torch API for modes and transforms that a forward may run under.
 
-Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
+Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ dual_level: Callable[[Any], int] = attrgetter("_current_level")
 
 
 def is_under_transforms() -> bool:
-    """Return True if tensors may have layers: functorch's wrappers, dual numbers."""
+    """Return True if tensors may have layers (functorch wrappers, dual numbers)."""
     return transforms_are_active() or dual_level(forward_ad) >= 0
 
 

@@ -1,7 +1,7 @@
 """Private torch API for modules, and for other software's queries about them.
 
-The only file that imports the public names of torch's own FSDP2, for isinstance checks. Each
-private name documents why it is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
+The only file that imports the public names of torch's own FSDP2, for isinstance checks. Comments
+say why each private name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fsdp2._core.base.errors import ConfigError
 if TYPE_CHECKING:
 
     class FSDPState:
-        """Torch's class, which torch's getters check for. We inherit nothing from it."""
+        """Torch's class, which torch's getters check for. We use none of its attributes."""
 else:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
@@ -69,7 +69,7 @@ except ImportError:
 
 HOMES = (
     "torch.distributed.fsdp",
-    "torch.distributed.fsdp._fully_shard",  # from which the one above imports them
+    "torch.distributed.fsdp._fully_shard",  # the module above imports them from this one
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
@@ -91,7 +91,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def name_of_class_policy(policy: object) -> str | None:
-    """Return the name of an FSDP1 policy that picks modules by class; None for others."""
+    """Return the name of an FSDP1 policy that picks modules by class; None for other policies."""
     if isinstance(policy, ModuleWrapPolicy):
         return "ModuleWrapPolicy"
     if getattr(policy, "func", None) is transformer_auto_wrap_policy:  # a functools.partial
@@ -132,7 +132,7 @@ def register_composable_name(module: nn.Module, name: str) -> None:
 
 def register_torch_state(module: nn.Module, state: FSDPState) -> None:
     """Make torch's getters return ``state``: ``fully_shard.state(module)``, which looks up the
-    function that the decorator ``contract`` wrapped, and two private ones. Programs call
+    function that the decorator ``contract`` wrapped, and two private getters. Programs call
     ``_get_module_state`` and ``_get_module_fsdp_state`` (which returns only an ``FSDPState``) to
     check whether a module is already sharded."""
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
@@ -156,7 +156,7 @@ def forget_composable_names(state: dict[str, Any]) -> None:
 
 
 def mesh_info(mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None) -> Any:
-    """Describe a mesh in torch's FSDP2 classes: the role of each dim, with sizes and groups."""
+    """Describe a mesh by torch's FSDP2 class for it: the role, size and group of each dim."""
     if shard_dim is None:
         return DDPMeshInfo(mesh, replicate_mesh_dim=replicate_dim)
     if replicate_dim is None:

@@ -1,6 +1,6 @@
-"""Private torch API for tensors as memory and in files, and kernels for lists of tensors.
+"""Private torch API for the memory of tensors, tensors in files, and kernels for lists of tensors.
 
-Each name documents why it is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
+Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A storage's number, for ``use_count``; constant during the lifetime of the storage."""
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""Number of tensors and objects that share the storage with this ``number_of``."""
+"""Number of tensors and objects that share the storage whose ``number_of`` is passed."""
 
 
 def clamped_quotients(

@@ -1,6 +1,6 @@
 """Warnings: all ranks issue a warning, but only one rank shows it.
 
-Rank 0 shows all warnings that it issues. Another rank shows only those that rank 0 does not issue,
+Rank 0 shows all warnings that it issues. Other ranks show only those that rank 0 does not issue,
 such as a warning about one stage of a pipeline. All ranks still issue it: if filters turn warnings
 into errors, every rank must raise, or ranks would wait for each other. A program that records
 warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces ``warnings.showwarning``
@@ -37,7 +37,7 @@ _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
     """Like ``warnings.warn``, but shown by only one of the ranks that pass the same text. Waits at
-    most ``PATIENCE_S`` for others. The warning points to the calling line of user code."""
+    most ``PATIENCE_S`` for rank 0. The warning points to the calling line of user code."""
     message, level = coded(code, text), _level_outside()
     if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
@@ -62,7 +62,7 @@ def _level_outside() -> int:
 
 
 def _has_filter(message: str, category: type[Warning]) -> bool:
-    """Return True if the program has a filter for a warning; Python's defaults match none."""
+    """Return True if the program has a filter for a warning; Python's defaults do not match."""
     return any(
         issubclass(category, of) and (text is None or text.match(message))
         for _, text, of, _, _ in warnings.filters
