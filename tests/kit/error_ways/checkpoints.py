@@ -564,7 +564,7 @@ def _(mended: bool) -> None:
         weights.Receiver(text[0], 0).receive(dist.group.WORLD)
 
 
-@way("FS636", "an update in the background failed", alone=True)
+@way("FS636", "a background update failed", alone=True)
 def _(mended: bool) -> None:
     spec = weights.Spec((2, 2), torch.float32, [weights.Box("weight", (0, 0), (2, 2))])
     plan = weights.plan(nn.Linear(2, 2), [{"there": spec}])
