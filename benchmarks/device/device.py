@@ -2,7 +2,7 @@
 
     scripts/bench device                         the whole table, in four minutes
     scripts/bench device --cases "8B, 8 ranks"   those whose names contain this
-    scripts/bench device --pages FOLDER          a page with the time line of each library, a case
+    scripts/bench device --pages FOLDER          a page with the timeline of each library, a case
     scripts/bench device --check                 the clock itself: delays that are planted in it
 
 No kernel runs: shapes are computed, streams and events are the simulated device's, and time is what
@@ -340,7 +340,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
 if __name__ == "__main__":
     parser = make_parser("device", __doc__)
     parser.add_argument("--cases", nargs="*", help="parts of the names of cases; all, if not given")
-    parser.add_argument("--pages", type=Path, help="a folder for pages with time lines")
+    parser.add_argument("--pages", type=Path, help="a folder for pages with timelines")
     parser.add_argument("--check", action="store_true", help="check the clock instead")
     parser.add_argument("--straggler-us", type=float, default=0.0, help="how late other ranks are")
     run("device", __doc__, measure, parser)

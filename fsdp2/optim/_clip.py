@@ -83,7 +83,7 @@ def _clip(
     foreach: bool | None,
 ) -> Tensor:
     unique = _unique(parameters)
-    max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a number of at least 0", 0.0)
+    max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a non-negative number", 0.0)
     given: Any = norm_type  # torch also accepts strings
     order = (
         float(given)

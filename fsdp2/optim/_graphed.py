@@ -71,7 +71,7 @@ def graphed(
     units = sharded_units("graphed", "model", model)
     check_function("graphed", "loss", loss)
     if max_norm is not None:
-        max_norm = check_number("graphed", "max_norm", max_norm, "a number of at least 0", 0.0)
+        max_norm = check_number("graphed", "max_norm", max_norm, "a non-negative number", 0.0)
     check_count("graphed", "warmup", warmup)
     check_count("graphed", "max_captures", max_captures, 0)
     groups = [group for unit in units for group in unit.own_groups]

@@ -29,10 +29,10 @@ Cost = Callable[[tuple[int, ...]], float]
 
 
 def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
-    """Return the cost of a matrix. Raise ConfigError unless it is a number of at least 0."""
+    """Return the cost of a matrix. Raise ConfigError unless it is a non-negative number."""
     found = cost(shape)
     if not isinstance(found, int | float) or not 0 <= found < math.inf:
-        raise wrong_value(who, f"the cost of {shape}", "a number of at least 0", found)
+        raise wrong_value(who, f"the cost of {shape}", "a non-negative number", found)
     return float(found)
 
 

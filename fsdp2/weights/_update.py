@@ -475,7 +475,7 @@ class Receiver:
             own = values["of"][str(index)]
             assert values["format"] == FORMAT
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            expected = f"the result of Plan.to_json() with engine rank {index}"
+            expected = f"a result of Plan.to_json() that includes engine rank {index}"
             raise wrong_value("Receiver", "text", expected, text) from error
         self.version = 0
         self.tensors: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Promise: a plan's time line is what its operations, its bytes and their order make it."""
+"""Promise: a plan's timeline is what its operations, its bytes and their order make it."""
 
 from __future__ import annotations
 

@@ -619,7 +619,7 @@ def test_what_a_class_must_not_do() -> None:
     with pytest.raises(fsdp2.ConfigError, match="expected 'cls' to be Counts, the optimizer's"):
         optimizer.add_param_group(extra)
     negative = fsdp2.optim.whole(Factors, model.parameters(), owners=lambda shape: -1.0)
-    with pytest.raises(fsdp2.ConfigError, match=r"the cost of \(.*at least 0, found -1.0"):
+    with pytest.raises(fsdp2.ConfigError, match=r"the cost of \(.*non-negative number, found -1.0"):
         train_on(model, negative)
 
 

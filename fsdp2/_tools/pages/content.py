@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COMPUTE, GATHER, REDUCE = LANES = ("compute", "gathers", "reductions")
-"""Lanes of a time line."""
+"""Lanes of a timeline."""
 KINDS = (
     "parameters",  # sharded and unsharded parameters
     "optimizer state",
@@ -93,7 +93,7 @@ class MemoryTab:
 
 @dataclass(frozen=True)
 class Span:
-    """A span of time, in seconds from the time line's start. ``cause``: the reason for a gap in a
+    """A span of time, in seconds from the timeline's start. ``cause``: the reason for a gap in a
     lane; empty for work. ``nbytes`` and ``note`` are shown in a tooltip."""
 
     lane: str

@@ -1,4 +1,4 @@
-"""Machines for the time lines of plans: ``Hardware`` describes one, ``hardware.json`` lists known
+"""Machines for the timelines of plans: ``Hardware`` describes one, ``hardware.json`` lists known
 ones with their sources, and ``measure`` measures the current one."""
 
 from __future__ import annotations

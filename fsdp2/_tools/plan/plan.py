@@ -123,7 +123,7 @@ class Plan(Prediction):
         return page_of(self, steps, self.advice(budget), limit, verdict)
 
     def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
-        """Write an HTML page: units, memory over a step by setting, time line, advice.
+        """Write an HTML page: units, memory over a step by setting, timeline, advice.
 
         The page is one file, which needs neither a server nor a network, and is written atomically.
         Call this on one rank only, because ranks that use the same path replace each other's page.

@@ -338,5 +338,5 @@ def refuse_for_sharded(given: Mapping[str, object]) -> None:
         raise ConfigError(
             "FS905",
             f"plan: found {', '.join(names)} with an already sharded model, whose units, mesh and "
-            "policies are fixed. Omit these arguments, or pass the model before fully_shard.",
+            "policies are fixed. Omit these arguments, or pass the unsharded model.",
         )

@@ -122,7 +122,7 @@ class StepPlan:
       step (0 without an optimizer).
     - ``host_nbytes``: host memory for offloaded activations and states.
 
-    ``seconds`` is the duration of the complete step, and ``spans`` its time line; without hardware
+    ``seconds`` is the duration of the complete step, and ``spans`` its timeline; without hardware
     they are None and empty. ``product_seconds`` is the time of the matmuls in forward and backward,
     except recomputed ones, at the machine's peak (even if the machine was ``scaled``), or 0 without
     hardware. ``tokens`` is the number of tokens in one rank's batch: the elements of its first

@@ -44,7 +44,7 @@ def caused(delays: Iterable[Delay]) -> Counter[tuple[str, str]]:
 
 def blamed(span: Span, rank: int, delays: Sequence[Delay], start: int) -> Span:
     """Return a wait of ``rank``, with the late rank in its cause if a rank was late. ``start`` is
-    the origin of the time line, in nanoseconds on the clock of the delays."""
+    the origin of the timeline, in nanoseconds on the clock of the delays."""
     if not span.cause or span.end <= span.begin:
         return span
     for delay in delays:

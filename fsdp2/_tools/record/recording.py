@@ -51,7 +51,7 @@ def record(
 
     Each recording rank writes ``rank<N>.jsonl`` into the folder ``path``. Nothing is communicated,
     so ranks may record at different times. ``fsdp2.read_recordings(path)`` reads all files. While a
-    ``torch.profiler`` runs, units and collectives appear as ranges on its time line.
+    ``torch.profiler`` runs, units and collectives appear as ranges on its timeline.
 
     On a device, times come from events in its streams. No step waits for these events, so
     ``steps`` and ``scalars`` are one or two steps late. The host waits for the device when a

@@ -183,7 +183,7 @@ class Recordings:
         """Return the contents of ``html`` as plain values, for programs that draw them differently.
 
         Args:
-            step: the step whose time line and memory are shown, by default the last complete one.
+            step: the step whose timeline and memory are shown, by default the last complete one.
             planned: the result of ``Plan.planned()``, to be drawn over the measurements.
 
         Raises:

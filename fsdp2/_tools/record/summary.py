@@ -1,4 +1,4 @@
-"""A page's facts, memory, time lines and tables from recordings; for advice see ``bounds``."""
+"""A page's facts, memory, timelines and tables from recordings; for advice see ``bounds``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page(aligned: Aligned, step: int | None, planned: Planned | None) -> content
     files = aligned.files
     header = files[0].header
     bounds = find_bounds(aligned)
-    which = "no complete step" if step is None else f"time lines and memory of step {step}"
+    which = "no complete step" if step is None else f"timelines and memory of step {step}"
     return content.Page(
         title=f"Recording of {header['model']}",
         subtitle=(
