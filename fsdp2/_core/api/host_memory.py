@@ -45,8 +45,10 @@ class HostMemory:
             self._free[outgrown].pop()
             self.nbytes -= outgrown
         self.nbytes += size
-        data = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return HostBuffer(size, data)
+        return HostBuffer(size, self._allocate(size))
+
+    def _allocate(self, nbytes: int) -> Tensor:  # plans override it
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give(self, buffer: HostBuffer) -> None:
         """Return a buffer to the pool; see [Note: who may use a host buffer]."""
