@@ -535,7 +535,7 @@ def test_a_plain_root_is_told_too_where_its_units_whole_tensors_go(world_size: i
     root = nn.ModuleDict({n: nn.ModuleDict({"net": seeded(Net, 2)}) for n in "ab"})
     fsdp2.fully_shard(root["b"]["net"], mesh=make_mesh(world_size))
     before = {name: whole(value).clone() for name, value in root["b"].named_parameters()}
-    said = r": b\.net\.[\w.]+ is .*load_full_state.*before it"
+    said = r": b\.net\.[\w.]+ is .*load_full_state.*before this"
     with pytest.raises(fsdp2.ConfigError, match=said):
         root.load_state_dict(plain)
     for name, value in root["b"].named_parameters():

@@ -190,7 +190,7 @@ def test_a_planted_fault_is_named(fault: str, tmp_path: Path, rank: int) -> None
     found = verdicts_of(file)
     assert found[name][0] == status
     assert words in found[name][1]
-    assert ("a divisor" in found[name][1]) == (fault == "divide_factor")
+    assert ("wrong divisor" in found[name][1]) == (fault == "divide_factor")
     assert found["checkpoint"][0] == OK or fault == "corrupting_comm"  # it went on
 
 

@@ -350,7 +350,7 @@ def test_shard_model_says_of_which_unit_an_error_is() -> None:
     with refused(fsdp2.ConfigError, "blocks.1: fully_shard: expected reshard", unchanged=model):
         fsdp2.wrap.shard_model(model, policy)
     lazy = nn.Sequential(nn.Sequential(nn.LazyLinear(3)))
-    with refused(fsdp2.ConfigError, "shard_model: 0: 0.weight: has no shape"):
+    with refused(fsdp2.ConfigError, "shard_model: 0: 0.weight has no shape"):
         fsdp2.wrap.shard_model(lazy, {nn.Sequential})
 
 
