@@ -6,6 +6,7 @@ The agents start the ranks again when the link is whole; training goes on from t
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -114,7 +115,8 @@ def test_a_link_is_cut_in_the_middle_of_a_step(how: str, tmp_path: Path) -> None
     assert sorted(error["host"] for error in errors) == ["A", "A", "B", "B"]
     for error in errors:  # of the unit, and of the link
         assert error["name"] == "StateError"
-        assert error["text"].startswith("0 (reduce-scatter): another rank did not take part: ")
+        # which unit's reduction was in flight depends on the machine
+        assert re.match(r"\d \(reduce-scatter\): another rank did not take part: ", error["text"])
         assert "or the link to it " in error["text"]
     steps = [event for event in happened if event["event"] == "step"]
     again = [step for step in steps if step["at"] > mended_at]
