@@ -55,5 +55,5 @@ with fsdp2.debug.record_bits(model, folder) as bits:
         optimizer.zero_grad()
         mean = fsdp2.mean_over_slots(model, losses)
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {mean.item().hex()}")
+            print(f"step {step}: loss {mean.item():.4f}")
 dist.destroy_process_group()
