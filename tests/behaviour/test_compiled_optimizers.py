@@ -285,7 +285,9 @@ def test_every_kind_of_parameter(case: str) -> None:
 @ranks(2, limit_s=300)
 def test_other_ways_to_compile_a_step(backend: str, dynamic: bool | None) -> None:
     case = FEW_ODD if dynamic else ODD
-    train_compiled_steps(Twins(case, torch.optim.AdamW, backend, dynamic=dynamic))
+    # a rate that earlier tests of this process changed may be symbolic, which AOT cannot trace
+    with torch._dynamo.config.patch(specialize_float=True):
+        train_compiled_steps(Twins(case, torch.optim.AdamW, backend, dynamic=dynamic))
 
 
 @ranks(slow(4), limit_s=300)
