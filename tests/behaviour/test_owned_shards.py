@@ -492,7 +492,7 @@ def test_what_is_not_for_owned_parameters_is_told() -> None:
 
 @ranks(4)
 def test_a_smaller_mesh_cannot_keep_owned_parameters() -> None:
-    with pytest.raises(ConfigError, match="weight is stored on one rank .*, so"):
+    with pytest.raises(ConfigError, match=r"weight is stored on one rank .*, so"):
         fsdp2.fully_shard(
             nn.Linear(3, 5), mesh=make_mesh(), shard_placement_fn=matrices, reshard_after_forward=2
         )
