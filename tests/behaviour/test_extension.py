@@ -321,7 +321,7 @@ def test_a_custom_all_gather() -> None:
 
 
 class Rounded(Dense):
-    """What a gather in bf16 means, in one process."""
+    """Compute with parameters rounded to bf16, as after a gather in bf16, in one process."""
 
     def __init__(self, middle: int) -> None:
         super().__init__(middle, None)

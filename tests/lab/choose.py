@@ -35,8 +35,7 @@ from tests.sim._faults import FAULTS
 ROOT = Path(__file__).parents[2]
 DETECTORS = Path(__file__).with_name("detectors.json")
 BUDGET_S = 370.0
-"""CPU seconds of all default tests, measured while the suite ran as it usually does: several tests
-in flight on two cores (docs/testing.md)."""
+"""CPU seconds of all default tests, as measured with several tests in flight (docs/testing.md)."""
 LONGEST_S = 8.0
 """A longer test is never chosen: it is for the pool."""
 FREE_S = 0.02

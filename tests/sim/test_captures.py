@@ -41,7 +41,7 @@ def finished() -> None:
 
 
 class Acts:
-    """What a program may not do while a stream captures, each with a word of the error."""
+    """Operations that are not allowed during capture, each with a word of its error."""
 
     def __init__(self) -> None:
         self.x = numbers(13)

@@ -76,7 +76,7 @@ def test_a_step_is_captured_a_few_times_and_then_stays_eager(rank: int, world_si
 def test_several_tensors_may_come_back_and_batches_come_from_the_host(
     rank: int, world_size: int
 ) -> None:
-    """What a step returned stays, though replays write to the same memory."""
+    """A result stays valid although later replays write to the same memory."""
     model = sharded(rank, world_size)
 
     def both(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
