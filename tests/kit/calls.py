@@ -392,7 +392,7 @@ RECEIVERS: dict[type, Callable[[World], object]] = {
     weights.Files: lambda w: w.files(),
     weights.Plan: lambda w: w.engine_plan(),
     weights.Receiver: lambda w: weights.Receiver(w.engine_plan().to_json(), 0),
-    weights.SendHandle: lambda w: w.engine_plan().send(weights.Files("engine"), background=True),
+    weights.SendHandle: lambda w: w.engine_plan().send(w.files(), background=True),
     LocalOptimizer: lambda w: w.optimizer,
 }
 
