@@ -29,6 +29,7 @@ from fsdp2._core.base.policy import (
     OffloadPolicy,
     Overlap,
     Precision,
+    Prefetch,
     Settings,
     Sharding,
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2._core.api.settings import ControlSurface
+from fsdp2._core.base.policy import Prefetch
 from fsdp2._core.engine.tree import unit_of
 from tests.kit.parity import Pair, assert_sharded, make_mesh
 from tests.kit.pool import ranks
@@ -110,13 +111,14 @@ def settings_of(model: Any) -> list[Any]:
         if unit is None:
             continue
         names = {id(unit_of(part)): n for n, part in model.named_modules()}
+        lists = unit.settings.prefetch
         ahead = [
             None if units is None else [names[id(other)] for other in units]
-            for units in (unit.settings.forward_prefetch, unit.settings.backward_prefetch)
+            for units in (lists.forward, lists.backward)
         ]
         for group in unit.own_groups:
             wire = group.wire
-            settings = replace(unit.settings, forward_prefetch=None, backward_prefetch=None)
+            settings = replace(unit.settings, prefetch=Prefetch())
             found.append([name, settings, *ahead, type(wire.gather), type(wire.scatter)])
             found[-1] += [wire.sum_replicas is None, wire.zero_copy, wire.gradient_dtype]
             found[-1] += [

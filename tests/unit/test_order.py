@@ -299,6 +299,30 @@ def test_checkpointing_around_a_unit(early_stop: bool) -> None:
             assert step_of(model) == step_of(plain)
 
 
+@ranks(1)
+def test_a_penalty_leaves_a_unit_at_an_input_that_it_updated() -> None:
+    """The update replaces the marked node; a second backward must not keep the unit to its end."""
+
+    class Scaled(nn.Linear):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__(4, 2)
+            self.in_place = in_place
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(0.5) if self.in_place else x * 0.5).square()
+
+    def penalized(in_place: bool) -> str:
+        model = seeded(lambda: Scaled(in_place))
+        fsdp2.fully_shard(model)
+        given = inputs()
+        with trace() as lines:
+            (grad,) = torch.autograd.grad(model(given * 1.0).sum(), given, create_graph=True)
+            grad.sum().backward()
+        return told(lines)
+
+    assert penalized(in_place=True) == penalized(in_place=False)
+
+
 @ranks(2)
 def test_prefetch_lists_replace_the_recorded_order() -> None:
     model = sharded()

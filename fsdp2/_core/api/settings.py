@@ -298,7 +298,8 @@ class ControlSurface:
             ConfigError: ``modules`` is not a list of modules that ``fully_shard`` was applied to.
         """
         units = _units_of("set_modules_to_forward_prefetch", modules)
-        configure(self, False, forward_prefetch=units)
+        unit = own_unit(self)
+        unit.configure(prefetch=dataclasses.replace(unit.settings.prefetch, forward=units))
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
         """Set the units that are gathered when the backward of this unit begins.
@@ -313,7 +314,8 @@ class ControlSurface:
             ConfigError: ``modules`` is not a list of modules that ``fully_shard`` was applied to.
         """
         units = _units_of("set_modules_to_backward_prefetch", modules)
-        configure(self, False, backward_prefetch=units)
+        unit = own_unit(self)
+        unit.configure(prefetch=dataclasses.replace(unit.settings.prefetch, backward=units))
 
     # Scaling and storage of gradients.
 

@@ -413,6 +413,14 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Prefetch:
+    """The units that forward or backward of a unit prefetches; None: as in the last step."""
+
+    forward: tuple[Any, ...] | None = None
+    backward: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """Run-time settings of one unit; ``FSDPModule.set_*`` replace the instance.
 
@@ -421,7 +429,7 @@ class Settings:
     without gradients reuses gathered parameters. The sum of gradients is divided by ``divide_by``
     (None: the number of ranks). ``manual_finalization`` is set on the root: backwards of the tree
     end with ``finalize_backward``. ``input_buffers`` is the maximum number of reductions with live
-    inputs (None: from ``overlap``). The prefetch lists contain units; None: the last step's order.
+    inputs (None: from ``overlap``).
     """
 
     reshard_after_forward: bool | int | None = None
@@ -439,8 +447,7 @@ class Settings:
     reduce_unused: bool = False
     input_buffers: int | None = None
     overlap: Overlap = Overlap()  # frozen
-    forward_prefetch: tuple[Any, ...] | None = None
-    backward_prefetch: tuple[Any, ...] | None = None
+    prefetch: Prefetch = Prefetch()  # frozen
 
     @cached_property
     def accumulates(self) -> bool:

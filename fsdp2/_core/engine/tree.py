@@ -600,8 +600,8 @@ class Prefetches(Observable):
         settings = unit.settings
         depth = settings.overlap.prefetch
         following: Iterable[Unit]
-        if settings.forward_prefetch is not None:
-            following = settings.forward_prefetch
+        if settings.prefetch.forward is not None:
+            following = settings.prefetch.forward
         elif depth == 1:
             following = () if expected is None else (expected,)
         else:
@@ -611,7 +611,7 @@ class Prefetches(Observable):
 
     def backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
         """Unshard the units that backward needs after ``unit``."""
-        following = unit.settings.backward_prefetch
+        following = unit.settings.prefetch.backward
         if following is None:
             following = previous[: unit.settings.overlap.prefetch]
         for other in following:
@@ -1086,7 +1086,7 @@ class Runtime(Observable):
         self.reductions.forget()
         self.context.streams.forget()
         for group in self.staying.groups:
-            group.forget_flight()
+            group.drop_gather(has_run=False)
 
     def recover_if_failed(self) -> None:
         seems_dead = self.context.phase is BACKWARD and torch_autograd.graph_task_id() == -1

@@ -107,8 +107,7 @@ class ParamGroup(Observable):
 
     def rewire(self) -> None:
         """Apply changes to the wire. All ranks must call this between the same two steps."""
-        if self.state is GATHERING:  # a manually issued gather carries the old number
-            self._drop_gather()
+        self.drop_gather()  # one that the caller issued has the old number
         self.context.streams.finish_host_reads()  # new numbers go to the shards' memory
         self.buffers.number(self.wire)
         self.reducer.planner.current = None
@@ -351,7 +350,7 @@ class ParamGroup(Observable):
         self.early.skips_backward = self.registration.is_held = False
         self.registration.values = None
         if self._gather is not None:
-            self._drop_gather()
+            self.drop_gather()
         state = self.registration.state
         if state is SHARDED:
             return
@@ -368,10 +367,15 @@ class ParamGroup(Observable):
             self.buffers.write_back(self.registration.take_whole_writes())
             self.context.streams.order_after_compute("gather")
 
-    def _drop_gather(self) -> None:
+    def drop_gather(self, has_run: bool = True) -> None:
+        """Drop the gather in flight, if there is one. ``has_run``: False if it was captured, and
+        the device never ran it."""
         gather, full = self._gather, self.buffers.full
-        assert gather is not None
+        if gather is None:
+            return
         assert full is not None
+        if not has_run:
+            gather.flight = InFlight(())
         gather.flight.wait()
         self.context.streams.retire("gather", gather.flight.buffers)
         self._gather = None
@@ -379,12 +383,6 @@ class ParamGroup(Observable):
         full.free()
         for buffer in self.buffers.all:
             buffer.free_gathered()
-
-    def forget_flight(self) -> None:
-        """Drop a gather in flight that never ran on the device, because it was captured."""
-        if self._gather is not None:
-            self._gather.flight = InFlight(())
-            self._drop_gather()
 
     def release_early(self, skips_backward: bool) -> None:
         """Make the group count as sharded: [Note: released early] in ``buffers``.

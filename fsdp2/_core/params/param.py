@@ -111,6 +111,7 @@ class ChosenDtypes:
 
 @dataclass(eq=False)
 class Wrapped:
+    is_extended: bool = False  # has or needs an all-gather extension
     releases_gathered: bool | None = None  # result of an extension's method; None: not called
     parts: tuple[Part, ...] | None = None  # how inner tensors are sharded; None: unknown
     divides_parts: bool = False  # we gather them: the class has no extension
@@ -125,7 +126,6 @@ class FSDPParam(Forms):
         super().__init__(fqn, sites, original)
         self.placement = placement
         self.storage_dtype = original.dtype  # dtype of the shard
-        self.is_extended = False  # has or needs an all-gather extension
         self.wrapped = Wrapped()
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
         self.found_dtype: torch.dtype | None = None  # of the last gradient, if no dtype is fixed
@@ -135,6 +135,10 @@ class FSDPParam(Forms):
         self.attributes = torch_dtensor.own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.span: Span | None = None  # read by optimizers
+
+    @property
+    def is_extended(self) -> bool:
+        return self.wrapped.is_extended
 
     @property
     def state(self) -> ParamState:

@@ -230,7 +230,7 @@ class Buffers:
         for param, shard, is_so in zip(self._params, shards, extended, strict=True):
             if is_so and not param.is_extended and shard is param.local:
                 shard.data = shard.clone()  # the same object, moved out of the flat buffer
-            param.is_extended = is_so
+            param.wrapped.is_extended = is_so
 
     def wait_on(self, smaller: DataMesh | None) -> None:
         self.post_forward.mesh, self.post_forward.buffer = smaller, None
