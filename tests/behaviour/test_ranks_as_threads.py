@@ -8,12 +8,16 @@ from __future__ import annotations
 import copy
 import unittest
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 import fsdp2
+from tests.fuzz._refusals import refusals
+from tests.fuzz._search import draw
+from tests.fuzz._threads import LACKING, run_on_threads_here
 from tests.kit.in_turn import advance
 
 WORLD = 4
@@ -48,6 +52,14 @@ class Threads(MultiThreadedTestCase):
                 assert isinstance(one.grad, DTensor)
                 torch.testing.assert_close(one.grad.full_tensor(), other.grad)
             advance(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_random_programs(count: int) -> None:
+    """A slice of `scripts/fuzz --threads`."""
+    for program in draw(count, seed=0, count=10):
+        if not program.leaves_world:
+            assert set(run_on_threads_here(program)) <= {"", LACKING, *refusals(program)}, program
 
 
 def test_training_equals_an_unsharded_model() -> None:

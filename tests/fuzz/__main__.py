@@ -16,6 +16,7 @@ from tests.fuzz._faults import MOST
 from tests.fuzz._faults import main as meet_faults
 from tests.fuzz._program import parse
 from tests.fuzz._search import Ranks, Search
+from tests.fuzz._threads import Threads
 
 EXAMPLES = 50  # of a seed
 
@@ -23,6 +24,7 @@ EXAMPLES = 50  # of a seed
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks, with commas")
+    parser.add_argument("--threads", action="store_true", help="ranks are threads of one process")
     parser.add_argument("--seeds", default="0:3", metavar="A:B", help="from A up to B")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="for each seed and number")
     parser.add_argument("--minutes", type=float, help="go on with further seeds until then")
@@ -38,7 +40,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.faults is not None:
         return meet_faults(given.faults, given.ranks, min(given.most, MOST))
-    ranks = Ranks()
+    ranks = Threads() if given.threads else Ranks()
     try:
         if given.program is not None:
             text = sys.stdin.read() if given.program == "-" else Path(given.program).read_text()

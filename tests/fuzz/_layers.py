@@ -6,6 +6,7 @@ do what every rank did.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -289,8 +290,11 @@ def tie(one: nn.Module, two: nn.Module) -> None:
     setattr(two.get_submodule(owner), last, one.get_parameter(name))
 
 
+_building = threading.Lock()  # ranks that are threads share one generator
+
+
 def build(model: Model, seed: int) -> Net:
     """Build a model whose values depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
+    with _building, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Net(model)

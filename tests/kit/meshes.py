@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.kit import sim as simulator
@@ -15,12 +16,17 @@ DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
 BACKEND = os.environ.get("FSDP2_TEST_BACKEND", "gloo")
 """What carries the tensors of ranks that share one GPU: gloo, or nccl."""
 
-_made: dict[tuple[str, tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = {}
+_made: dict[tuple[object, ...], DeviceMesh] = {}
 
 
 def shared_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the mesh of this shape and these names."""
-    key = (DEVICE, shape, names)
+    key = (
+        dist.group.WORLD,
+        DEVICE,
+        shape,
+        names,
+    )  # ranks that are threads have worlds of their own
     if key not in _made:
         _made[key] = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     return _made[key]
