@@ -271,6 +271,7 @@ class NeighbourCopies:
 
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
     """Return the newest complete generation since a time; warn if all are partial. Collective."""
+    copies._settle()  # a save in flight is writing files, and sends over the same process group
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):

@@ -18,6 +18,7 @@ from fsdp2._core.base.errors import (
     ConfigError,
     check_count,
     check_flag,
+    check_key,
     check_mapping,
     wrong_type,
     wrong_value,
@@ -26,6 +27,7 @@ from fsdp2._core.base.names import named_parameters
 from fsdp2._core.base.rows import chunk_of
 
 RULES = "weights.tensor_parallel"
+MOST_RANKS = 1 << 12  # one layout is made for each
 Shape = tuple[int, ...]
 
 
@@ -163,6 +165,13 @@ class Cut:
     pad: int = 0
     parts: int = 1
 
+    def __post_init__(self) -> None:
+        check_key("Cut", "name", self.name)
+        if not isinstance(self.heads, str):
+            check_count("Cut", "heads", self.heads, 0)
+        check_count("Cut", "pad", self.pad, 0)
+        check_count("Cut", "parts", self.parts)
+
 
 Rules = Mapping[str, "Cut | Sequence[Cut]"]
 """Maps each engine tensor to its Cut, or to Cuts to fuse. All names have equally many ``*``."""
@@ -183,7 +192,7 @@ def tensor_parallel(
     Args:
         model_or_config: a model, whose ``config`` has the numbers of heads that rules refer to, or
             a transformers config.
-        size: the number of ranks over which the tensors are divided.
+        size: the number of ranks over which the tensors are divided, at most 4096.
         rules: mapping from each of the engine's tensor names to the tensor's ``Cut``, or to a list
             of Cuts to fuse.
         dtype: dtype of floating-point tensors on the engine.
@@ -193,12 +202,15 @@ def tensor_parallel(
     Raises:
         ConfigError: a parameter matches no rule; heads cannot be divided.
     """
-    check_count(RULES, "size", size)
+    if check_count(RULES, "size", size) > MOST_RANKS:
+        raise wrong_value(RULES, "size", f"at most {MOST_RANKS} ranks", size)
     check_mapping(RULES, "rules", rules)
+    cuts = {name: _cuts_of(name, rule) for name, rule in rules.items()}
     shapes = {} if shapes is None else check_mapping(RULES, "shapes", shapes)
     config = getattr(model_or_config, "config", model_or_config)
-    known = {n: tuple(s) for n, s in (shapes or _shapes_of(model_or_config)).items()}
-    found = [_Rank(known, config, size, index, dtype).layout(rules) for index in range(size)]
+    given = shapes or _shapes_of(model_or_config)
+    known = {name: ints_of(RULES, f"shapes[{name!r}]", shape) for name, shape in given.items()}
+    found = [_Rank(known, config, size, index, dtype).layout(cuts) for index in range(size)]
     used = set(names_in(found))
     missing = [name for name in known if name not in used]
     if missing:
@@ -208,6 +220,13 @@ def tensor_parallel(
             f"{{{missing[0]!r}: weights.Cut({missing[0]!r})}} for a copy on every rank.",
         )
     return found
+
+
+def _cuts_of(name: str, rule: object) -> Sequence[Cut]:
+    cuts = [rule] if isinstance(rule, Cut) else rule
+    if not isinstance(cuts, Sequence) or not cuts or not all(isinstance(c, Cut) for c in cuts):
+        raise wrong_type(RULES, f"rules[{name!r}]", "a Cut or a non-empty list of Cuts", rule)
+    return cuts
 
 
 def _shapes_of(model_or_config: object) -> dict[str, Shape]:
@@ -252,11 +271,10 @@ class _Rank:
     index: int
     dtype: torch.dtype
 
-    def layout(self, rules: Rules) -> Layout:
+    def layout(self, rules: Mapping[str, Sequence[Cut]]) -> Layout:
         """Return this rank's tensors: fused, and stacked if a name has ``#``."""
         found: dict[str, Spec] = {}
-        for pattern, rule in rules.items():
-            cuts = [rule] if isinstance(rule, Cut) else [*rule]
+        for pattern, cuts in rules.items():
             for stars, experts in _matches(cuts[0].name, self.known).items():
                 parts = []
                 for expert in experts:
@@ -275,7 +293,9 @@ class _Rank:
         shape = self.known[name]
         if cut.dim is None:
             return Spec(shape, self.dtype, [Box(name, (0,) * len(shape), shape)])
-        length, rest = divmod(shape[cut.dim], check_count("Cut", "parts", cut.parts))
+        if cut.dim not in range(-len(shape), len(shape)):
+            raise wrong_value("Cut", "dim", f"a dim of {name}, of shape {shape}", cut.dim)
+        length, rest = divmod(shape[cut.dim], cut.parts)
         if rest:
             expected = f"a number that divides dim {cut.dim} of {name}, of shape {shape}"
             raise wrong_value("Cut", "parts", expected, cut.parts)
@@ -290,7 +310,10 @@ class _Rank:
 
     def _range(self, name: str, length: int, cut: Cut) -> tuple[int, int, int]:
         """Return this rank's first row, number of rows, and number of padding rows."""
-        heads = cut.heads if isinstance(cut.heads, int) else int(getattr(self.config, cut.heads))
+        heads = cut.heads
+        if isinstance(heads, str):
+            found = getattr(self.config, heads, None)
+            heads = check_count("Cut", f"heads ({heads!r} of the config)", found)
         if heads:
             if length % heads or (self.size > heads and self.size % heads):
                 expected = f"a size compatible with {heads} heads of {name} ({length} rows)"

@@ -36,6 +36,7 @@ from fsdp2._core.transfer.redistribute import Grids
 from fsdp2.checkpoint import _place, _save
 from fsdp2.checkpoint._contents import Contents, flat
 from fsdp2.checkpoint._files import HEAD, REPORT, ROW, SUM
+from tests.kit import hosts
 from tests.kit.in_turn import advance
 from tests.kit.models import seeded
 from tests.kit.parity import make_mesh
@@ -178,7 +179,7 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
     """Of one rank: every rank is told at the next save, which is whole; so is the one before."""
     model = make()
     optim = OPTIMIZERS["adamw"](model)
-    place = tmp_path / "saved"
+    place, is_harmed = tmp_path / "saved", tmp_path.with_suffix(".harmed")
     checkpoint.save(place, model, optim, extra=1)
     write = _save.write_part
 
@@ -191,7 +192,12 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
                     (folder / f"more-{len(os.listdir(folder))}").touch()
         write(folder, *rest)
         if rank == 1:
-            HARM[harm](folder)
+            try:
+                HARM[harm](folder)
+            finally:
+                is_harmed.touch()
+        if rank == 0 and harm != "disk full":  # it would otherwise rename a folder that is whole
+            hosts.wait_for(is_harmed.exists, "the harm", 60)
 
     with mock.patch.object(_save, "write_part", harmed):
         handle = checkpoint.save(place, model, optim, extra=2, background=True)

@@ -24,7 +24,7 @@ from tests.kit.pool import ranks
 
 STEPS, CUT_IN = 5, 2
 TIMEOUT_S = 8.0
-START_S = 150.0
+START_S = 300.0
 """Of two agents and four ranks, on a busy machine."""
 
 
@@ -115,9 +115,11 @@ def test_a_link_is_cut_in_the_middle_of_a_step(how: str, tmp_path: Path) -> None
     assert sorted(error["host"] for error in errors) == ["A", "A", "B", "B"]
     for error in errors:  # of the unit, and of the link
         assert error["name"] == "StateError"
-        # which unit's reduction was in flight depends on the machine
-        assert re.match(r"\d \(reduce-scatter\): another rank did not take part: ", error["text"])
-        assert "or the link to it " in error["text"]
+        # which collective was in flight depends on the machine
+        assert re.match(r"\d \([a-z-]+\): another rank did not take part: ", error["text"])
+    # on a busy machine, the other rank of a host may end before this one has waited long enough
+    of_links = {error["host"] for error in errors if "or the link to it " in error["text"]}
+    assert of_links == {"A", "B"}
     steps = [event for event in happened if event["event"] == "step"]
     again = [step for step in steps if step["at"] > mended_at]
     assert {step["step"] for step in again} == set(range(CUT_IN, STEPS))  # not from the start

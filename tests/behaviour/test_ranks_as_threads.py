@@ -58,8 +58,7 @@ class Threads(MultiThreadedTestCase):
 def test_random_programs(count: int) -> None:
     """A slice of `scripts/fuzz --threads`."""
     for program in draw(count, seed=0, count=10):
-        if not program.leaves_world:
-            assert set(run_on_threads_here(program)) <= {"", LACKING, *refusals(program)}, program
+        assert set(run_on_threads_here(program)) <= {"", LACKING, *refusals(program)}, program
 
 
 def test_training_equals_an_unsharded_model() -> None:

@@ -211,6 +211,8 @@ def check_count(who: str, name: str, value: object, low: int = 1) -> int:
         raise wrong_type(who, name, f"an int of at least {low}", value)
     if value < low:
         raise wrong_value(who, name, f"an int of at least {low}", value)
+    if value >= 1 << 63:
+        raise wrong_value(who, name, "an int below 2**63", value)
     return value
 
 
