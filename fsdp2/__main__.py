@@ -1,8 +1,8 @@
 """``python -m fsdp2 [-m] program args...``: run a program with fsdp2 in place of torch's FSDP2.
 
-The program needs no changes: see ``fsdp2.replace_torch``. Its Python child processes (rank
-launchers, ``multiprocessing`` with spawn) inherit the replacement. With a launcher:
-``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
+The program needs no changes: see ``fsdp2.replace_torch``. The program's Python child processes
+(rank launchers, ``multiprocessing`` with spawn) inherit the replacement. With a launcher, use
+``torchrun --nproc-per-node 8 -m fsdp2 train.py`` or ``accelerate launch -m fsdp2 train.py``.
 
 ``python -m fsdp2 plan module:factory --mesh 8x64`` predicts the time and memory of a sharded model,
 and ``python -m fsdp2 report folder`` summarises recordings made with ``fsdp2.record``. Both accept
@@ -10,7 +10,7 @@ and ``python -m fsdp2 report folder`` summarises recordings made with ``fsdp2.re
 ``fsdp2.debug.record_bits`` recorded.
 ``python -m fsdp2 explain FS402`` explains an error or warning by its code, and
 ``torchrun --nproc-per-node 8 -m fsdp2 doctor`` checks the launched ranks for problems. If a program
-has the name of a command, pass the program's path: ``./plan``.
+has the same name as a command, pass the program's path: ``./plan``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import NoReturn
 import fsdp2
 from fsdp2._core.api.replacement import REPLACES
 
-USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
+USAGE = "usage: python -m fsdp2 [-m] program [program arguments]"
 COMMANDS = ("plan", "report", "explain", "doctor", "compare")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a command or a program. Exit with status 2 if ``arguments`` contain neither."""
+    """Run the command or program that ``arguments`` name. Exit with status 2 if there is none."""
     is_module = list(arguments[:1]) == ["-m"]
     program, *rest = arguments[is_module:] or [""]
     if program in ("-h", "--help"):
         print(f"{__doc__}\n{USAGE}")
         return
     if program in COMMANDS and not is_module:
-        # Imported lazily: every rank of a program calls `main`, but runs no command.
+        # Imported lazily: ranks that run a program call `main`, but do not need the commands.
         from fsdp2._tools import commands
 
         commands.run(program, rest)

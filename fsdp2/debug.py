@@ -53,8 +53,9 @@ def check_order(
     """Check that a model's units run in the same order on all ranks.
 
     In the first ``steps`` forwards, ranks compare their orders before each unit communicates, so a
-    difference raises an error rather than causing a hang. Later, each rank compares its order with
-    that of the last compared forward, and warns once per unit out of order. Ignores recomputation.
+    difference raises an error instead of causing a hang. Later, each rank compares its order with
+    that of the last compared forward, and warns once for each unit that is out of order. Ignores
+    recomputation.
 
     Args:
         model: a model that contains units; all of them are checked.
@@ -142,7 +143,8 @@ class OrderCheck:
             raise StateError(
                 "FS401",
                 f"{self._running[-1]}: ranks run different units, or the same units in a different "
-                f"order ({did}; | begins a forward). No data was corrupted. {SAME_ON_EVERY_RANK}",
+                f"order ({did}; | marks the start of a forward). No data was corrupted. "
+                f"{SAME_ON_EVERY_RANK}",
             )
 
     def _warn(self) -> None:
@@ -153,8 +155,8 @@ class OrderCheck:
             warn(
                 "FS408",
                 f"fsdp2: {name} runs where {expected} ran before (forward {self._forwards + 1}, "
-                f"unit {position + 1}). Prefetching follows the recorded order, so another order "
-                "causes unnecessary gathers.",
+                f"unit {position + 1}). Prefetching follows the recorded order, so a different "
+                "order causes unnecessary gathers.",
             )
 
 
@@ -189,8 +191,8 @@ def without_communication(
     """Skip the collectives of a model's units, to measure their cost.
 
     The rest of a step runs: packing, copies, casts, scaling. Other ranks' shards and all reduced
-    gradients are uninitialised memory, so results are wrong, and fsdp2 warns. Do not step the
-    optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
+    gradients are uninitialised memory, so results are wrong, and a warning is issued. Do not step
+    the optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
     skipped too. Collectives in ``clip_grad_norm_`` and in your own code still run. All ranks must
     enter and leave the context together.
 
@@ -262,4 +264,4 @@ class _NoWire(Wire):
 
 
 def _carry_nothing(*_: Any, **__: Any) -> None:
-    """Replace a collective by a no-op."""
+    """A no-op in place of a collective."""

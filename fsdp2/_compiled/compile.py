@@ -1,13 +1,13 @@
 """``compile``: trace a sharded model and its collectives into one forward and one backward graph.
 
-Owns the compiler call and the setup around a step (``functional``), and rejects unsupported models.
+Calls the compiler, prepares each step (see ``functional``), and rejects unsupported models.
 
 [Note: graphs that differ]
 A running graph does not check that all ranks start the same collectives. Therefore, before the
-first run of a graph with a new sequence of gathers, the ranks compare their sequences, and raise an
-error if they took different branches. If one rank compiles a new graph while the others reuse an
-old one, only that rank enters the comparison: it waits, and raises an error when the process group
-times out.
+first run of a graph with a new sequence of gathers, the ranks compare their sequences. If these
+differ, because ranks took different branches, all ranks raise an error. If one rank compiles a new
+graph while the others reuse an old one, only that rank enters the comparison: it waits, and raises
+an error when the process group times out.
 """
 
 from __future__ import annotations
@@ -59,17 +59,19 @@ def compile(  # noqa: A001  # torch's name for it
 ) -> CompiledModel:
     """Compile a sharded model as a whole, including its collectives.
 
-    With ``fullgraph=True`` a training step is one forward and one backward graph. In these graphs
-    each unit, and each large child of a root, has one all-gather, another one in backward if it
-    reshards after forward, and one reduce-scatter (plus one all-reduce on a replicate axis).
-    Gradients are stored in ``grad`` as sharded DTensors. Without sync they accumulate unreduced,
-    as in eager mode. ``model`` itself still runs eagerly; calls of both models can be mixed.
+    With ``fullgraph=True``, a training step is one forward and one backward graph. For each unit,
+    and for each large child of a root, these graphs contain one all-gather, a second all-gather in
+    backward if the unit reshards after forward, and one reduce-scatter (plus one all-reduce if
+    there is a replicate axis). Gradients are stored in ``grad`` as sharded DTensors. Without
+    gradient sync, they accumulate unreduced, as in eager mode. ``model`` itself still runs eagerly,
+    and calls to ``model`` and to the compiled model can be mixed.
 
     Args:
-        model: a model on which, or on whose submodules, ``fully_shard`` was called. If it is a
+        model: a model that is sharded with ``fully_shard``, or has sharded submodules. If it is a
             compiled model, its original model is compiled again.
-        overlap: whether to overlap collectives with compute (see ``set_memory``). None: only with
-            the backends ``"inductor"`` and ``"aot_eager"``. False: the compiler orders them.
+        overlap: whether to overlap collectives with compute (see ``set_memory``). None means True
+            for the backends ``"inductor"`` and ``"aot_eager"``, and False for all others. With
+            False, the compiler determines the order of collectives.
         bucket: False gives each parameter its own collectives, for compilers that do the bucketing.
         torch_compile_kwargs: arguments of ``torch.compile``. The backend ``"eager"`` has no
             partitioner, so it keeps unsharded parameters from forward to backward.
@@ -79,8 +81,8 @@ def compile(  # noqa: A001  # torch's name for it
         those of ``model``.
 
     Raises:
-        ConfigError: the model has no sharded module; ``overlap=True`` with another backend;
-            arguments that ``torch.compile`` rejects.
+        ConfigError: the model has no sharded module; the backend does not support
+            ``overlap=True``; ``torch.compile`` rejects an argument.
         UnsupportedError: a unit has a feature that a graph cannot contain. The model remains
             unchanged.
     """
@@ -131,7 +133,7 @@ class CompiledModel(FSDPModule):
         return list(dir(self.__dict__["_compiled_model"].model))
 
     @property
-    def forward(self) -> Any:  # type: ignore[override]  # nn.Module lets it be set
+    def forward(self) -> Any:  # type: ignore[override]  # writable in nn.Module
         """The original model's forward, without compilation or hooks. Call the module instead."""
         return self.__dict__["_compiled_model"].model.forward
 
@@ -181,7 +183,7 @@ def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FunctionalStep:
-    """A compiled model, and the state of its units around a call."""
+    """A compiled model. Prepares its units before each call, and restores them afterwards."""
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self.model = model
@@ -191,7 +193,7 @@ class FunctionalStep:
         self._several: list[TracedUnit] = []  # units with several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
-        self._agreed: set[int] = set()  # hashes of the sequences of gathers that were compared
+        self._agreed: set[int] = set()  # hashes of gather sequences on which all ranks agreed
         self._refused: StateError | None = None
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
@@ -229,8 +231,8 @@ class FunctionalStep:
         self._switches = torch_compiler.switches_of_steps()
 
     def _agree(self, found: Sequence[Gathered], inputs: Sequence[Any]) -> None:
-        """Compare a graph's sequence of gathers across ranks. If they differ, all ranks raise
-        StateError. Collective if the sequence is new. See [Note: graphs that differ]."""
+        """Compare a graph's sequence of gathers across ranks. If the sequences differ, all ranks
+        raise StateError. A collective if the sequence is new. See [Note: graphs that differ]."""
         traced = [group for unit in self._units for group in unit.groups]
         groups = [group.group for group in traced]
         if not found or not groups:
@@ -253,9 +255,9 @@ class FunctionalStep:
             raise StateError(
                 "FS801",
                 f"{self._units[0].unit.fqn or '<root>'}: ranks compiled different graphs, which "
-                "gather different parameters, or the same ones in a different order. Make all "
-                "ranks take the same branches and use the same units in the same order, or run the "
-                "original model, which checks every collective and reports the one that differs.",
+                "gather different parameters, or the same parameters in a different order. Make "
+                "all ranks take the same branches and use the same units in the same order, or run "
+                "the original model, which checks every collective and reports any that differs.",
             )
         self._agreed.add(number)
 
@@ -316,7 +318,7 @@ class FunctionalStep:
                 unit.put_parameters_back()
 
     def _begin(self) -> None:
-        """Reshard all units, and apply changes since the last step. Raise if a step cannot run."""
+        """Reshard all units; apply user changes since the last step; raise if a step cannot run."""
         for runtime in self._runtimes:
             runtime.recover_if_failed()
             if runtime.context.phase is not IDLE:
@@ -354,7 +356,7 @@ class FunctionalStep:
                     raise UnsupportedError(
                         "FS806",
                         f"{group.fqn or '<root>'}: functional_call replaces its parameters, but a "
-                        "compiled model gathers its own. Use the original model instead.",
+                        "compiled model gathers its own parameters. Use the original model.",
                     )
         try:
             for unit in self._units:
@@ -477,8 +479,8 @@ DIFFERENT = -1  # sent by ranks that have already found a difference
 
 
 def _compare(number: int | None, axis: MeshAxis, device: torch.device) -> int | None:
-    """Return ``number`` if it is the same on all ranks of the axis, else None. A rank with None
-    sends DIFFERENT on the next axis, so that a difference on one axis is found on all axes."""
+    """Return ``number`` if it is the same on all ranks of the axis, else None. If ``number`` is
+    None, send DIFFERENT, so that all axes detect a difference that was found on one axis."""
     told = DIFFERENT if number is None else number
     with torch_modes.hidden_from_modes(), torch.no_grad():
         own = torch.tensor([told], dtype=torch.int64, device=device)

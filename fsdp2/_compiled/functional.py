@@ -6,17 +6,18 @@ parameters are unsharded (``TracedUnit``). Independent of the compiler.
 [Note: the functional step]
 During a functional step, no sharded parameter is registered on a module. Units are gathered into
 *new* tensors, which are registered, used and released. If the whole model is one graph, all units
-are gathered before the model runs (a pass moves each gather to its first use); otherwise each unit
-is gathered when it is called. A step uses only the operations in ``_compiled.ops``, not streams,
-freed storages or unit states, so it may be partly traced and partly eager. The compiler frees
-tensors after their last use. To reshard after forward, ``unshard`` is recomputed in backward.
+are gathered before the model runs (a graph pass moves each gather to its first use); otherwise each
+unit is gathered when it is called. A step uses only the operations in ``_compiled.ops``, and no
+streams, freed storages or unit states, so it may be partly traced and partly eager. The compiler
+frees tensors after their last use. If a unit reshards after forward, backward reruns ``unshard``.
 
 [Note: gradients that wait]
-Without sync, the graph returns unreduced gradients, which are stored as in eager mode. If the whole
-model is one graph, the next forward with sync that autograd records *claims* them: its backward
-adds them to its own gradients and reduces the sum. The claim belongs to that forward's autograd
-graph: if the graph is freed without a backward, the gradients are stored again. Gradients that are
-unclaimed or belong to unused units are reduced when a backward with sync ends (``OwedReductions``).
+Without gradient sync, the graph returns unreduced gradients, which are stored as in eager mode. If
+the whole model is one graph, the next forward that has sync and is recorded by autograd *claims*
+the stored gradients: its backward adds them to the gradients that it computes, and reduces the
+sums. The claim belongs to that forward's autograd graph: if the graph is freed without a backward,
+the gradients are stored again. Unclaimed gradients and gradients of unused units are reduced when a
+backward with sync ends (``OwedReductions``).
 
 [Note: recorded as the step is]
 A unit's parameters may be gathered in no-grad mode but used in grad mode: if a unit has several
@@ -53,7 +54,7 @@ from fsdp2._core.params.reduce import accumulate
 
 
 class Claim:
-    """Stored gradients that a forward claims. Without a backward, they are stored again."""
+    """Stored gradients that a forward claims. If no backward runs, they are stored again."""
 
     def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
@@ -69,13 +70,14 @@ class Claim:
         self.give_back.atexit = False
 
     def settle(self, fqn: str) -> None:
-        """Mark the gradients as reduced. Raise StateError if they already are."""
+        """Mark the gradients as reduced. Raise StateError if they were already reduced."""
         if self.give_back.detach() is None:
             raise StateError(
                 "FS807",
-                f"{fqn or '<root>'}: a second backward ran through the same compiled forward. It "
-                "would count the gradients accumulated without sync twice, because the first one "
-                "already reduced them. Run the forward again instead of using retain_graph=True.",
+                f"{fqn or '<root>'}: a second backward ran through the same compiled forward. The "
+                "first backward already reduced the gradients accumulated without sync, so the "
+                "second would count them twice. Run the forward again instead of using "
+                "retain_graph=True.",
             )
 
 
@@ -85,7 +87,7 @@ def _waits(param: FSDPParam) -> bool:
 
 @torch.no_grad()
 def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
-    """Add a group's unreduced gradients to those stored for a later reduction."""
+    """Add a group's unreduced gradients to the gradients stored for a later reduction."""
     waits = group.reducer.unreduced
     waits.is_owed = waits.is_waiting = True
     for param, grad in grads:
@@ -98,8 +100,8 @@ def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> N
 
 
 class _Sinks(torch.autograd.Function):
-    """Creates sinks, which are expanded zeros, and passes all their gradients to ``deliver`` in one
-    call. See [Note: the gradient of unshard] in ``ops``."""
+    """Creates sinks, which are expanded zeros. Passes the gradients of all sinks to ``deliver`` in
+    one call. See [Note: the gradient of unshard] in ``ops``."""
 
     @staticmethod
     def forward(
@@ -123,9 +125,9 @@ class _Sinks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """Sets the gradients of one forward. A graph may return one tensor as two gradients, or return
-    a tensor that the user passed to backward; a parameter's ``grad`` must not alias such a tensor.
-    Therefore a tensor is copied if no collective produced it or if it was already delivered."""
+    """Sets a group's gradients after a forward. A graph may return one tensor as two gradients, or
+    return a tensor that the user passed to backward. A parameter's ``grad`` must not alias such a
+    tensor, so a tensor is copied if no collective produced it or if it was already delivered."""
 
     group: ParamGroup
     key: str  # key of the plan that computed the gradients
@@ -135,7 +137,7 @@ class Delivery:
 
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
-        """Set the gradients of the sharded parameters; without sync, store them unreduced. Raise
+        """Set the gradients of the sharded parameters or, without sync, store them unreduced. Raise
         StateError if ``requires_grad`` changed since the forward; see also ``Claim.settle``."""
         plan, group = plans[self.key], self.group
         *given, missing = grads
@@ -179,7 +181,7 @@ class Delivery:
 
 
 def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
-    """Convert a local gradient for storage: to a DTensor if the unsharded parameter is one."""
+    """Return a local gradient to store, as a DTensor if the unsharded parameter is a DTensor."""
     if not _waits(param):
         grad = grad.clone(memory_format=torch.contiguous_format)
     spec = param.placement.unsharded_spec(grad.dtype)
@@ -189,7 +191,7 @@ def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
 def _sharded(
     row: Tensor, piece: ReducePiece, position: int, param: FSDPParam, group: ParamGroup
 ) -> Tensor:
-    """Return a parameter's sharded gradient, from the reduced row of its piece."""
+    """Return a parameter's sharded gradient from the reduced row of the parameter's piece."""
     if piece.layout.slotted[position]:
         local = gradient_packing.sum_of_slots(row, piece.layout, position)
     else:
@@ -229,7 +231,7 @@ class TracedGroup:
         joins: bool,
         delivered: set[int],
     ) -> None:
-        """Apply all changes of dtypes, ``requires_grad``, settings and buffers since the last step.
+        """Apply all changes to dtypes, ``requires_grad``, settings and buffers since the last step.
         ``joins``: whether the graph reduces stored gradients. Raise StateError if a stored gradient
         still needs an all-reduce over replicas."""
         group, reducer = self.group, self.group.reducer
@@ -323,7 +325,7 @@ class TracedGroup:
         )
 
     def let_go(self) -> None:
-        """Drop the references to a completed forward's tensors; the autograd graph has its own."""
+        """Drop references to a completed forward's tensors; the graph has its own references."""
         self.sinks, self.added, self.claim = [], [], None
 
     def abandon(self) -> None:
@@ -344,7 +346,7 @@ class TracedGroup:
         return tensors  # type: ignore[no-any-return]  # custom operations are untyped
 
     def wholes_again(self) -> tuple[Tensor, ...]:
-        """Gather in backward, unless the result of an earlier gather is still available."""
+        """Return the parameters, gathered in backward unless an earlier result is available."""
         if self.again is None:
             torch_modes.run_aside(self._gather_again)
             assert self.again is not None
@@ -363,7 +365,7 @@ def _leaf_on(device: torch.device) -> Tensor:
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
-    """Return the dtype of gradient sums over a parameter's own axes, or None if not widened."""
+    """Return the widened dtype for gradient sums over a parameter's own axes, or None."""
     dtype = param.accumulated_dtype
     if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None
@@ -377,7 +379,7 @@ def _wrap(tensor: Tensor, spec: Any) -> Tensor:
 
 
 def _name_of(axis: Any) -> str:
-    """Return an axis's group name for functional collectives, or an empty string for one rank."""
+    """Return an axis's group name for functional collectives, or "" for an axis of one rank."""
     return "" if axis.size == 1 else axis.pg.group_name
 
 

@@ -1,22 +1,22 @@
 """The computations of a group inside a graph: unshard and reduce, as functions of tensors.
 
 Owns the two operations that graphs call, ``fsdp2::unshard`` and ``fsdp2::outer_gather``. Compilers
-decompose them into functional collectives; outside of a graph they run eagerly. Independent of
-groups, units and modules.
+decompose these operations into functional collectives. Outside of a graph, the operations run
+eagerly. Independent of groups, units and modules.
 
 [Note: the gradient of unshard]
-``unshard`` takes views of the group's shard buffer, which do not require grad, and *sinks*:
-expanded zeros, one with the shape of each reduced piece. Forward ignores the sinks; their gradients
-are defined to be the reduced pieces. This keeps DTensors and meshes out of the graph. An extra,
-empty sink gets a gradient if some parameter had none when the graph was traced (even if the graph
-was later loaded from a cache). In that case the counts are read, to find the parameters that had a
-gradient on at least one rank.
+``unshard`` takes views of the group's shard buffer, which do not require grad, and *sinks*. Each
+sink is an expanded zero with the shape of one reduced piece. Forward ignores the sinks; their
+gradients are defined to be the reduced pieces. This keeps DTensors and meshes out of the graph. An
+extra, empty sink gets a gradient if some parameter had no gradient when the graph was traced (even
+if the graph was later loaded from a cache). In that case, the counts are read to find the
+parameters that had a gradient on at least one rank.
 
 [Note: operations, not functions]
 Caches of compiled graphs accept custom operations with a CompositeImplicitAutograd kernel, but not
 Python functions marked with ``allow_in_graph``.
 
-Legend: W = ranks of the shard axis; see ``plan`` for pieces.
+Legend: W = number of ranks of the shard axis; see ``plan`` for pieces.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ unshard = torch.ops.fsdp2.unshard
 
 Args: ``sinks``, which receive the reduced gradients (empty if none are needed); ``waiting``,
 the result of ``outer_gather``, if the group reshards to a smaller mesh; ``added``, the unreduced
-gradients of the members that have one; ``flats``, one tensor for each segment of the layout."""
+gradient of each member that has one; ``flats``, one tensor for each segment of the layout."""
 
 outer_gather = torch.ops.fsdp2.outer_gather
-"""Gather the rows of each piece that this rank keeps from forward to backward, as flat tensors."""
+"""Gather the rows that this rank keeps from forward to backward: one flat tensor for each piece."""
 
 
 def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -252,7 +252,7 @@ def reduce(
 
 
 def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor | None:
-    """Return a dense gradient in the dtype that one eager backward would give it."""
+    """Return the gradient, made dense, in the dtype that it would have after an eager backward."""
     if grad is None:
         return None
     dense = grad if grad.layout is torch.strided else grad.to_dense()
@@ -277,7 +277,7 @@ def _pack(
     if not columns:
         return like.new_empty(0, dtype=plan.reduction.dtype)
     rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    return rows.reshape(-1).contiguous()  # a missing gradient is an expanded zero
+    return rows.reshape(-1).contiguous()  # zeros for a missing gradient are expanded
 
 
 def _column(
@@ -304,7 +304,7 @@ def _column(
 def _counts(
     present: list[bool], plan: TracedPlan, like: Tensor, extra: Tensor | None
 ) -> list[Tensor]:
-    """Return the members' counts as columns ``[W, n]``, plus ``extra`` where a gradient exists."""
+    """Return the members' counts as columns ``[W, n]``. Add ``extra`` to nonzero counts."""
     columns = []
     for flag, run in itertools.groupby(present):
         count = like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduction.dtype)
@@ -313,9 +313,10 @@ def _counts(
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Return zero (False), computed from a gradient, unless its first element is NaN. If counts
-    were constant, a compiler would move their collective to forward and merge it with an equal
-    group's, which inductor's bucketing does not support. (It would fold a product with 0.)"""
+    """Return False (zero), computed from a gradient, or True if its first element is NaN. If counts
+    were constant, a compiler would move their collective to forward and merge it with that of an
+    equal group, which inductor's bucketing does not support. (A compiler would also replace a
+    product with 0 by a constant.)"""
     return like.reshape(-1)[:1].isnan().any()
 
 

@@ -1,18 +1,20 @@
 """The order of nodes in a compiler's graphs: where collectives start and end.
 
-Owns passes over graphs with functional collectives, independent of groups and parameters.
-``place_gathers`` moves each unit's gather to its first use in the traced graph, for every backend.
+Owns the passes over graphs with functional collectives. Independent of groups and parameters.
+``place_gathers`` moves each unit's gather to the first use of its result in the traced graph, for
+every backend.
 ``Overlapped`` overlaps collectives with compute in the forward and backward graphs.
 
 [Note: overlap in a graph]
-A graph runs its nodes in order. As traced, a wait directly follows each collective. The pass keeps
-the order of compute nodes and moves other nodes. Waits, and views of a collective's result, move to
-their first use. An all-gather starts at the first use of the all-gather ``prefetch`` positions
-earlier, and overlaps with the compute in between; this keeps ``prefetch`` more units unsharded. The
-wait for a reduction, which frees its input, moves to the first use of its result or to the start of
+A graph runs its nodes in order. In a traced graph, each collective is directly followed by its
+wait. The pass keeps the order of compute nodes and moves other nodes. Waits, and views of a
+collective's result, move to their first use. Each all-gather starts where the graph first uses the
+result of the all-gather ``prefetch`` positions earlier, and overlaps with compute until the first
+use of its own result. This keeps ``prefetch`` more units unsharded. The wait for a reduction frees
+the reduction's input. This wait moves to the first use of the reduction's result or to the start of
 the reduction ``reductions`` positions later, whichever comes first. An all-reduce over replicas
-starts at that wait. Its own wait comes ``reductions`` reductions later, and then the gradient is
-processed. The memory setting determines both numbers; 0 disables overlap.
+starts at this wait. The wait for the all-reduce, and then the processing of the gradient, follow
+``reductions`` positions later. The memory setting determines both numbers; 0 disables overlap.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Gathered:
 
 
 def place_gathers(graph: GraphModule) -> list[Gathered]:
-    """Move gathers to their first use, also in nested graphs, remove unused ones, and return the
-    others. Gathers of units that reshard after forward are marked for recomputation in backward."""
+    """Move gathers to their first use and remove unused gathers, also in nested graphs; return the
+    rest. Gathers of units that reshard after forward are marked for recomputation in backward."""
     found: list[Gathered] = []
     for module in graph.modules():
         if not isinstance(module, GraphModule):
@@ -83,8 +85,8 @@ def _sink(graph: Graph) -> None:
 
 
 def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
-    """Map each node that turns grad mode off to the ``held`` nodes used before the next switch. A
-    gather that autograd records must not move into a range where grad mode is off."""
+    """Map each node that turns grad mode off to the ``held`` nodes used before the mode is switched
+    again. A gather that autograd records must not move into a range where grad mode is off."""
     used: dict[Node, list[Node]] = {}
     switch: Node | None = None
     for node in graph.nodes:
@@ -117,7 +119,7 @@ def _emit(graph: Graph, order: Order) -> None:
                 stack.pop()
                 continue
             ahead = [] if node in asked else order.before.get(node, [])
-            asked.add(node)  # add them only once: they may depend on ``node``
+            asked.add(node)  # add ``ahead`` only once: its nodes may depend on ``node``
             needed = [one for one in (*ahead, *node.all_input_nodes) if one not in done]
             if needed:
                 stack.extend(reversed(needed))
@@ -146,8 +148,8 @@ def _emit(graph: Graph, order: Order) -> None:
 
 
 class SeenThrough:
-    """A pass over the joint graph of forward and backward, after which no region returns views of
-    its inputs. If a region saved a view of a weight for its backward, the partitioner would keep
+    """A pass over the joint graph of forward and backward. It keeps regions from returning views of
+    their inputs: if a region saved a view of a weight for its backward, the partitioner would keep
     the unsharded weight. The pass recreates the view outside of the region, from the input."""
 
     def __call__(self, graph: Graph) -> None:

@@ -17,7 +17,7 @@ from fsdp2._tools.pages.content import Page
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Run a command. Exit with status 2 and a message if the arguments are wrong."""
+    """Run a command. Exit with status 2 and a message if the arguments are invalid."""
     if command == "doctor":
         # imported late: it loads torch's FSDP2, checkpoints, and all other code that it inspects
         from fsdp2._tools.doctor import run as doctor
@@ -72,8 +72,8 @@ def _report_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("folders", nargs="+", help="folders, or files of single ranks, from one run")
-    add("--html", metavar="FILE", help="write an HTML page with pictures")
+    add("folders", nargs="+", help="recordings of one run: folders, or files of single ranks")
+    add("--html", metavar="FILE", help="write an HTML page with charts")
     add("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     add("--rows", metavar="FILE", help="write one JSON line per recorded row")
     return parser
@@ -91,7 +91,7 @@ def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _lines(page: Page) -> Iterator[str]:
-    """Yield a page as lines of text, without its pictures."""
+    """Yield the text of a page line by line, without the charts."""
     yield page.title
     yield page.subtitle
     yield ""

@@ -1,6 +1,7 @@
 """``fsdp2.checkpoint``: state of a sharded model and its optimizer, in memory and in files.
 
-Three forms of ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
+A state has one of three forms, each a dict
+``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
 
 ============ ============================================ =====================================
 form         tensors                                      loads on
@@ -12,7 +13,7 @@ rank-local   this rank's shards, as plain tensors         the same ranks of the 
 ============ ============================================ =====================================
 
 Every function is collective over the ranks of the model's meshes. If one rank fails, all ranks
-raise. If a load raises, nothing was changed. A load executes no code from files unless you pass
+raise. A load that raises changes nothing. A load executes no code from files unless you pass
 ``trust=True``: see ``docs/checkpoints.md``.
 """
 

@@ -32,7 +32,8 @@ def damaged(what: str, problem: str) -> StateError:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of an error's message, prefixed with the class of a foreign error."""
+    """Return the first line of an error's message, prefixed with the error's class unless the
+    error is ours."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = printable((str(error).splitlines() or [""])[0])
@@ -50,7 +51,7 @@ def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
 
 
 def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
-    """Return the checksum of a file's byte range. DamagedError if the file is too short."""
+    """Return the checksum of a file's byte range. Raise DamagedError if the file is too short."""
     found, left = 0, length
     buffer = memoryview(bytearray(min(BLOCK_NBYTES, max(length, 1))))
     file.seek(offset)
@@ -71,7 +72,7 @@ def tail_of(content: bytes, told: Any) -> bytes:
 
 
 def split(data: bytes, *, verify: bool = True) -> tuple[bytes, Any]:
-    """Return a file's content, and ``told`` from its tail, or None. DamagedError on mismatch."""
+    """Return the content, and ``told`` (None without a tail). Raise DamagedError on mismatch."""
     if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
         return data, None
     length, found, _ = FOOTER.unpack(data[-FOOTER.size :])

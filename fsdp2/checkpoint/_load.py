@@ -4,12 +4,12 @@ Values are full tensors (on all ranks, or only on the first) or each rank's shar
 files.
 
 [Note: all or nothing]
-1. *Compare.* Ranks with a state describe it by names, shapes and dtypes. Every rank compares the
+1. *Compare.* Ranks that have a state describe its names, shapes and dtypes. Every rank compares the
    description with its own model and optimizer. Values in memory are validated too.
 2. *Read.* The optimizer's values, and all values from files, are read into separate buffers, which
    are as large as the rank's shards and do not count towards ``max_bytes``.
-3. *Agree.* All ranks raise unless every rank has all of its values. Only after this check does user
-   code run (``load_state_dict``, ``set_extra_state``); its changes are undone if it raises.
+3. *Agree.* All ranks raise unless every rank has all of its values. Then user code runs
+   (``load_state_dict``, ``set_extra_state``). If user code raises, its changes are undone.
 4. *Write.* Values are copied into the model, from the separate buffers or from a state in memory.
 A load that raises in steps 1 to 3 therefore leaves all state unchanged; step 4 only copies values.
 """
@@ -57,7 +57,7 @@ from fsdp2.checkpoint._state import (
 class IncompatibleKeys(NamedTuple):
     """Names that a load with ``strict=False`` skipped. With ``strict=True`` both lists are empty.
 
-    ``missing_keys`` are the names in the model that the state lacks, and ``unexpected_keys`` the
+    ``missing_keys`` are the names in the model that the state lacks. ``unexpected_keys`` are the
     names in the state that the model lacks.
 
     Source: the result of ``nn.Module.load_state_dict``.
@@ -109,9 +109,9 @@ def optimizer_part(
 
 
 def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
-    """Raise if two values of a parameter's state share memory. Observed with torch 2.11 and 2.13 on
-    a CPU: ``FSDP.optim_state_dict`` with ``use_orig_params=True`` and ``offload_to_cpu=True``
-    returns views of one reused buffer, so all values equal the last one."""
+    """Raise if two values of a parameter's state share memory. With torch 2.11 and 2.13 on a CPU,
+    ``FSDP.optim_state_dict`` with ``use_orig_params=True`` and ``offload_to_cpu=True`` returns
+    views of one reused buffer, so all values equal the last value."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for key, value in fields.items():
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
@@ -121,9 +121,9 @@ def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
                     "FS606",
                     f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
                     "share memory, so one of them has the other's values. If torch's FSDP1 created "
-                    "the state, get it with FullOptimStateDictConfig(offload_to_cpu=False), or "
-                    "under StateDictType.SHARDED_STATE_DICT. If this is intended, clone one of "
-                    "them.",
+                    "the state, use FullOptimStateDictConfig(offload_to_cpu=False) or "
+                    "StateDictType.SHARDED_STATE_DICT there. If the sharing is intended, clone one "
+                    "of the two tensors.",
                 )
             seen[place] = key
 
@@ -135,7 +135,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names: one per tied tensor, none for empty tensors."""
+    """Compare shapes and, if ``strict``, names. A tied tensor needs one name, an empty one none."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -170,7 +170,7 @@ def compare(
 def check_optimizer(
     what: str, model: nn.Module, optimizer: Optimizer, named: Mapping[str, Any], strict: bool
 ) -> None:
-    """Compare an optimizer with a state keyed by name, which may contain meta tensors."""
+    """Compare an optimizer with a state keyed by name. The state may contain meta tensors."""
     own = names_in_groups(model, optimizer)
     for names, group in zip(own, optimizer.param_groups, strict=True):
         on_meta = [n for n, p in zip(names, group["params"], strict=True) if p.is_meta]
@@ -196,7 +196,7 @@ def check_optimizer(
 
 
 def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with these names, by name. Tied tensors are under the first name."""
+    """Return the tensors with these names, keyed by name (tied tensors only by the first name)."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name in names:
         if name in tensors:
@@ -215,9 +215,10 @@ def state_like(
 ) -> Tensor:
     """Return an empty tensor with the shape and dtype of ``told``, a value of an optimizer state.
 
-    It gets the placements of the current value, or else of the parameter, if the shapes are equal.
-    Otherwise it is a plain tensor, on the CPU if 0-dim. Numbers (``is_number``) do not get the
-    parameter's placements, because the step count of a 0-dim parameter has the parameter's shape.
+    The result has the placements of ``current`` if the shapes are equal, or else those of ``param``
+    if the shapes are equal. Otherwise, it is a plain tensor, on the CPU if 0-dim. A number
+    (``is_number``) never has the placements of ``param``: a 0-dim parameter and its step count have
+    equal shapes.
     """
     like: Tensor | None = None if is_number else param
     if isinstance(current, Tensor) and current.shape == told.shape:
@@ -269,7 +270,7 @@ def change(
     grids: Grids,
     write: Callable[[], None],
 ) -> None:
-    """Steps 3 and 4: load all but the model's tensors, then call ``write`` to copy these."""
+    """Steps 3 and 4: load everything except the model's tensors, which ``write`` copies last."""
     undo: list[Callable[[], None]] = []
     try:
         with grids.main.together(what):
@@ -279,7 +280,7 @@ def change(
             _set_extra(model, extra, undo)
     except BaseException:
         for back in reversed(undo):
-            with contextlib.suppress(Exception):  # user code may raise; run the other undos
+            with contextlib.suppress(Exception):  # user code may raise; continue undoing
                 back()
         raise
     write()
@@ -320,19 +321,20 @@ def load_full_state(
     DTensors with the parameter's placements. Values are cast to the model's dtypes.
 
     Args:
-        state: required only on the first rank of the mesh; the others may pass None. If its
-            ``"model"`` is not a plain dict, accessing a value may read a file. All values are then
-            first read into separate buffers, which do not count towards ``max_bytes``.
+        state: required only on the first rank of the mesh; other ranks may pass None. If
+            ``state["model"]`` is not a plain dict, accessing a value may read a file. In that case,
+            values are first read into separate buffers, which do not count towards ``max_bytes``.
         from_rank0: if False, each rank loads its own ``state``, and no values are sent.
-        strict: require the same names in model and state; one name of a tied parameter suffices.
+        strict: require equal names in model and state. One name of a tied parameter suffices.
 
     Returns:
-        Names of the model that the state lacks, and vice versa (empty if ``strict``).
+        The model's names that the state lacks, and vice versa. Both are empty if ``strict``.
 
     Raises:
-        ConfigError: names, shapes or the optimizer's class differ; no state for the optimizer; a
-            value that an integer dtype cannot represent. Nothing was changed.
-        StateError: inside a forward or a backward; reading a value failed. Nothing was changed.
+        ConfigError: names, shapes or the optimizer's class differ; the state has no optimizer; or
+            an integer dtype cannot represent a value. Nothing was changed.
+        StateError: called inside a forward or backward; or a value could not be read. Nothing was
+            changed.
     """
     what = "load_full_state"
     flags = {"from_rank0": from_rank0, "strict": strict}
@@ -359,7 +361,7 @@ class Source:
         return told
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
-        """Read non-tensor values, if everything matches. ``extra`` contains the model's values."""
+        """Add non-tensor values. Called if everything matches. ``extra``: the model's values."""
         return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
@@ -418,7 +420,7 @@ def load_full(
     strict: bool,
     max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
-    """Load the first rank's state, or every rank's own. See [Note: all or nothing]."""
+    """Load the first rank's state, or each rank's own state. See [Note: all or nothing]."""
     settle_state(optimizer)
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
@@ -490,7 +492,7 @@ def _scatter(
     source: Source,
     in_optimizer: bool,
 ) -> None:
-    """Fill shards from the first rank. If a read fails there, all ranks raise after the scatter."""
+    """Fill shards from the first rank. If one of its reads fails, all raise after the scatter."""
     error: Exception | None = None
 
     def read(held: LocalShard) -> Tensor:
@@ -546,7 +548,7 @@ def load_sharded_state(
 
     Raises:
         ConfigError: as for ``load_full_state``, or placements differ. Nothing was changed.
-        StateError: inside a forward or a backward.
+        StateError: called inside a forward or backward.
     """
     return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
 
@@ -558,8 +560,8 @@ def load_local_state(
     """Load a state that ``local_state`` returned on this rank.
 
     Raises:
-        ConfigError: as for ``load_full_state``, or a rank's shards now have another position or
-            size. Nothing was changed.
+        ConfigError: as for ``load_full_state``, or the position or size of a shard has changed.
+            Nothing was changed.
     """
     _load_parts("load_local_state", model, state, optimizer, True, is_local=True)
 
@@ -618,22 +620,22 @@ def _load_parts(
 def _require_same_place(
     what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
-    """Raise ConfigError unless the state's shard has the position and size of this rank's."""
+    """Raise ConfigError unless the state's shard has the same position and size as this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
     then = layout.get(name, whole)
     if tuple(map(tuple, then)) != here:
         raise ConfigError(
             "FS621",
-            f"{what}: {name} has full shape, start and size {here} here, but {layout.get(name)} "
-            "in the state. A rank-local state loads only on the same ranks and meshes; use the "
+            f"{what}: {name} has full shape, start and size {here} on this rank, but "
+            f"{layout.get(name)} in the state. A rank-local state loads only on the same ranks and meshes; use the "
             "sharded state otherwise. Nothing was changed.",
         )
     if tuple(value.shape) != held.own.sizes:
         raise ConfigError(
             "FS621",
-            f"{what}: {name} is {held.own.sizes} on this rank and {tuple(value.shape)} in the "
-            "state. Load the result of local_state on this rank. Nothing was changed.",
+            f"{what}: {name} has size {held.own.sizes} on this rank, but {tuple(value.shape)} in "
+            "the state. Load the state that local_state returned on this rank. Nothing was changed.",
         )
 
 

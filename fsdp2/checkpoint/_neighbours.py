@@ -3,14 +3,14 @@
 [Note: copies on neighbours]
 A launcher ends all processes when it restarts a job, so copies are files in a memory-backed folder
 of the host. ``NeighbourCopies.save`` copies a rank's part of the state to host memory. A thread
-then writes it to the folder as a checkpoint's data file and a complete report (see ``_files``), and
-exchanges both files with the neighbours, over a separate process group. Each part is then on two
-hosts. The files of one save are a *generation*, which is valid once both copies of every part
-exist. All ranks check this in the next ``save``, which then removes older generations.
+then writes this copy to the folder as a checkpoint's data file and a complete report (see
+``_files``), and exchanges both files with the neighbours, over a separate process group. Each part
+is then on two hosts. The files of one save are a *generation*, which is valid once both copies of
+every part exist. All ranks check this in the next ``save``, which then removes older generations.
 
 After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation
 with all parts. Each rank fetches the parts that overlap its shards from hosts that have them, and
-loads them like a checkpoint, with checksums. Thus the number of ranks may change.
+loads them like a checkpoint, with checksums. The number of ranks may therefore change.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ class NeighbourCopies:
     generations of its own parts and of its neighbour's.
 
     Args:
-        name: the job's name, the same after a restart, and not used by other jobs on the hosts.
+        name: the job's name. It must stay the same after a restart, and other jobs on the hosts
+            must not use it.
         memory: a memory-backed folder that outlives processes. In a container, ``/dev/shm`` is
             often small.
         distance: the neighbour's offset in ranks, large enough to reach another host. None: the
-            number of ranks per host (``LOCAL_WORLD_SIZE``), or half of the ranks on a single host.
+            number of ranks per host (``LOCAL_WORLD_SIZE``); on a single host, half of the ranks.
 
     Raises:
         ConfigError: a wrong argument; the folder cannot be created, or belongs to another user.
@@ -113,8 +114,8 @@ class NeighbourCopies:
             if not re.fullmatch(r"[\w.-]{1,100}", name):
                 raise ConfigError(
                     "FS102",
-                    "NeighbourCopies: expected name to be letters, digits, '.', '_' and '-', found "
-                    f"{name[:100]!r}.",
+                    "NeighbourCopies: expected name to consist of at most 100 letters, digits, "
+                    f"'.', '_' and '-', found {name[:100]!r}.",
                 )
             self._home = Path(memory).resolve() / f"fsdp2-{name}"
             try:
@@ -148,7 +149,7 @@ class NeighbourCopies:
     ) -> None:
         """Copy the state; a thread then sends the copy to the neighbour. Collective.
 
-        Waits until the previous copies have arrived. If one did not arrive, warns on every rank.
+        Waits until the previous copies have arrived. If a copy did not arrive, warns on every rank.
 
         Args:
             model, optimizer, extra: as for ``fsdp2.checkpoint.save``.
@@ -168,7 +169,8 @@ class NeighbourCopies:
                 raise UnsupportedError(
                     "FS624",
                     f"{what}: the model is on {len(contents.ranks)} of {self._world.size} ranks. "
-                    "Use copies only for models that are on all ranks; save other models to files.",
+                    "Use NeighbourCopies only for models that are on all ranks; save other models "
+                    "to files.",
                 )
             pieces = [replace(piece, is_common=False) for piece in contents.pieces()]
             pieces, copied = self._room.copies(pieces)
@@ -199,7 +201,7 @@ class NeighbourCopies:
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _settle(self) -> None:
-        """Wait until the copies have arrived on all ranks; warn on every rank if one failed."""
+        """Wait until the copies have arrived on all ranks; warn on every rank if a copy failed."""
         if self._thread is not None:
             self._thread.join()
         text = None
@@ -270,7 +272,7 @@ class NeighbourCopies:
 
 
 def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
-    """Return the newest complete generation since a time; warn if all are partial. Collective."""
+    """Return the newest complete generation after a time; warn if all are partial. Collective."""
     copies._settle()  # a save in flight is writing files, and sends over the same process group
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():

@@ -1,27 +1,28 @@
-"""An interpreter for untrusted pickles that checks each instruction.
+"""An interpreter that runs untrusted pickles and checks each instruction.
 
 Implements the instructions that Python 3 and torch write, with limits on each. A pickle may use
 names of plain data, names that the user allows and, with ``trust``, all names.
 
 [Note: objects that a pickle may call and modify]
 A pickle is a program. Here it may call only objects from a table of names, and modify only objects
-that it created: lists, dicts and sets from its own instructions, placeholders, and instances that
-one of its calls returned and that have no other reference. Whatever the table contains, a pickle
-cannot modify an existing object of this process.
+that it created. These are lists, dicts and sets from its own instructions, placeholders, and
+instances that its calls returned, if no other code references them. Whatever the table contains, a
+pickle cannot modify an existing object of this process.
 
 [Note: bounds]
-No instruction uses more memory than the size of the pickle. A length is compared with the remaining
-bytes before anything is allocated, and the memo is a dict, so a large index takes no memory. The
-arguments of a call, including containers, and the state of an object are copied. Each copied
-element is charged against a budget of the pickle's size in bytes, because a memo reference can
-repeat a long container in two bytes. A key is hashed completely on each use, so a tuple key may
-have at most a thousand elements, and an int key a thousand 64-bit words.
+No instruction uses more memory than the size of the pickle. A length is compared with the number
+of remaining bytes before anything is allocated. The memo is a dict, so a large index takes no
+memory. The arguments of a call, including containers, and the state of an object are copied. Each
+copied element is charged against a budget, about the size of the pickle in bytes, because a memo
+reference can repeat a long container in two bytes. A key is hashed completely on each use, so a
+tuple key may have at most a thousand elements, and an int key at most a thousand 64-bit words.
 
 [Note: names that a pickle may use]
 A name outside the table is refused, unless the caller trusts the pickle. The table entry of a class
 is a function, created for one unpickling, that accepts only the arguments found in pickles of plain
-data. Names that the user allowed with ``torch.serialization.add_safe_globals`` are in the table
-too. Names that torch itself allows are not: unpickling a ``DeviceMesh`` creates process groups.
+data. The table also contains the names that the user allowed with
+``torch.serialization.add_safe_globals``. It does not contain the names that torch itself allows,
+because, for example, unpickling a ``DeviceMesh`` creates process groups.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from fsdp2._core.base.names import printable
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 LISTS = (list, deque)
 STATEFUL = (OrderedDict, Counter)  # types that may have attributes, as torch's state dicts do
-# Types from which a container may be created. Excludes range: few bytes can encode a huge range.
+# Types from which a container may be created; not range, because a few bytes encode a huge range.
 ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
 KEY_NELEMENTS = 1000  # elements of a tuple key, or words of an int key: see [Note: bounds]
 # Python 2 names, which protocol 2 (written by torch) uses.
@@ -96,12 +97,12 @@ class Machine:
         self._outer: list[list[Any]] = []  # stacks below marks
         self._memo: dict[int, Any] = {}
         self._callable: dict[int, Any] = {}  # objects fetched from ``names``, by id
-        self._own: dict[int, Any] = {}  # new instances, returned by calls of allowed names
-        self._foreign: dict[int, Any] = {}  # results of these calls that have other references
+        self._own: dict[int, Any] = {}  # new instances, returned by calls to allowed names
+        self._foreign: dict[int, Any] = {}  # results of such calls that other code references
         self._left = len(data) + 1000  # see [Note: bounds]
 
     def run(self) -> Any:
-        """Return the unpickled object. Raises RefusedError, or UnpicklingError if damaged."""
+        """Return the object. Raise RefusedError, or UnpicklingError if the pickle is damaged."""
         steps, data = STEPS, self._data
         try:
             while True:
@@ -281,7 +282,7 @@ class Machine:
 
 
 def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, int]:
-    """Return a function's result, and the result's reference count: lowest for a new object."""
+    """Return a function's result and its reference count, which is lowest for a new object."""
     made = function(*args, **named)
     return made, sys.getrefcount(made)
 
@@ -321,7 +322,7 @@ def require_keys(keys: Iterable[Any]) -> None:
 
 def _attributes(state: Any) -> dict[str, Any]:
     if type(state) is not dict or any(type(name) is not str for name in state):
-        raise UnpicklingError("a state is not a dict of names")
+        raise UnpicklingError("a state is not a dict with names as keys")
     return state
 
 
@@ -333,7 +334,7 @@ def _unknown(machine: Machine) -> None:
 
 
 def _registered(machine: Machine) -> None:
-    raise RefusedError("a class by its number in copyreg")
+    raise RefusedError("a class identified by its number in copyreg")
 
 
 def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
@@ -421,7 +422,7 @@ def unpickle(
     trust: bool = False,
     persistent: Callable[[Any], Any] = _to_another_file,
 ) -> Any:
-    """Unpickle with ``Machine``, or with Python's unpickler and all names if ``trust``."""
+    """Unpickle with ``Machine`` or, if ``trust``, with Python's unpickler and all names."""
     if not trust:
         return Machine(data, names, persistent).run()
     return _Trusting(data, names, persistent).load()

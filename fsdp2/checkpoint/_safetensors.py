@@ -180,12 +180,12 @@ def _told(save: str, sums: dict[str, int]) -> dict[str, Any]:
 
 
 def _checked(told: Any, save: str | None, names: set[str]) -> dict[str, int]:
-    """Return a file's checksums. DamagedError unless they belong to these names and this save."""
+    """Return a file's checksums. Raise DamagedError if they do not match ``names`` and ``save``."""
     sums = {str(name): int(value) for name, value in told["crc32"].items()}
     if told != _told(str(told["save"]), sums) or set(sums) != names:
         raise DamagedError("its checksums are incomplete or do not match")
     if save is not None and told["save"] != save:
-        raise DamagedError(f"it belongs to save {told['save']}, and the index to {save}")
+        raise DamagedError(f"it belongs to save {told['save']}, but the index to save {save}")
     return sums
 
 
@@ -194,7 +194,7 @@ def _sum_of_map(mapping: Mapping[str, object]) -> int:
 
 
 def _stale_files(folder: Path) -> set[str]:
-    """Return the files of the previous checkpoint in a folder that a save may delete."""
+    """Return the files of a folder's previous checkpoint, which a save may delete."""
     try:
         names = _read_index(folder).files
     except (ConfigError, StateError):  # the index is damaged, or names files elsewhere: keep all
@@ -209,7 +209,7 @@ class _Index(NamedTuple):
 
 
 def _read_index(folder: Path, *, verify: bool = True, trust: bool = False) -> _Index:
-    """Read a folder's index, or build one for a single file. StateError if the index is damaged."""
+    """Return a folder's index, or one for a single file. Raise StateError for a damaged index."""
     path = file_in(folder, INDEX, "load_safetensors", trust=trust)
     if not path.exists():
         return _Index([SINGLE] if (folder / SINGLE).exists() else [], {}, None)
@@ -239,16 +239,16 @@ def save_safetensors(
 ) -> None:
     """Write a full model as safetensors, with the file names that ``transformers`` loads.
 
-    Writes one file, ``model.safetensors``, or several files and an index. The first rank writes,
-    and holds one file's tensors at a time; the other ranks need at most ``max_bytes`` in addition
-    to their shards. A tied parameter is written once, under its first name. Existing files are
-    replaced once all new ones are written. If two jobs save to the same folder, the complete files
-    of the job that finished last remain.
+    Writes one file, ``model.safetensors``, or several files and an index. The first rank writes the
+    files, and holds the tensors of one file at a time; the other ranks need at most ``max_bytes``
+    in addition to their shards. A tied parameter is written once, under its first name. Existing
+    files are replaced once all new files are written. If two jobs save to the same folder, the
+    files of the job that finished last remain, and are complete.
 
     Args:
         dtype: floating-point tensors are cast to this dtype; None keeps their dtypes.
         max_bytes: maximum size of the communication buffers; 256 MiB by default.
-        max_file_bytes: maximum bytes of tensors in a file, 5 GB by default. A larger tensor is
+        max_file_bytes: maximum size of the tensors in a file; 5 GB by default. A larger tensor is
             written to a separate file.
 
     Raises:

@@ -3,9 +3,9 @@
 ``_load`` loads a state; ``_core.transfer.redistribute`` moves the tensors. For frozen parameters
 that wrap other tensors, see [Note: parts of wrapped parameters] in ``_core.params.parts``.
 
-An optimizer's state is keyed by name or id. Ids are those of ``torch.optim``: a parameter's index
-over all param groups. Names are those of ``named_parameters()`` without wrapper prefixes
-(``_core.base.names``). A tied parameter uses its first name.
+An optimizer's state is keyed by name or id. A parameter's id is its index over all param groups, as
+in ``torch.optim``. Its name is the name in ``named_parameters()`` without wrapper prefixes
+(``_core.base.names``). A tied parameter is identified by its first name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def checked(
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a model's tensors (as in ``opened``; ties as one object) and extra states by name."""
+    """Return a model's tensors and extra states, by name. For the tensors, see ``opened``."""
     found = cleaned(model.state_dict(keep_vars=True))
     tensors = {
         name: value
@@ -126,9 +126,9 @@ def full_state(
 ) -> dict[str, Any]:
     """Return the full state of a model and its optimizer, as in a single process.
 
-    The tensors are plain copies; all names of a tied parameter share one. A rank that does not
-    receive the state needs at most ``max_bytes`` in addition to its shards. A rank that receives it
-    also needs memory for the tensors received so far.
+    The tensors are plain copies; all names of a tied parameter share one copy. A rank that does not
+    receive the state needs at most ``max_bytes`` of memory in addition to its shards. A rank that
+    receives the state also needs memory for the tensors received so far.
 
     Args:
         optimizer: an optimizer over the model's parameters.
@@ -209,8 +209,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the sharded state: DTensors that share memory with the model.
 
-    The dict has ``"model"``, and ``"optimizer"`` if one was given. No communication is needed,
-    except for the states of an ``fsdp2.optim.whole`` optimizer.
+    The dict has ``"model"``, and ``"optimizer"`` if an optimizer was given. No communication is
+    needed, except for the states of an ``fsdp2.optim.whole`` optimizer.
 
     Args:
         optimizer: an optimizer over the model's parameters.
@@ -237,9 +237,9 @@ def sharded_state(
 def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Return this rank's shards as plain tensors, and their positions under ``"layout"``.
 
-    The dict has ``"model"``, ``"layout"``, and ``"optimizer"`` if one was given. Tensors share
-    memory with the model: save them before the next step. Saving the dict with ``torch.save`` is
-    the fastest kind of checkpoint, but it loads only on the same ranks of the same meshes.
+    The dict has ``"model"``, ``"layout"``, and ``"optimizer"`` if an optimizer was given. Tensors
+    share memory with the model: save them before the next step. Saving the dict with ``torch.save``
+    is the fastest kind of checkpoint, but the file loads only on the same ranks of the same meshes.
 
     Raises:
         ConfigError: the optimizer has parameters that the model lacks; a wrong argument.
@@ -271,9 +271,9 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
 
 
 def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace frozen wrapper tensors by inner tensors, named ``name.inner``. These share memory
-    with the model, so a load can write to them; a tied tensor remains one object. A wrapper that is
-    trained, or of an unknown class, is returned unchanged."""
+    """Replace frozen wrapper tensors with their inner tensors, named ``name.inner``. The inner
+    tensors share memory with the model, so a load can write to them; a tied tensor remains one
+    object. A wrapper that requires grad or is of an unknown class is returned unchanged."""
     found: dict[str, Tensor] = {}
     known: dict[int, dict[str, Tensor]] = {}
     params: dict[str, nn.Parameter] = {}
@@ -381,7 +381,7 @@ def check_optim_state(what: str, state: object) -> None:
 
 
 def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the parameter names by param group. ConfigError if the model lacks a parameter."""
+    """Return the names in each param group. Raise ConfigError if the model lacks a parameter."""
     names = {id(param): name for name, param in named_parameters(model).items()}
     found: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -421,7 +421,7 @@ def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
 
 
 def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Remove wrapper modules' prefixes, which old saves contain, from the names in a state."""
+    """Remove wrapper modules' prefixes, which old checkpoints contain, from a state's names."""
     listed = [name for group in state["param_groups"] for name in group["params"]]
     found = renamed(state, {name: clean(name) for name in dict.fromkeys(listed)})
     return {**found, "state": cleaned(state["state"])}
@@ -445,7 +445,7 @@ def rekey(
             Without it, names get ids in the order of the state's param groups.
 
     Raises:
-        ConfigError: invalid ``keys``; ``model`` is missing; the model lacks an id or a name.
+        ConfigError: invalid ``keys``; ``model`` is missing; an id or a name matches no parameter.
     """
     check_keys("rekey", keys)
     check_optim_state("rekey", optim_state)
@@ -484,7 +484,7 @@ def rekey(
 def map_state(
     function: Callable[[str, str, Tensor], Any], state: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Replace each tensor in an optimizer state by ``function(name, unique key, tensor)``."""
+    """Replace each tensor in an optimizer state with ``function(name, unique key, tensor)``."""
 
     def mapped(name: str, key: str, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""``fsdp2.optim``: optimizers on local shards or full matrices, and averages of shards."""
+"""``fsdp2.optim``: optimizers for local shards or full matrices, and averages of shards."""
 
 from fsdp2.optim._ema import EMA
 from fsdp2.optim._local import local

@@ -1,13 +1,14 @@
-"""Norms from order-independent integer sums, which do not depend on how gradients are sharded.
+"""Norms that do not depend on how gradients are sharded, from order-independent integer sums.
 
 Converts local tensors to integers. Independent of ranks and parameters: ``_clip`` sums the integers
 over process groups.
 
 [Note: exact sums]
 Given the largest magnitude of all elements, each power |g|^p is represented by two integers of 30
-bits: one in units of 2^-30 of a bound, and the remainder in units of 2^-60. Integer sums are exact,
-so neither the number of ranks nor the order of additions matters. Each element loses less than
-2^-60 of the largest one, so the error over 2^33 elements is below the rounding of a norm in fp32.
+bits: one in units of 2^-30 of a bound, and the remainder in units of 2^-60 of the bound. Integer
+sums are exact, so neither the number of ranks nor the order of additions matters. The error of each
+power is below 2^-60 of the bound, so the error of the sum over 2^33 elements is smaller than the
+rounding error of a norm in fp32.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from fsdp2._core.base import torch_tensors
 
 BITS = 30
 PIECE_NUMEL = 1 << 22
-"""Maximum number of elements processed at a time. Sums of this many are exact in fp64."""
+"""Maximum number of elements processed at a time. Sums of this many integers are exact in fp64."""
 
 
 def unit_of(largest: Tensor, order: float) -> Tensor:
-    """Return a power of two above the largest |g|^p, 0-dim in fp64."""
+    """Return a power of two above the largest |g|^p, as a 0-dim fp64 tensor."""
     bound = largest.to(torch.float64) ** int(order)
     mantissa = torch.frexp(bound).mantissa
     return torch.where(bound > 0, bound / mantissa, 1.0)
@@ -45,7 +46,7 @@ def integers_of(grads: Sequence[Tensor], order: float, unit: Tensor) -> Tensor:
 
 
 def norm_of(integers: Tensor, order: float, unit: Tensor) -> Tensor:
-    """Return the norm, 0-dim in fp64, from the total of all ranks' integers."""
+    """Return the norm as a 0-dim fp64 tensor, from the total of all ranks' integers."""
     high, low = integers.to(torch.float64).unbind()
     total = (high + low * 2.0**-BITS) * 2.0**-BITS * unit
     return total.sqrt() if order == 2 else total

@@ -38,7 +38,7 @@ def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Owners:
-    """The owner of each tensor. The plan is equal on all ranks.
+    """The owner of each tensor. The plan is the same on all ranks.
 
     Attributes:
         owners: for each tensor, the global rank that owns it, or one of the simulated ``ranks``.
@@ -54,7 +54,7 @@ class Owners:
     def imbalance(self) -> float:
         """The busiest rank's cost divided by the mean cost per rank: 1 is optimal.
 
-        It is at least the costliest tensor's cost divided by this mean.
+        The imbalance is at least the costliest tensor's cost divided by the mean cost per rank.
         """
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean if mean else 1.0
@@ -70,13 +70,13 @@ def plan_owners(
     """Choose an owner for each tensor, so that the load is balanced over ranks.
 
     Args:
-        tensors: tensors on any meshes, or, with ``ranks``, shapes.
+        tensors: tensors on any meshes; if ``ranks`` is given, shapes.
         ranks: size of a simulated mesh, over which each shape's first dim is sharded.
         cost: function from a tensor's shape to its cost; None: FLOPs of five Newton-Schulz steps.
-        itemsize: bytes per element of a shape.
+        itemsize: bytes per element, for shapes.
 
     Raises:
-        ConfigError: ``tensors`` is not a list of tensors, or has shapes but ``ranks`` is None.
+        ConfigError: ``tensors`` is not a list of tensors, or has shapes although ``ranks`` is None.
     """
     _listed("plan_owners", "tensors", tensors)
     check_function("plan_owners", "cost", cost, "a function of a shape or None")
@@ -201,15 +201,15 @@ def to_owners(
 ) -> list[Tensor | None]:
     """Return each tensor unsharded on its owner, and None on the other ranks.
 
-    Collective over the tensors' meshes. Parts are sent in rounds, one all-to-all each, without
-    padding. Each rank uses at most ``max_bytes`` for buffers, in addition to the tensors it owns.
+    Collective over the tensors' meshes. Parts are sent in rounds, without padding. Each round is
+    one all-to-all. Each rank uses at most ``max_bytes`` for buffers, besides the tensors it owns.
 
     Args:
-        tensors: DTensors that shard or replicate any dims; plain ones are owned by every rank.
+        tensors: DTensors with any dims sharded or replicated; every rank owns plain tensors.
         owners: the result of ``plan_owners`` for tensors of these shapes.
 
     Raises:
-        UnsupportedError: a partial sum, or a tensor that wraps others.
+        UnsupportedError: a tensor is a partial sum, or wraps other tensors.
         ConfigError: ``owners`` was planned for other tensors.
     """
     _listed("to_owners", "tensors", tensors)
@@ -246,7 +246,8 @@ def from_owners(
         tensors: DTensors (or plain tensors) to write to.
 
     Raises:
-        ConfigError: an owner's value is missing or has another shape; a plan for other tensors.
+        ConfigError: an owner's value is missing or has the wrong shape; ``owners`` was planned for
+            other tensors.
     """
     _listed("from_owners", "tensors", tensors)
     _listed("from_owners", "whole", whole)

@@ -4,19 +4,20 @@ Ownership is in ``_core.transfer.owners``, communication in ``_core.transfer.pee
 forms of the state in ``_owned_state``.
 
 [Note: a step of owners]
-1. Ranks check that all are present, and that they agree on options and on the parameters that have
-gradients. Owners keep a copy of each matrix between steps. Parameters that were written to since
-the last step are sent to their owners again. Version counters do not detect all writes (torch's
-kernels on DTensors, and writes through ``.data``, do not increment them), so each rank compares a
-hash of its shards' bits with the hash after the last step. 2. Gradients are sent to owners round by
-round. The class's own ``step`` runs on a round's matrices while the next round is in flight. It
-writes to the owners' copies only. 3. Ranks check that none failed. Up to this point, no parameter
-has changed. If a rank failed, all ranks raise, and the owners' copies are discarded. 4. Rows of the
-copies are sent back to the shards.
+1. Ranks check that no rank is missing, and that they agree on options and on the parameters that
+have gradients. Owners keep a copy of each matrix between steps. Parameters that were written to
+after the last step are sent to their owners again. Version counters do not detect all writes
+(torch's kernels on DTensors, and writes through ``.data``, do not increment them), so each rank
+compares a hash of its shards' bits with the hash after the last step. 2. Gradients are sent to
+owners round by round. The class's own ``step`` runs on a round's matrices while the next round is
+in flight. This ``step`` writes only to the owners' copies. 3. Ranks check that no rank failed. Up
+to this point, no parameter has changed. If a rank failed, all ranks raise, and the owners' copies
+are discarded. 4. Rows of the copies are sent back to the shards.
 
-For each round, a rank has an optimizer of the class for the matrices that it owns, with one
-parameter per matrix and the options of the param groups. The class runs as in a single process, but
-with fewer parameters; its state per param group must not depend on the number of parameters.
+For each round, a rank has an optimizer of the class for the matrices that it owns. This optimizer
+has one parameter per matrix, and the options of the param groups. The class runs as in a single
+process, but with fewer parameters. Its state per param group must not depend on the number of
+parameters.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def whole(
 ) -> OptimizerT:
     """Make an optimizer of class ``cls`` that steps on full matrices, each matrix on one rank.
 
-    Supports optimizers that need full matrices (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
+    Supports unmodified optimizers that need full matrices (Muon, Shampoo, SOAP, Adafactor, LAMB).
     Every parameter has an owner among the ranks that hold its parts, including replicas and
     tensor-parallel ranks. Gradients are sent to the owners in rounds, ``cls`` steps each full
     parameter once, and each rank receives its updated rows. Results are equal to those of ``cls``
@@ -101,14 +102,14 @@ def whole(
 
     The result is an instance of ``cls``, with param groups and hooks, so learning-rate schedulers
     and ``GradScaler`` accept it. Before a step, gradients are sharded as usual and can be clipped.
-    An owner keeps copies of its parameters and their states, which need about as much memory as
-    shards of both. If a step fails on any rank, all ranks raise, and parameters are unchanged. The
-    states of matrices that had already stepped are then one step ahead: reload them, or continue.
+    An owner keeps copies of its parameters, and their states. Together, these need about as much
+    memory as shards of both would. If a step fails on any rank, all ranks raise, and parameters are
+    unchanged. States that were already updated are then one step ahead: reload them, or continue.
 
     ``step``, ``state_dict`` and the functions of ``fsdp2.checkpoint`` are collective. On each rank,
     ``state`` has the states that the rank owns, and only the field names of other states.
-    ``state_dict()`` moves states into DTensors with the parameters' placements (those of other
-    shapes are sharded on their first dim), and the next step moves them back.
+    ``state_dict()`` moves states into DTensors, and the next step moves them back. The DTensors
+    have the placements of their parameters, or are sharded on dim 0 if their shapes differ.
 
     Args:
         cls: a subclass of ``torch.optim.Optimizer``, from torch or another library.
@@ -120,8 +121,8 @@ def whole(
         wire_dtype: the dtype in which floating-point gradients are sent; None: their own.
             Parameters are sent back in their own dtype.
         max_bytes: upper bound on the bytes of communication buffers and full gradients. A single
-            matrix may exceed it. Six times the largest matrix's size lets each owner process one
-            matrix at a time. None: the larger of that size and 256 MiB.
+            matrix may exceed it. With six times the size of the largest matrix, each owner can
+            process one matrix at a time. None: the larger of this value and 256 MiB.
         batches: treat a parameter of three or more dims as a batch of matrices along its first dim.
             Each matrix has an owner, and is a separate parameter of ``cls``. None: True for
             ``torch.optim.Muon``, which accepts only matrices.
@@ -156,7 +157,7 @@ def whole(
     if isinstance(given, list) and any(isinstance(g, Mapping) and "cls" in g for g in given):
         odd = [g for g in given if not isinstance(g, Mapping)]
         if odd:
-            raise wrong_type(WHO, "params", "dicts, if one of them has 'cls'", odd[0])
+            raise wrong_type(WHO, "params", "only dicts, as one of them has 'cls'", odd[0])
         return cast(OptimizerT, _several(cls, given, how, kwargs))
     return cast(OptimizerT, _make(cls, given, how, kwargs))
 
@@ -193,13 +194,13 @@ def _check_class(cls: object) -> None:
         raise ConfigError(
             "FS711",
             f"{WHO}: {needs_all} computes a value from all parameters together, but each owner has "
-            "only its own. Use a class that steps each parameter independently.",
+            "only its own parameters. Use a class that steps each parameter independently.",
         )
     if needs_closure(cls):
         raise UnsupportedError(
             "FS703",
             f"{WHO}: {cls.__name__}.step requires a closure, so it computes the loss during a "
-            "step, but owners need gradients beforehand. Use a class whose step needs none.",
+            "step, but owners need gradients beforehand. Use a class whose step needs no closure.",
         )
 
 
@@ -277,7 +278,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy options for one round: a step may write to a tensor among them, once per round."""
+    """Copy options for one round, so that writes to tensor options do not add up over rounds."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else value
         for key, value in options_of(group).items()
@@ -301,20 +302,20 @@ def text_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def short(value: object) -> str:
-    """Return a value as short text, which ranks compare, and an error shows if it differs."""
+    """Return a value as short text. Ranks compare these texts; an error shows different ones."""
     text = repr(value)
     return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Compare options: numbers and tensors by value, others by ``==``."""
+    """Compare options: tensors by dtype and values, other options by ``==``."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
     try:
         return bool(one == other)
-    except Exception:  # values without a comparable truth value, such as arrays
+    except Exception:  # results without a truth value, such as comparisons of arrays
         return repr(one) == repr(other)
 
 
@@ -327,7 +328,7 @@ def changes_of(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 OF_THE_LARGEST = 6
-"""Two rounds of three matrices on a rank: one sent, one received, and one unpacked."""
+"""For each of two rounds, three matrices on a rank: one sent, one received, and one unpacked."""
 
 COUNTS_ELEMENTS = frozenset({"heavyball"})
 """Libraries that record a param group's number of elements once, as ``param_count``."""
@@ -358,7 +359,7 @@ class Fleet:
     owned: list[Owned] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     limit: int = MAX_BYTES
-    # the current step's matrices with gradients, and flags of those that were written to
+    # for the current step: matrices with gradients, and a flag for each matrix if written to
     present: list[int] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     fields: dict[int, list[str]] = field(default_factory=dict)  # field names of each matrix's state
@@ -371,7 +372,7 @@ class Fleet:
         return self.owned[index].values
 
     def rounds_of(self, which: Sequence[int]) -> list[tuple[Round, list[int]]]:
-        """Return the rounds that contain any of the given matrices, each with these matrices."""
+        """Return the rounds that contain given matrices, each with the given matrices in it."""
         chosen = set(which)
         found = [(one, [i for i in one.indices if i in chosen]) for one in self.rounds]
         return [(round_, batch) for round_, batch in found if batch]
@@ -399,8 +400,8 @@ class _Seen(defaultdict[Any, Any]):
 
 
 class WholeOptimizer(Wrapped):
-    """The base class of ``whole``'s optimizers. The state is either on the owners (``_is_out``;
-    in the rounds' optimizers) or in the table (as in ``state_dict``). See ``_owned_state``.
+    """The base class of ``whole``'s optimizers. If ``_is_out``, the state is on the owners, in the
+    rounds' optimizers; otherwise, in the table, as in ``state_dict``. See ``_owned_state``.
     """
 
     _how: How
@@ -453,7 +454,7 @@ class WholeOptimizer(Wrapped):
     def state(self) -> Table:
         """States by parameter: those of the last ``state_dict``, or those owned by this rank now.
 
-        Other ranks' states have only field names, with None. Only ``clear()`` changes states.
+        Other states have only field names, with value None. Only ``clear()`` changes states.
         """
         if not self._is_out:
             return self._table
@@ -497,7 +498,7 @@ class WholeOptimizer(Wrapped):
         self._forget_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's ``state_dict``, with DTensors. Collective."""
+        """Return the ``state_dict`` of the plain optimizer, but with DTensors. Collective."""
         self.gather_state()
         found: dict[str, Any] = cast(Any, super()).state_dict()
         return {**found, **self.beside}
@@ -604,7 +605,7 @@ class WholeOptimizer(Wrapped):
             self._make_inner(round_, [one for one in owned if one.cargo.owner == fleet.peers.me])
 
     def _make_inner(self, round_: Round, mine: Sequence[Owned]) -> None:
-        """Create a round's optimizer like this one, from a list or from dicts."""
+        """Create a round's optimizer as this one was created, from a list or from dicts."""
         if not mine:
             return
         by_group: dict[int, list[nn.Parameter]] = {}
@@ -764,9 +765,9 @@ class WholeOptimizer(Wrapped):
                                 "FS714",
                                 f"{self._who}: {self._plain_class.__name__} computed {key} of "
                                 f"param group {place} over all parameters of the group: {known!r} "
-                                f"on one rank, {value!r} on another, because each has only its own "
-                                "matrices. Use a class that steps each parameter independently. "
-                                "Parameters are unchanged.",
+                                f"on one rank, {value!r} on another, because each rank has only "
+                                "its own matrices. Use a class that steps each parameter "
+                                "independently. Parameters are unchanged.",
                             )
         if len(grids) > 1 or error is not None:
             _tell(error, self._who, [(grid, {}) for grid in grids])
@@ -825,7 +826,7 @@ def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
                     failed = failed or error
             fleets = [fleet for one in optimizers for fleet in one._fleets]
             grids = {fleet.peers.ranks: fleet.peers.grid for fleet in fleets}
-            in_order = sorted(grids, key=len)  # the largest last: it also reports the other errors
+            in_order = sorted(grids, key=len)  # the largest grid is last, and reports all errors
             _tell(failed, who, [(grids[ranks], sames.get(ranks, {})) for ranks in in_order])
             for one in optimizers:
                 failed = one._compute() or failed
@@ -858,8 +859,8 @@ def _tell(
 
 
 def _norm_of_all(optimizer: Any) -> str | None:
-    """Return the option with which a known class uses a norm of all gradients, or None."""
-    switch = getattr(optimizer, "pre_norm", None)  # LAMB ignores max_grad_norm if this is off
+    """Return the option that makes a known class use a norm of all gradients, or None."""
+    switch = getattr(optimizer, "pre_norm", None)  # if off, LAMB ignores max_grad_norm
     if switch:
         return "pre_norm=True"
     limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
@@ -882,7 +883,7 @@ def _named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tensor]) -> list[bool]:
-    """Return whether each part is unchanged since the last step. Synchronizes once in total."""
+    """Return, for each part, whether it is unchanged since the last step. Synchronizes once."""
     known = [owned[index].printed for index in present]
     if not prints or any(one is None for one in known):
         return [False] * len(prints)

@@ -90,7 +90,7 @@ def in_order(table: Table, groups: Groups) -> Table:
 
 
 def write_back(group: dict[str, Any], own: Mapping[str, Any], *but: str) -> None:
-    """Copy values that a step wrote to ``own``, a copy of a param group, back to the group."""
+    """Copy values that a step changed in ``own``, a copy of a param group, back to the group."""
     for key, value in own.items():
         if key != "params" and key not in but and group.get(key) is not value:
             group[key] = value

@@ -227,19 +227,21 @@ class Plan:
             group: a process group of exactly the trainers and the engine ranks, which nothing else
                 uses during the call; or an object with ``send`` and ``receive`` (``Transport``).
             receivers: the global rank of each engine rank, in the order of the destination. None:
-                the ranks that they report or, with a transport, the numbers after the trainers'.
+                the ranks that engine ranks report; with a transport, the numbers after the
+                trainers' numbers.
             version: a positive number for this version; None increments the last version.
-            since: a version, such as ``plan.version``. Engine ranks that have it receive only the
-                changed blocks of 256 B, unless over half changed. Others receive everything.
+            since: a version, such as ``plan.version``. Engine ranks that have this version receive
+                only the changed 256 B blocks of a buffer, unless more than half of the buffer
+                changed. Other engine ranks receive everything.
             callback: maps a parameter's name, the start of a box in it, and the box's values to the
                 values to send. Called on trainers, in a thread if ``background`` is True.
             background: copy this rank's values to host memory, and send them from a thread.
                 Training may continue; a later ``send`` waits for this one.
 
         Raises:
-            ConfigError: an argument of a wrong type or value.
+            ConfigError: an argument has a wrong type or value.
             StateError: the group or a rank's plan does not match; the call is inside a step; the
-                version arrived incomplete, and engine ranks keep the previous one.
+                version arrived incomplete, and engine ranks keep the previous version.
             LostRank: another rank exited or cannot be reached.
         """
         with operation(SEND):
@@ -283,7 +285,7 @@ class Plan:
         return shards
 
     def _begin(self, sending: _Sending, background: bool) -> SendHandle:
-        """Send now, or send copies in host memory from a thread."""
+        """Send now or, in the background, send copies in host memory from a thread."""
         handle = SendHandle()
         if background:
             held = sending.shards
@@ -330,7 +332,7 @@ class _Sending:
         self._finish(self._send_rounds())
 
     def _send_rounds(self) -> Exception | None:
-        """Send all rounds. If this rank fails, report it to engine ranks, and return the error."""
+        """Send all rounds. If this rank fails, notify engine ranks, and return the error."""
         link, error = self.link, None
         flight: wire.Flight = []
         rooms = wire.Rooms(self.owner._buffers, link.device)
@@ -395,7 +397,7 @@ class _Sending:
         raise StateError(
             "FS635",
             f"weights.send: version {self.version} arrived incomplete: engine ranks now have "
-            f"versions {has}. Fix the first error among all ranks, and send again.",
+            f"versions {has}. Fix the first error that any rank raised, and send again.",
         )
 
 
@@ -417,7 +419,7 @@ class SendHandle(Future[None]):
         """Wait until all engine ranks have the version.
 
         Raises:
-            StateError: the version did not arrive. All errors of ``Plan.send`` are raised here.
+            StateError: the version did not arrive. Other errors of ``Plan.send`` are raised too.
             TimeoutError: the update is still in flight after ``timeout`` seconds.
         """
         if timeout is not None:
@@ -529,7 +531,7 @@ class _Update:
     # Rounds.
 
     def receive(self) -> None:
-        """Receive all rounds. An error is stored, and later rounds are discarded."""
+        """Receive all rounds. If an error occurs, store it and discard later rounds."""
         rooms = wire.Rooms(self._owner._buffers, self._link.device)
         try:
             for name, shape, dtype, has_zeros in self._owner._made:
@@ -599,7 +601,7 @@ class _Update:
     def _entries(
         self, buffer: Buffer, memory: Tensor, tensors: Mapping[str, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a view of each entry's box in the tensor, and of its values in the buffer."""
+        """For each entry, yield views of its box in the tensor and of its values in the buffer."""
         for index, starts, shape, dtype, offset in buffer.entries:
             room = tensors[self._owner._made[index][0]]
             values = wire.view_in(memory, offset, getattr(torch, dtype), shape)
@@ -609,7 +611,7 @@ class _Update:
         error = StateError(
             "FS635",
             f"{RECEIVE}: the new version is incomplete: {text}. Version {self._owner.version} is "
-            "unchanged. Fix the first error among all ranks, and send again.",
+            "unchanged. Fix the first error that any rank raised, and send again.",
         )
         self._problem = self._problem or next(iter(self._link.lost.values()), error)
         return self._problem
@@ -633,7 +635,7 @@ class _Update:
         return max(versions.pop(), 0)
 
     def _share(self, known: list[int]) -> list[list[int]]:
-        """Send the known votes to all engine ranks; return those received from the others."""
+        """Send the known votes to all engine ranks; return the votes that they sent."""
         link = self._link
         found: list[list[int]] = []
         for speaker in link.engines:

@@ -156,7 +156,7 @@ NAMED = {
     "slow_rank": ("slow rank", WRONG, "rank 1 takes "),
     "divide_factor": ("fp32", WRONG, "the factor of 0.5 indicates a wrong divisor"),
     "other_version": ("versions", WRONG, "rank 1 has 2.12.1+other"),
-    "mixed_folders": ("package", WRONG, "on rank 1 modules come from other folders"),
+    "mixed_folders": ("package", WRONG, "on rank 1 modules come from different folders"),
     "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),
     "other_arithmetic": ("same arithmetic", WRONG, "rank 1 computes the unsharded model differ"),
     "corrupting_link": (

@@ -130,7 +130,7 @@ def test_cheap_ways_come_before_offload() -> None:
     least = found.suggest(1)
     offloaded = [one for one in least if "offload_policy" in one.changes]
     assert offloaded
-    assert all("without the optimizer's step" in str(one) for one in offloaded)
+    assert all("excluding the optimizer's step" in str(one) for one in offloaded)
 
 
 def test_offload_takes_the_time_of_copies() -> None:

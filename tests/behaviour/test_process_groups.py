@@ -153,7 +153,7 @@ def test_a_mesh_that_waits_longer_is_told_of_once() -> None:
             fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
     (text,) = (str(one.message) for one in seen if "FS231" in str(one.message))
     assert "'shard' has a timeout of 1800 s" in text
-    assert f"the default group has {asked().total_seconds():g} s" in text
+    assert f"that of the default group is {asked().total_seconds():g} s" in text
 
 
 @ranks(4)

@@ -165,7 +165,7 @@ def test_what_a_class_lacks_is_told() -> None:
 
     for kind, text in (
         (Opaque, r"base is a Opaque.*dequantize"),
-        (Shuffled, r"base is a Shuffled.*does not dequantize\(\) to its rows of the full tensor"),
+        (Shuffled, r"base is a Shuffled.*dequantize\(\) of a shard does not return its rows"),
     ):
         module = Adapted(8, 13)
         module.base = nn.Parameter(kind.of(torch.randn(13, 8)), requires_grad=False)

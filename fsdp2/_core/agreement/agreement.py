@@ -1,47 +1,48 @@
 """All ranks issue the same collectives in the same order, or all of them raise an error.
 
-Owns, for each axis, the numbers of operations, the observed sequences, and the handling of
-deviations. A step in steady state runs no code from this file.
+Owns, for each axis, the numbers that identify operations, the observed sequences of operations, and
+the handling of deviations. A step in steady state runs no code from this file.
 
 [Note: agreement]
 If two ranks gather different blocks of the same size, data is silently mixed; if the sizes differ,
-gloo kills the process. All ranks must therefore issue the same operations, and checking this must
+gloo kills the process. All ranks must therefore issue the same operations, and the check must
 not make them wait. All ranks have the same history of operations, and so make the same predictions.
 Each rank compares its next operation with the prediction from the last few operations:
-- Equal: continue. The operation's buffer contains a few extra elements with its number (its
-  *stamp*), which receivers check (``Stamp``).
+- Equal: continue. The operation's buffer contains a few extra elements, the *stamp*, which encode
+  the operation's number. Receivers check the stamp (``Stamp``).
 - No prediction, or several known successors without a repeating pattern: ranks first exchange
-  numbers in a tiny collective. (Micro-batches of which only the last one is synced are a pattern.)
+  numbers in a tiny collective. (Micro-batches, only the last of which is synced, form a pattern.)
 - Different: other ranks may be issuing the predicted operation. This rank issues it too, but as a
-  *placeholder*: without data, and with a stamp for the operation that this rank needs. If all ranks
-  need the same operation, they record this point as uncertain and continue. Otherwise, all of them
-  find different stamps and raise. A rank that raises also reports this on the other process groups
-  of its units: replicas of its shards have a separate agreement, and would otherwise wait for it.
+  *placeholder*: without data, with the stamp of the operation that this rank needs. If all ranks
+  need the same operation, they record this point as uncertain and continue. Otherwise, every rank
+  finds different stamps and raises. A rank that raises also reports this on the other process
+  groups of its units: replicas of its shards have a separate agreement, and would otherwise wait.
 
 [Note: one order over several process groups]
 Reductions may have a separate process group, and so may *neighbours*: ranks that together hold a
-full parameter between forward and backward. If one rank reduces over one group while another
-gathers over the other, both wait until the groups time out. The ranks of the axis therefore agree
-on one order of operations over all groups of the axis, and exchange numbers over the axis. An
-operation among neighbours reaches only them, so a rank that needs a different operation issues
-placeholders until one reaches all ranks of the axis. A rank that gives up does the same.
+full parameter between forward and backward. If a rank reduces over one process group while another
+rank gathers over a different group, both wait until the groups time out. The ranks of the axis
+therefore agree on one order of operations over all groups of the axis, and exchange numbers over
+the axis. An operation among neighbours reaches only these ranks, so a rank that needs a different
+operation issues placeholders until a placeholder reaches all ranks of the axis. A rank that gives
+up also issues placeholders until then.
 
 A number also encodes how the operation is sent (``Signature``): if only one rank changes a setting,
 its numbers differ from those of other ranks, and its placeholders use the previous setting. After
 the first steps, a program that repeats the same step issues no extra collectives.
 On a device, the host does not wait for the check: each step copies the stamps of gathers to the
 host, and usually a later step checks them (``LateLook``). Until then, other ranks continue as
-predicted. A rank that gives up continues too, without data, until all others have detected this.
+predicted. A rank that gives up also continues, without data, until all other ranks have given up.
 
-If a wire sends nothing (in a benchmark without collectives), this rank's own stamp is missing, and
-nothing is checked.
+If a wire sends nothing, as in a benchmark without collectives, a rank does not receive its own
+stamp, and checks nothing.
 
 [Note: reuse of numbers]
-A program may copy, run and drop many models, but there are only 65,535 numbers. Object lifetimes
-differ between ranks; the history of operations does not. A cleanup after every ``RENEWED`` new
-numbers therefore drops all operations that were not issued since the last cleanup, and frees their
-numbers. If a dropped operation is issued later, its stamp registers it again. The cleanup also
-drops predictions, so the next step exchanges numbers.
+A program may copy, run and drop many models, but there are only 65,535 operation numbers.
+Object lifetimes differ between ranks; the history of operations does not. A cleanup after every
+``RENEWED`` new numbers therefore drops all operations that have not been issued since the last
+cleanup, and frees their numbers. If a dropped operation is issued later, its ``Stamp`` registers it
+again. The cleanup also drops predictions, so the next step exchanges numbers.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ DIFFERENCES = (
 
 @dataclass(frozen=True)
 class Signature:
-    """Properties of an operation on which ranks must agree. ``members``: its ``repr`` identifies
-    the parameters; ``alone``: how many of them are sent separately; ``dtypes``: the dtypes sent and
-    summed; ``is_partial``: no all-reduce over replicas follows (other ranks might wait for one);
-    ``tensors``: names and shapes, for messages."""
+    """Properties of an operation on which ranks must agree. ``members``: an object whose ``repr``
+    identifies the parameters; ``alone``: how many parameters are sent separately; ``dtypes``: the
+    dtypes sent and summed; ``is_partial``: no all-reduce over replicas follows (other ranks might
+    wait for one); ``tensors``: names and shapes, for messages."""
 
     members: object
     alone: int
@@ -146,7 +147,7 @@ def describe_tensors(tensors: Sequence[NamedShape]) -> str:
 
 
 def last_word(number: int, traits: Sequence[int]) -> int:
-    """Return the number that a rank sends when it gives up: an operation with differing traits."""
+    """Return the number sent by a rank that gives up: an operation, and which traits differ."""
     differing = sum(1 << index for index in traits)
     return (differing << NUMBER_BITS | number % (1 << NUMBER_BITS)) << NUMBER_BITS
 
@@ -193,7 +194,7 @@ def number_of(code: list[Any]) -> int | None:
 
 
 def digits_of(number: int) -> list[float]:
-    """Return 1, then a number's digits. Shorter than ``code_of``, for data that is not summed."""
+    """Return 1 and a number's digits: a code shorter than ``code_of``, for unsummed data only."""
     positions = range(0, STAMP_BITS, DIGIT_BITS)
     return [1.0, *(float(number >> position & (1 << DIGIT_BITS) - 1) for position in positions)]
 
@@ -212,23 +213,23 @@ def stamp_of(kind: str, number: int) -> list[float]:
 # Prediction of operations in a program that repeats its steps.
 
 CONTEXT = 4  # number of operations on which a prediction is based
-LONG_RUN = 3  # after this many equal successors in a row, predict that operation again
+LONG_RUN = 3  # after this many equal successors in a row, predict that successor again
 MAX_RUN = 4096  # upper bound for counts of equal successors in a row
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
 
-DOUBTED = 1 - LONG_RUN  # trust in a pattern that just deviated; predictions need at least 1
+DOUBTED = 1 - LONG_RUN  # trust in a pattern that has just deviated; a prediction needs at least 1
 Recent = tuple[int, ...]  # the last operations, newest last
-Runs = dict[Recent, tuple[int, int]]  # last successor and its repetitions, if successors differed
+Runs = dict[Recent, tuple[int, int]]  # last successor and its repetitions, if successors differ
 _NO_RUN = (UNCERTAIN, 0)
 
 
 @dataclass(eq=False)
 class Predictions:
-    """Predicts the next operation from the last few. If their successors have differed, it also
-    uses the most recent successor and its number of repetitions, to detect the last of several
-    micro-batches. After a single deviation (such as an evaluation), a pattern is predicted again
-    once it has been repeated ``LONG_RUN`` times."""
+    """Predicts the next operation from the last few operations. If these have had different
+    successors, the prediction also depends on the most recent successor and on how often it was
+    repeated, to detect the last of several micro-batches. After a single deviation (such as an
+    evaluation), a pattern is predicted again once it has been repeated ``LONG_RUN`` times."""
 
     first: dict[Recent, int] = field(default_factory=dict)  # based on the last operations only
     # (operations, last successor, its repetitions) -> (the next successor, trust in it)
@@ -236,7 +237,7 @@ class Predictions:
     _runs: Runs = field(default_factory=dict)
 
     def expect(self, recent: Recent) -> int | None:
-        """Return the next operation's predicted number, or None or UNCERTAIN if there is none."""
+        """Return the next operation's predicted number, or None if there is no prediction."""
         return self._expect(recent, self._runs)
 
     def _expect(self, recent: Recent, runs: Runs) -> int | None:
@@ -304,7 +305,7 @@ def _count(runs: Runs, recent: Recent, number: int) -> None:
 
 GAVE_UP = 0  # the number sent by a rank that has stopped
 LAST_WORDS = 4
-"""Number of operations that a rank issues after giving up; others issue fewer before a check."""
+"""Number of operations issued after giving up: more than other ranks issue before a check."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
     "call full_tensor, clip_grad_norm_, save or load, e.g. under `if rank == 0:`? Do that on "
@@ -317,7 +318,7 @@ LAST_NUMBER = (1 << NUMBER_BITS) - 1
 RENEWED = 8192  # number of new operations between two cleanups
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
-"""Limits after giving up on a device: number of further operations, and seconds for each."""
+"""On a device, limits after a rank gives up: number of further operations, seconds for each."""
 
 HOST = torch.device("cpu")
 
@@ -339,16 +340,17 @@ class Over:
             return self._axis
         group = self._group()
         if group is None:
-            raise ReferenceError(f"the process group of mesh dim {self._axis.name!r} is gone")
+            raise ReferenceError(f"the process group of mesh dim {self._axis.name!r} was deleted")
         return dataclasses.replace(self._axis, pg=group)
 
 
 @dataclass(frozen=True)
 class Operation:
     """The collectives of one operation of a param group. ``numels``: for each collective, the
-    number of ``dtype`` elements that a rank sends (in a reduce-scatter, to each rank). The first
-    result contains the stamp at offset ``stamp``, in elements of ``seen_as``. ``pieces``: for an
-    uneven collective, the number of elements that each rank sends (or, if reduced, receives)."""
+    number of ``dtype`` elements that a rank sends (in a reduce-scatter, to each rank). The result
+    of the first collective contains the stamp at offset ``stamp``, in elements of ``seen_as``.
+    ``pieces``: for an uneven collective, the number of elements that each rank sends (or receives,
+    in a reduction)."""
 
     number: int
     kind: str
@@ -365,7 +367,7 @@ class Operation:
 
     @property
     def sender(self) -> Wire:
-        """The wire to use: a default one if the wire was deleted, or was customised later."""
+        """The operation's wire or, if it was deleted or later customised, a default wire."""
         wire = self.wire()
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
@@ -383,12 +385,12 @@ class Enqueued:
         torch.accelerator.current_stream().wait_event(self._event)
 
 
-_streams = threading.local()  # by device: streams for exchanging numbers
+_streams = threading.local()  # streams for exchanging numbers, by device
 
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]:
-    """Issue collectives concurrently with compute, which must not wait for ranks that are gone.
+    """Issue collectives concurrently with compute: compute must not wait for ranks that have ended.
     Yields the ``async_op`` to pass, and a function that converts the result to a ``Work``."""
     if device == HOST:
         with torch_autograd.without_packing():
@@ -418,7 +420,7 @@ class Sent:
 
 
 class Member(Protocol):
-    """The owner of a number. ``beside`` returns all owners in its group, in all agreements."""
+    """Owner of a number. ``beside`` returns all owners in its param group, in all agreements."""
 
     def beside(self) -> Iterable[Member]: ...
 
@@ -448,7 +450,7 @@ class Rehearsal:
 
     numbers: list[int] = field(default_factory=list)
     recents: list[Recent] = field(default_factory=list)
-    end: Recent = ()  # the last operations after the step
+    end: Recent = ()  # the last operations when the step ends
 
 
 class Agreement:
@@ -466,15 +468,15 @@ class Agreement:
         self.is_silent = False
         self.broken: str | None = None
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self.late: LateLook | None = None  # checks a device's stamps, a step later
-        # host memory into which gathers receive stamps, by size in bytes
+        self.late: LateLook | None = None  # checks a device's stamps, one step later
+        # host memory for the stamps that gathers receive, by size in bytes
         self.landed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._last_words: list[Sent] = []
         self._issued: list[tuple[Recent, int]] = []  # placeholders, with preceding operations
         self._rehearsal: Rehearsal | None = None  # of the step that is being captured
 
     def number(self, name: str) -> int:
-        """Return the number of a new operation. All ranks must call this in the same order."""
+        """Assign a number to a new operation. All ranks must call this in the same order."""
         if len(self._numbers.young) == RENEWED:
             self._give_back()
         number = self._numbers.next()
@@ -494,7 +496,7 @@ class Agreement:
         self._predictions.clear()
 
     def retire(self, number: int) -> None:
-        """Drop an operation, whose group now uses another process group, and its predictions."""
+        """Drop an operation and its predictions: its group now uses another process group."""
         self.operations.pop(number, None)
         self.tensors.pop(fields_of(number)[0], None)
         self._predictions.forget(number)
@@ -505,7 +507,7 @@ class Agreement:
         return self.late
 
     def before(self, number: int, device: torch.device = HOST) -> None:
-        """Raise StateError unless every rank is about to issue this operation, on ``device``."""
+        """Raise StateError unless every rank is about to issue this operation on ``device``."""
         recent = self.recent
         if self._rehearsal is not None:
             self._rehearsal.recents.append(recent)
@@ -528,7 +530,7 @@ class Agreement:
             self.recent = recent
 
     def expects(self, rehearsal: Rehearsal) -> bool:
-        """Return True if these operations may be issued next without an exchange between ranks."""
+        """Return True if the rehearsed operations may be issued next without exchanging numbers."""
         if self.is_silent or self.broken is not None:
             return self.broken is None
         if self._is_certain(rehearsal):
@@ -565,7 +567,7 @@ class Agreement:
         self._predictions.learn(recent, number)
 
     def _ask(self, number: int, device: torch.device) -> None:
-        """Send this rank's number to all ranks, in placeholders or in a separate collective."""
+        """Send an operation's number to all ranks, in placeholders or in a separate collective."""
         # bounded, because an endless cycle of operations among neighbours may be predicted
         for _ in range(len(self.operations) + 1):
             predicted = self._predictions.expect(self.recent)
@@ -581,10 +583,10 @@ class Agreement:
         self.compare(number, [*self._wait(number, sent).tolist()], self.over.axis)
 
     def _placeholder(self, expected: Operation, number: int) -> None:
-        """Issue the operation that other ranks are predicted to issue, with this rank's number."""
+        """Issue the operation that other ranks are expected to issue, but stamped ``number``."""
         try:
             sent = self.send_stamp(expected, number)
-        except ReferenceError as error:  # deleted on this rank; other ranks may wait in it
+        except ReferenceError as error:  # this rank deleted the group; other ranks may wait in it
             raise self.lose(number, error) from error
         output = self._wait(number, sent)
         start, axis = expected.stamp, expected.over.axis
@@ -662,14 +664,14 @@ class Agreement:
         elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
             both = max(abs(value) for value in total)
             code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
-            other = number_of(code)  # valid if only one rank, or all others, sent it
+            other = number_of(code)  # valid if only one rank or all other ranks sent it
             others: list[int | None] = [other if axis.size == 2 else None] * axis.size
             others[axis.rank] = number
             self._break(number, others, axis, self._foreign_bits(total, own), other)
 
     @staticmethod
     def _foreign_bits(total: list[Any], own: list[float]) -> int:
-        """Return the bits in which other ranks' numbers in a sum differ from this rank's."""
+        """Return the bits of this rank's number that, according to a sum, differ on other ranks."""
         foreign = [value != 0 and not bit for value, bit in zip(total, own, strict=True)]
         bits = zip(foreign[:STAMP_BITS], foreign[STAMP_BITS:], strict=True)
         return sum(any(pair) << position for position, pair in enumerate(bits))
@@ -696,7 +698,7 @@ class Agreement:
         another: int | None = None,
     ) -> None:
         """Raise the error for ranks that need different operations. If ``numbers`` is incomplete,
-        ``differing`` contains the bits that differ, and ``another`` the number of another rank."""
+        ``differing`` contains the bits that differ, and ``another`` is another rank's number."""
         known = [n for n in (*numbers, another) if n is not None]
         if differing is None:
             differing = functools.reduce(operator.or_, [n ^ number for n in known], 0)
@@ -714,7 +716,7 @@ class Agreement:
             traits = [index for index in range(len(TRAIT_BITS)) if told >> index & 1]
         if traits:
             what = "; and in ".join(DIFFERENCES[index] for index in traits)
-            why = f"ranks send it differently ({'; '.join(did)}). They differ in {what}."
+            why = f"ranks send it differently ({'; '.join(did)}). The ranks differ in {what}."
             tensors = self.tensors.get(fields_of(number)[0])
             if 0 in traits and tensors is not None:
                 why += describe_tensors(tensors)
@@ -750,13 +752,13 @@ class Agreement:
         return StateError("FS401", why)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Inform other ranks that this one has stopped: issue the operations that they expect next,
-        sending ``word`` as their number (see ``last_word``). Other ranks may issue several before
-        they check one and give up too. Do not wait: they may also have failed. On a device, they
-        check later; the returned follower continues until then."""
+        """Inform other ranks that this rank has stopped: issue the operations that they expect
+        next, stamped ``word`` (see ``last_word``). Other ranks may issue several operations before
+        they check a stamp and give up too. Do not wait for other ranks: they may also have failed.
+        On a device, they check later; the returned follower issues operations until then."""
         if self.broken is not None or self.is_silent:
             return None
-        # other ranks have recorded these operations, and predict from them
+        # other ranks have recorded these operations, and base predictions on them
         for recent, issued in self._issued:
             self._predictions.learn(recent, issued)
         self.broken, predictions = why, self._predictions
@@ -790,7 +792,7 @@ def _send_uneven(
     end: Any,
 ) -> Sent:
     """Send a stamp and zeros in uneven pieces. See [Note: dealt parameters] in ``layout``. The
-    stamp is at a fixed distance from the start of a gathered piece, or the end of a reduced one."""
+    stamp has a fixed offset from the start of a gathered piece or the end of a reduced piece."""
     axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
     dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
     if expected.kind == "gather":
@@ -820,8 +822,8 @@ def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
 
 
 class Follower:
-    """Issues the operations that other ranks expect on a device's process group, without data. Runs
-    in its own thread: a wait in one process group must not block operations in another."""
+    """Issues, without data, the operations that other ranks expect on a device's process group.
+    Runs in its own thread: a wait in one process group must not block operations in another."""
 
     def __init__(
         self,
@@ -834,7 +836,7 @@ class Follower:
         self._following = following
         self._word = word
         self._device = device
-        # a new thread uses device 0 and would create a context there
+        # a new thread would use device 0 and create a context there
         self._index = None if device.type == "cpu" else torch.accelerator.current_device_index()
         self._answered = time.monotonic()  # time of the last completed operation
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -861,7 +863,7 @@ class Follower:
     def _wait(self, sent: Sent) -> bool:
         while not sent.work.is_completed():
             if time.monotonic() - self._answered > FOLLOWED_S:
-                _unanswered.append(sent)  # its memory may still be read
+                _unanswered.append(sent)  # the backend may still read its memory
                 return False
             time.sleep(0.001)
         self._answered = time.monotonic()
@@ -871,7 +873,7 @@ class Follower:
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
         if operation.over.size < self._agreement.over.size:  # other ranks may continue
             return True
-        if operation.kind != "gather":  # a rank that gave up sends zero bits
+        if operation.kind != "gather":  # a rank that gave up sends zeros in these bits
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())
         axis = operation.over.axis
         numbers = numbers_in(output, operation)

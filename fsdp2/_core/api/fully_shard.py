@@ -134,16 +134,17 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module in place over the data-parallel ranks.
 
-    All parameters of ``module`` that are not sharded yet form one group. One collective all-gathers
-    the group before forward and again before backward, and another one reduces its gradients.
-    Parameters on different meshes form one group per mesh. If ``module`` contains modules that are
-    already sharded, each submodule with at least 1 MiB of parameters (an embedding, a head) is a
-    separate group. Call ``fully_shard`` bottom-up: on the blocks first, then on the root. After
-    a call, parameters are DTensors under the same names, and the module's class derives from both
-    ``FSDPModule`` and its original class.
+    All parameters of ``module`` that are not sharded yet form one group. The group is all-gathered
+    with one collective before forward, and again before backward; its gradients are reduced with
+    one collective. Parameters on different meshes form one group per mesh. If ``module`` contains
+    modules that are already sharded, each submodule with at least 1 MiB of parameters (an
+    embedding, a head) is a separate group. Call ``fully_shard`` bottom-up: on the blocks first,
+    then on the root. After the call, the parameters are DTensors with the same names, and the class
+    of ``module`` derives from both ``FSDPModule`` and its original class.
 
-    A tensor subclass may select the tensors to gather with ``fsdp_pre_all_gather``, and build the
-    parameter from them with ``fsdp_post_all_gather``. If the result shares no memory with them,
+    A tensor subclass may define ``fsdp_pre_all_gather``, which selects the tensors to gather, and
+    ``fsdp_post_all_gather``, which builds the parameter from the gathered tensors. If the parameter
+    shares no memory with the gathered tensors,
     ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool`` may return True: the
     gathered tensors are then freed immediately, and allocated again by the next gather.
 
@@ -152,12 +153,12 @@ def fully_shard(
         mesh: a 1-D mesh ``(shard,)`` or a 2-D mesh ``(replicate, shard)``. ``None``: all ranks.
             With ``dp_mesh_dims``: the full mesh, with any number of named dims.
         reshard_after_forward: ``True`` frees the unsharded parameters after forward. ``False``
-            keeps them until backward. An int reshards them over that number of adjacent ranks; it
-            must divide the shard size (1 means ``False``, the shard size means ``True``).
+            keeps them until backward. An int reshards them over that number of adjacent ranks, and
+            must divide the size of the shard axis (1 means ``False``, the full size ``True``).
             ``None`` means ``False`` for the root and ``True`` for all other units. The next forward
-            always gathers again, so it sees values that were written to the shards.
-        shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim
-            (negative, or not evenly divisible), ``Replicate()``, ``None`` (same as ``Shard(0)``),
+            always gathers again, and therefore uses values that were written to the shards.
+        shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (even
+            if negative or not evenly divisible), ``Replicate()``, ``None`` (same as ``Shard(0)``),
             ``Whole()`` (one rank owns the full parameter), ``Aligned(dim)`` (no block of rows is
             split), or a ``ShardPlacementResult``, which can also specify a mesh. Scalars are
             replicated.
@@ -166,15 +167,16 @@ def fully_shard(
         offload_policy: where shards are stored. ``None`` means no offloading.
         ignored_params: parameters excluded from sharding, device moves and gradient reduction.
         dp_mesh_dims: the dims of ``mesh`` that data parallelism uses. Parameters must be DTensors
-            on ``mesh`` with ``Replicate()`` on these dims. In forward they have this layout again.
+            on ``mesh`` with ``Replicate()`` on these dims. In forward, they have this layout again.
             Plain parameters are accepted if all dims are data-parallel. Gradients are averaged over
-            these dims, so the loss must be a mean over the rank's input, as without this argument.
-            Plain parameters may also be annotated with the package ``spmd_types``: R, I or
-            ``S(dim)`` on the other dims, and R or nothing on these. Such parameters are stored as
-            DTensors, but plain in forward. Gradients are summed over the other dims annotated R.
+            the data-parallel dims, so (as without this argument) the loss must be a mean over the
+            rank's input. Plain parameters may also be annotated with the package ``spmd_types``: R,
+            I or ``S(dim)`` on the other dims, and R or nothing on the data-parallel dims. Such
+            parameters are stored as DTensors, but are plain in forward. Their gradients are also
+            summed over the other dims that are annotated R.
         conditional: set this if some ranks may skip this module, or units below it, in a forward.
-            Every rank then gathers its parameters and reduces its gradients together with those of
-            the nearest enclosing unit that is not conditional.
+            Every rank then gathers the module's parameters and reduces their gradients together
+            with those of the nearest enclosing unit that is not conditional.
         ignored_states: further states to ignore: either modules (with all their parameters and
             buffers), or individual parameters and buffers.
         shard: the states to shard. Optimizer states are always sharded, and ``parameters()``
@@ -182,17 +184,17 @@ def fully_shard(
 
             - ``"parameters"``: optimizer states, gradients and parameters (ZeRO-3);
             - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
-              unit by unit, in the compute dtype. They stay unsharded until a backward with gradient
-              sync, so run every backward except the last without sync (``no_sync``). Each backward
-              reduces gradients as they are computed;
-            - ``"optimizer"`` (ZeRO-1): as above, but a backward without gradient sync does not
-              communicate: gradients also stay unsharded until the backward with sync.
-        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``:
-            none (this dim replicates). ``"optimizer"``: optimizer states, and ``parameters()``
-            between steps, are sharded over all ranks as one axis. In a step, parameters and
-            gradients are sharded over the inner dim. The first forward after an optimizer step
-            gathers over all ranks; other gathers use the inner dim. Each backward reduces over the
-            inner dim; a backward with gradient sync then reduces over the outer dim.
+              unit by unit, in the compute dtype. Parameters stay unsharded until a backward with
+              gradient sync, so run every backward except the last without sync (``no_sync``). Each
+              backward reduces gradients as they are computed;
+            - ``"optimizer"`` (ZeRO-1): like ``"gradients"``, but a backward without gradient sync
+              does not communicate, so gradients also stay unsharded until the backward with sync.
+        shard_outer: the states that are also sharded over the outer dim of a 2-D mesh. ``None``: no
+            states (this dim replicates). ``"optimizer"``: optimizer states, and ``parameters()``
+            between steps, are sharded over all ranks as if they formed one axis. During a step,
+            parameters and gradients are sharded over the inner dim. The first forward after an
+            optimizer step gathers over all ranks; other gathers use the inner dim. Each backward
+            reduces over the inner dim; with gradient sync, it then reduces over the outer dim.
 
     Returns:
         ``module`` itself, whose class is now a subclass of ``FSDPModule`` and of its original
@@ -338,8 +340,8 @@ def check_call(
     shard_outer: str | None,
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
-    """Check the arguments of ``fully_shard`` and collect the parameters to shard, except those of
-    modules in ``taken``, which earlier calls will shard."""
+    """Check the arguments of ``fully_shard`` and collect the parameters to shard. Parameters of
+    modules in ``taken`` are excluded: other calls will shard them first."""
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
     check_policies(mp_policy, offload_policy)
@@ -389,7 +391,7 @@ def register_fsdp_forward_method(module: nn.Module | None, method_name: str) -> 
 
     Args:
         module: the module that defines the method, or None.
-        method_name: the method's name. The body must run before the call returns.
+        method_name: the method's name. Its body must have finished when the call returns.
 
     Raises:
         ConfigError: the method does not exist, or is a generator or a coroutine.

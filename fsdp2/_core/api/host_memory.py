@@ -2,8 +2,8 @@
 
 [Note: who may use a host buffer]
 The host itself never reads or writes a buffer; only device copies do, in two lanes: ``out`` (from
-the device) and ``back`` (to the device). Before each copy, its lane waits for the event of the
-buffer's previous copy. So a buffer may be released and reused while a copy is still in flight.
+the device) and ``back`` (to the device). Before each copy, the lane waits for the event of the
+buffer's previous copy. Therefore a buffer may be released and reused while a copy is in flight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostBuffer:
 
 
 class HostMemory:
-    """A pool of pinned buffers, ``nbytes`` in total. ``take`` replaces one if all are too small."""
+    """A pool of pinned buffers, ``nbytes`` in all. If none fits, ``take`` replaces the largest."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -61,7 +61,7 @@ def rounded(nbytes: int) -> int:
 
 
 class CopyLanes:
-    """Two copy streams of a device, because a link transfers in both directions simultaneously."""
+    """Two copy streams of a device, one per direction, because the link is full-duplex."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class CopyLanes:
         return torch.accelerator.current_stream(self._device)
 
     def send_out(self, source: Tensor, buffer: HostBuffer) -> torch.Event:
-        """Copy bytes after pending compute; ``source`` must stay alive until the returned event."""
+        """Copy after pending compute; keep ``source`` alive until the returned event completes."""
         self._out.wait_stream(self.compute)
         return self._copy(self._out, buffer, buffer.data[: source.numel()], source)
 
@@ -89,12 +89,13 @@ class CopyLanes:
         stride: tuple[int, ...],
         offset: int,
     ) -> Tensor:
-        """Return a tensor that uses another one's storage, but is not a view for autograd."""
+        """Return a tensor that uses the storage of ``held``, but is not a view for autograd."""
         found = torch.empty(0, dtype=dtype, device=held.device)
         return found.set_(held.untyped_storage(), offset, size, stride)
 
     def bring_back(self, buffer: HostBuffer, target: Tensor) -> torch.Event:
-        """Copy to ``target``, allocated on the compute stream, after its work; return an event."""
+        """Copy to ``target``, which was allocated on the compute stream, after pending compute.
+        Return the event of the copy."""
         self._back.wait_stream(self.compute)
         return self._copy(self._back, buffer, target, buffer.data[: target.numel()])
 

@@ -1,7 +1,7 @@
 """``reproducible``: bitwise equal training on any number of ranks; ``mean_over_slots`` for logs.
 
-Checks the model, and defines the hooks that begin slots. ``params.slot_sums`` sums
-gradients within a rank, ``comm.tree_sum`` across ranks, and ``base.slot_clock`` counts slots.
+Checks the model, and defines the hooks that begin slots. ``params.slot_sums`` sums gradients within
+a rank, ``comm.tree_sum`` sums them across ranks, and ``base.slot_clock`` counts slots.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range:
     """Make training bitwise equal on any number of ranks; return the slots that this rank runs.
 
-    The global batch consists of ``slots`` slots. On each rank, run one forward and one backward for
-    each slot in the returned range, in order. After the last one, gradients are the mean over all
-    slots, bitwise equal on 1, 2, 4, ... ranks. The results of ``clip_grad_norm_`` and of
-    element-wise optimizers are then bitwise equal, too::
+    The global batch is divided into micro-batches, called slots. On each rank, run one forward and
+    one backward for each slot in the returned range, in order. After the last slot, each gradient
+    is the mean over all slots, and is bitwise equal on 1, 2, 4, ... ranks. The results of
+    ``clip_grad_norm_`` and of element-wise optimizers are then bitwise equal, too::
 
         for slot in fsdp2.reproducible(model, slots=8):
             loss_of(model(batch[slot])).backward()
@@ -58,34 +58,35 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
         optimizer.step()
         optimizer.zero_grad()
 
-    Gradients are summed in one binary tree over slot numbers: within a rank as slots complete, and
-    across ranks by an all-to-all, which sends the same number of bytes as a reduce-scatter, and a
-    local sum. Until then, a rank holds up to log2(slots per rank) + 1 unsharded gradients. Do
-    not use ``set_requires_gradient_sync`` or ``no_sync``: this function controls gradient sync.
+    Gradients are summed in one binary tree over slot numbers: within a rank as slots complete, then
+    across ranks by an all-to-all and a local sum. The all-to-all sends the same number of bytes as
+    a reduce-scatter. Before the all-to-all, a rank holds up to log2(slots per rank) + 1 copies of
+    the unsharded gradients. Do not use ``set_requires_gradient_sync`` or ``no_sync``:
+    ``reproducible`` controls gradient sync.
 
-    The random numbers of a training forward (dropout) depend on ``seed``, the step number and the
-    slot. ``checkpoint.save`` stores the seed and the step number; after ``load``, training
-    continues from this step on any number of ranks.
+    The random numbers of a training forward (such as dropout masks) depend on ``seed``, the step
+    number and the slot. ``checkpoint.save`` stores the seed and the step number; after ``load``,
+    training continues from this step on any number of ranks.
 
-    Call it once, after ``fully_shard``, on every rank. A later call starts again at step 0. It does
-    not apply to copies of the model.
+    Call ``reproducible`` once, after ``fully_shard``, on every rank. A later call starts again at
+    step 0. Copies of the model are not reproducible.
 
     Args:
         model: the sharded model whose forward you call.
-        slots: a power of two that is a multiple of the number of data-parallel ranks. None turns
-            this mode off.
+        slots: number of slots, a power of two that is a multiple of the number of data-parallel
+            ranks. With None, the model is no longer reproducible.
         seed: seed of the random numbers, at least 0.
 
     Returns:
-        The consecutive numbers of this rank's slots; empty with ``slots=None``.
+        The range of this rank's slot numbers; empty if ``slots`` is None.
 
     Raises:
         ConfigError: ``model`` has no unit, the number of ranks or slots is not supported, or
-            results would depend on the number of ranks: parameters on several meshes, batch
-            statistics, a custom reduce-scatter or hook, error feedback, sums in fp16.
+            results would depend on the number of ranks (because of parameters on several meshes,
+            batch statistics, a custom reduce-scatter or hook, error feedback, or sums in fp16).
         StateError: called during a step.
 
-    Source: EasyScale (SC 2023), which does this for replicated models.
+    Source: EasyScale (SC 2023), which makes the training of replicated models bitwise equal.
     """
     units = sharded_units(WHO, "model", model)
     refuse_during_step(WHO, units)
@@ -111,7 +112,7 @@ def reproducible(model: nn.Module, slots: int | None, *, seed: int = 0) -> range
 
 
 def _data_of(groups: Sequence[ParamGroup]) -> DataMesh:
-    """Return the mesh of all groups; ConfigError for several meshes, or without parameters."""
+    """Return the groups' common mesh; ConfigError if meshes differ or there are no parameters."""
     if not groups:
         raise ConfigError("FS516", f"{WHO}: found no parameters. Pass the sharded model.")
     first = groups[0]
@@ -138,7 +139,7 @@ def _own_slots(data: DataMesh, slots: int) -> range:
         raise ConfigError(
             "FS516",
             f"{WHO}: found {size} data-parallel ranks for {slots} slots. Use "
-            f"{', '.join(map(str, serving))} ranks, or pass as slots a power of two that is "
+            f"{', '.join(map(str, serving))} ranks, or set slots to a power of two that is "
             "divisible by the number of ranks.",
         )
     each = slots // size
@@ -187,7 +188,7 @@ def _hook_of(group: ParamGroup) -> Compress | None:
             return hook
         what = f"Compress({hook.dtype}) with error_feedback={hook.error_feedback}"
         what += f" and only_replicas={hook.only_replicas}"
-    hint = "Use no hook, or Compress to torch.bfloat16 or 8 bits without these options."
+    hint = "Use no hook, or Compress to bfloat16 or 8 bits without error_feedback or only_replicas."
     _refuse(group.fqn, f"{what} rounds gradient sums differently for each number of ranks", hint)
     return None
 
@@ -212,8 +213,8 @@ def _watch_optimizers() -> None:
 def _leave_fused(optimizer: Optimizer, *_: Any) -> None:
     """Replace fused optimizer kernels on a CPU with foreach ones while a model is reproducible.
 
-    Fused kernels compute the elements after a tensor's last full SIMD vector differently, and shard
-    boundaries depend on the number of ranks (torch 2.11).
+    In torch 2.11, fused kernels compute the elements after a tensor's last full SIMD vector in a
+    different way. Results would thus depend on shard boundaries, and so on the number of ranks.
     """
     for group in optimizer.param_groups if clocks else ():
         if group.get("fused") and any(param.is_cpu for param in group["params"]):
@@ -221,8 +222,8 @@ def _leave_fused(optimizer: Optimizer, *_: Any) -> None:
             warn(
                 "FS516",
                 f"{WHO}: {type(optimizer).__name__}(fused=True) on a CPU computes the last "
-                "elements of each shard differently, so foreach=True is used instead. Pass "
-                "foreach=True to avoid this warning.",
+                "elements of each shard differently from the others, so foreach=True is used "
+                "instead. Pass foreach=True to avoid this warning.",
             )
 
 
@@ -236,7 +237,7 @@ class Slots:
         self.units = units
         self.clock: SlotClock | None = clock
         self.data = data
-        self._syncs = True  # the last setting of gradient sync
+        self._syncs = True  # whether this class last turned gradient sync on
         self._runs = False  # a training forward is running
         self._groups = [group for unit in units for group in unit.own_groups]
         for group in self._groups:
@@ -272,7 +273,7 @@ class Slots:
 
     @torch_compiler.never_traced
     def before(self, *_: Any) -> None:
-        """Forward pre-hook on the model: if this is a training forward, begin a slot's forward."""
+        """Forward pre-hook on the model: begin a slot's forward if this is a training forward."""
         clock = self.clock
         recomputes = torch_autograd.graph_task_id() != -1
         if clock is None or self._runs or recomputes or not torch.is_grad_enabled():
@@ -298,7 +299,7 @@ class Slots:
             unit.configure(reduce_grads=is_on, all_reduce_grads=is_on)
 
     def _check(self) -> None:
-        """Raise StateError if a setting on which this mode depends was changed."""
+        """Raise StateError if the user changed a setting on which reproducibility depends."""
         for unit in self.units:
             found = unit.settings.reduce_grads, unit.settings.all_reduce_grads
             if found != (self._syncs, self._syncs):
@@ -343,7 +344,7 @@ def slots_of(who: str, model: nn.Module) -> Slots:
 
 
 def mean_over_slots(model: nn.Module, values: Iterable[Tensor | float]) -> Tensor:
-    """Return the mean of one number per slot, such as a loss, bitwise equal on any number of ranks.
+    """Average a number such as the loss over all slots, bitwise equal on any number of ranks.
 
     Collective over the model's data-parallel ranks. The numbers are summed in fp64, in the same
     binary tree over slots as the gradients.
@@ -353,7 +354,7 @@ def mean_over_slots(model: nn.Module, values: Iterable[Tensor | float]) -> Tenso
         values: a number or a one-element tensor for each of this rank's slots, in order.
 
     Returns:
-        A plain 0-dim tensor in fp64, on the device of the first tensor.
+        A plain 0-dim tensor in fp64, on the device of the first tensor in ``values``.
 
     Raises:
         ConfigError: ``values`` does not have exactly one number for each of this rank's slots.

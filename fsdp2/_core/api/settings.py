@@ -49,7 +49,7 @@ from fsdp2._core.params.param import check_unused
 
 
 def own_unit(module: object) -> Unit:
-    """Return a sharded module's unit. (Not a method: its name could collide with a user's name.)"""
+    """Return a sharded module's unit. (Not a method: it could hide a user's attribute.)"""
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     assert unit is not None
@@ -118,8 +118,8 @@ class ControlSurface:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one before the optimizer step.
 
-        Call it on the root; it applies to all units of the tree. After a backward that is not the
-        last one, reductions may still be in flight, and ``grad`` may be incomplete.
+        Call this method on the root; it applies to all units of the tree. After a backward that is
+        not the last one, reductions may still be in flight, and ``grad`` may be incomplete.
 
         Raises:
             ConfigError: ``is_last_backward`` is not a bool.
@@ -131,9 +131,9 @@ class ControlSurface:
     ) -> None:
         """Set whether backward reduces gradients.
 
-        With False, gradients accumulate in ``grad`` of the unsharded parameters, in the reduce
-        dtype. This takes memory for the unit's full gradients. The value also
-        applies to ``set_requires_all_reduce``. Units with ``shard="gradients"`` always
+        With False, gradients accumulate in the ``grad`` of the unsharded parameters, in the reduce
+        dtype. This requires memory for the unit's full gradients. The call also sets the flag of
+        ``set_requires_all_reduce`` to the same value. Units with ``shard="gradients"`` always
         reduce over the shard axis and defer only the all-reduce.
 
         Args:
@@ -171,11 +171,11 @@ class ControlSurface:
     # Lifetime of unsharded parameters.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether unsharded parameters are freed after forward, from the next forward on.
+        """Set whether unsharded parameters are freed after forward, starting with the next forward.
 
-        With False, parameters gathered by a forward without gradients are also reused by the next
-        such forward, unless the shards are written in between. Writes that do not increment the
-        version counter (``p.data.mul_``, NumPy) are not detected: call ``reshard()`` after them. In
+        With False, parameters gathered in a no-grad forward are also reused in the next no-grad
+        forward, unless the shards are written in between. Writes that do not increment the version
+        counter (``p.data.mul_``, NumPy) are not detected: call ``reshard()`` after them. In
         contrast, ``fully_shard(reshard_after_forward=False)`` keeps parameters only for backward.
 
         Args:
@@ -193,8 +193,8 @@ class ControlSurface:
             raise ConfigError(
                 "FS234",
                 f"set_reshard_after_forward: {whole.fqn or '<root>'} has "
-                f"{whole.settings.sharding.name}, so its parameters stay unsharded. Omit the "
-                'call, or shard it with shard="parameters".',
+                f"{whole.settings.sharding.name}, so its parameters stay unsharded. Omit this "
+                'call, or pass shard="parameters" to fully_shard.',
             )
         configure(self, recurse, reshard_after_forward=flag, keeps_in_evaluation=not flag)
         for group in groups_in(self, recurse):
@@ -207,8 +207,8 @@ class ControlSurface:
         """Set whether unsharded parameters are freed after backward.
 
         With False, shards are registered after backward, but unsharded parameters stay in memory.
-        The next forward does not gather, unless the shards were written in between, for example by
-        an optimizer step. Writes that do not increment the version counter (``p.data.mul_``, NumPy)
+        The next forward reuses them, unless the shards were written in between, for example by an
+        optimizer step. Writes that do not increment the version counter (``p.data.mul_``, NumPy)
         are not detected: call ``reshard()`` after them.
 
         Args:
@@ -259,17 +259,17 @@ class ControlSurface:
                 - ``"fast"``: prefetch two units, with three reductions in flight. The large parts
                   of a root stay unsharded from forward to backward;
                 - a number of bytes: an upper limit on unsharded parameters, their gradients and
-                  collective buffers (if steps are similar), within which overlap is maximized.
+                  collective buffers, if steps are similar. Overlap is maximized within this limit.
 
-                ``"low"`` and numbers make the host wait for the device after each backward.
+                With ``"low"`` or a number, the host waits for the device after each backward.
 
-        With ``"low"``, ``"balanced"`` and ``"fast"``, at most 1, 2 and 3 units below the root are
-        unsharded or being gathered at a time. ``set_modules_to_forward_prefetch``,
-        ``set_modules_to_backward_prefetch`` and ``set_reduce_scatter_max_input_buffers`` take
-        precedence. Not in torch.
+        With ``"low"``, ``"balanced"`` and ``"fast"``, at most 1, 2 and 3 units below the root,
+        respectively, are unsharded or being gathered at a time.
+        ``set_modules_to_forward_prefetch``, ``set_modules_to_backward_prefetch`` and
+        ``set_reduce_scatter_max_input_buffers`` take precedence over this setting. Not in torch.
 
         Raises:
-            ConfigError: ``memory`` is none of these, or is less than a step needs without overlap.
+            ConfigError: ``memory`` is invalid, or is less than a step needs without overlap.
         """
         configure(self, True, overlap=overlap_for(memory, units_in(self, True)))
 
@@ -355,8 +355,8 @@ class ControlSurface:
         """Set how gradients of data-parallel ranks are combined in the whole tree. Not in torch.
 
         Args:
-            reduction: ``"mean"`` over ranks (the default), ``"sum"``, or a divisor of the sum. A
-                replicate axis, or accumulation over several backwards, does not change the meaning.
+            reduction: ``"mean"`` over ranks (the default), ``"sum"``, or a number by which the sum
+                is divided. Neither a replicate axis nor gradient accumulation changes the meaning.
             recurse: also configure the units below this one.
 
         Raises:
@@ -372,7 +372,7 @@ class ControlSurface:
         configure(self, recurse, divide_by=divide_by)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether this unit's collectives compute only sums, scaled by a separate kernel.
+        """Set whether this unit's reductions compute sums, which a separate kernel then scales.
 
         By default, the backend computes means (``ReduceOp.AVG``) if it supports them.
 
@@ -387,7 +387,7 @@ class ControlSurface:
     ) -> None:
         """Set whether a parameter that no rank used gets a gradient of zeros instead of None.
 
-        In either case, ranks may use different parameters of a unit, because all are reduced.
+        In either case, ranks may use different parameters of a unit: all gradients are reduced.
 
         Args:
             reduce_scatter_unused_params: True for zeros, False for None.
@@ -407,11 +407,11 @@ class ControlSurface:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook(reduced)`` on each flat reduced gradient of this unit, before it is stored.
+        """Call ``hook(reduced)`` for each flat reduced gradient of this unit, before it is stored.
 
         Args:
-            hook: modifies ``reduced`` in place. ``reduced`` is 1-D and in the reduce dtype: this
-                rank's shard after the reduce-scatter and, with a replicate axis, the all-reduce.
+            hook: modifies ``reduced`` in place. ``reduced`` is 1-D, in the reduce dtype, and holds
+                this rank's shard after the reduce-scatter and, with a replicate axis, all-reduce.
                 The hook is called once per mesh of the unit's parameters. With a hook, a parameter
                 that no rank used gets a gradient instead of None. ``None`` removes the hook.
             stream: the device stream to run the hook on (``torch.Stream``, ``torch.cuda.Stream``).
@@ -543,7 +543,7 @@ class ControlSurface:
     ) -> None:
         """Set how many reductions may hold input buffers at a time; overrides ``set_memory``.
 
-        Any further reduction waits for the oldest one to complete before packing its gradients.
+        Any further reduction packs its gradients only after the oldest reduction is complete.
 
         Args:
             max_input_buffers: an int of at least 1.
@@ -562,18 +562,18 @@ class ControlSurface:
         *,
         recurse: bool = True,
     ) -> None:
-        """Set the minimum size of a parameter that is sent in a separate collective. Not in torch.
+        """Set the minimum size of parameters that are sent in separate collectives. Not in torch.
 
-        Parameters of at least this size are gathered directly into their final memory and, if their
-        rows divide evenly, reduced directly from their gradients. Smaller parameters share one
+        A parameter of at least this size is gathered directly into its final memory. If its rows
+        divide evenly, its gradient is also sent without a copy. Smaller parameters share one
         collective, which requires copies. Set the same value on every rank.
 
         Args:
             min_bytes: size in bytes of the unsharded parameter in its compute dtype. ``None``: all
                 parameters of a unit share one collective, as with custom collectives. The default
                 on a CPU is 131072. On a device it is 524288 per rank for up to 64 ranks, 33554432
-                in total for up to 512, and 65536 per rank for more. Each rank's shard must also be
-                a multiple of 128 bytes, which NCCL transfers faster.
+                in total for up to 512 ranks, and 65536 per rank for more ranks; each rank's shard
+                must then also be a multiple of 128 bytes, which NCCL transfers faster.
             recurse: also configure the units below this one.
 
         Raises:
@@ -593,9 +593,9 @@ class ControlSurface:
         """Set the dtype in which the reduce-scatter sends gradients. Not in torch.
 
         On every backend, an all-to-all sends gradients in ``dtype``, and the receiver sums them in
-        the reduce dtype. So bf16 sends half the bytes of fp32, and each rank's gradient is rounded
-        only once, before the sum. All-reduces over a replicate axis, and reductions of complex
-        gradients, use the reduce dtype.
+        the reduce dtype. With bf16, for example, half the bytes of fp32 are sent, and each rank's
+        gradient is rounded only once, before the sum. All-reduces over a replicate axis, and
+        reductions of complex gradients, use the reduce dtype.
 
         Args:
             dtype: a floating-point dtype. ``None`` (default) means the reduce dtype.
@@ -610,7 +610,8 @@ class ControlSurface:
             raise ConfigError(
                 "FS505",
                 "set_gradient_wire_dtype: found a reduce-scatter that is custom or has its own "
-                "allocator, which sends its input unchanged. Use either that or a wire dtype.",
+                "allocator, and therefore sends its input unchanged. Use either this "
+                "reduce-scatter or a wire dtype.",
             )
         for group in groups:
             group.wire.gradient_dtype = dtype
@@ -622,7 +623,7 @@ class ControlSurface:
         By default, they wait for all preceding work on the compute stream.
 
         Args:
-            event: record an event and pass it after each optimizer step. ``None`` removes it. On a
+            event: an event recorded and passed after each optimizer step. ``None`` removes it. On a
                 CPU the host waits, and ``event`` may be any object with a ``synchronize`` method,
                 because ``torch.cpu.current_stream().record_event()`` returns None.
 
@@ -732,21 +733,21 @@ def _units_of(who: str, modules: object) -> tuple[Unit, ...]:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Context manager in which backwards accumulate gradients without communication.
 
-    The first backward after the context reduces the accumulated gradients of its root. (A root is a
+    The first backward after the context reduces the gradients accumulated in its root. (A root is a
     unit without an enclosing unit; if ``module`` has several roots, each needs such a backward.) An
-    optimizer step before that backward ignores the gradients and warns. The context applies to the
-    ``backward()`` call, not to the forward. Gradients accumulate unsharded, in the reduce dtype, so
+    optimizer step before that backward ignores these gradients and warns. The context applies to
+    ``backward()`` calls, not to forwards. Gradients accumulate unsharded, in the reduce dtype, so
     each rank needs memory for the full gradients of the model. Units with ``shard="gradients"``
     still reduce over the shard axis and defer only the all-reduce. The context disables gradient
     sync for every unit in ``module`` (``set_requires_gradient_sync``) and restores the previous
     setting on exit. Contexts may be nested.
 
     Args:
-        module: the model, or a part of it. It does not have to be a unit itself.
+        module: the model, or a part of it, which does not have to be a unit itself.
 
     Raises:
         ConfigError: ``module`` contains no unit.
-        StateError: entered inside a forward or a backward of ``module``. Nothing was changed.
+        StateError: called inside a forward or a backward of ``module``. Nothing was changed.
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """

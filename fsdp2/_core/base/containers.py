@@ -1,4 +1,4 @@
-"""Traversal of tensors in the inputs and outputs of a forward.
+"""Traverses the inputs and outputs of a forward, to visit or replace the tensors in them.
 
 ``map_tensors`` replaces tensors in lists, tuples, named tuples, dicts and dataclasses, and copies
 only containers in which a tensor changed. ``visit_tensors`` is read-only, but also visits mappings
@@ -70,7 +70,7 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping with some items changed, of the same type if possible."""
+    """Return a copy of a mapping, of the same type if possible, with some items replaced."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return {**mapping, **changed}
     kept = {key: mapping[key] for key in changed}
@@ -83,7 +83,7 @@ def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
 
 
 def _set_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
-    """Set items one by one: some mappings (outputs of transformers) do not support ``update``."""
+    """Set items one by one: some mappings (transformers' ModelOutput) do not support ``update``."""
     for key, item in items.items():
         mapping[key] = item
 
@@ -97,7 +97,7 @@ class _Lent:
     version: int
 
     def returned(self) -> Any:
-        """Return the original or, if the replacement is a cast and was modified, its new value."""
+        """Return the original, or the new value of a modified cast, in the original's dtype."""
         stands, original = self.stands, self.original
         if not isinstance(original, torch.Tensor) or stands.dtype is original.dtype:
             return original
@@ -114,10 +114,10 @@ def _version_of(value: Any) -> int:
 
 
 class Loan:
-    """Temporarily replace tensors in the caller's containers during a forward, which may modify
-    these containers (append to a list, fill a cache). ``exchange`` replaces the tensors in mutable
-    containers, and ``give_back`` restores the caller's tensors wherever it finds replacements. A
-    cast that the forward updated in place is converted back to the caller's dtype."""
+    """Temporarily replaces tensors in the caller's containers during a forward. The forward may
+    modify these containers (append to a list, fill a cache). ``exchange`` replaces the tensors in
+    mutable containers, and ``give_back`` restores the caller's tensors wherever it finds their
+    replacements. A cast that was updated in place is converted back to the caller's dtype."""
 
     __slots__ = ("_function", "_lent", "_originals")
 
@@ -152,7 +152,7 @@ class Loan:
                     _set_item(container, key, lent.returned())
 
     def map_added(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the tensors that the forward added to containers; call it after ``give_back``."""
+        """Replace the tensors that the forward added to containers. Call after ``give_back``."""
         for container, key, item in self._added():
             new = map_tensors(function, item)
             if new is not item:
@@ -191,7 +191,7 @@ def _items_of(container: Any) -> dict[Any, Any]:
 
 
 def _set_item(container: Any, key: Any, item: Any) -> Any:
-    """Write to a container, and return the stored item, because some mappings convert it."""
+    """Write an item to a container. Return the item as stored: some mappings convert items."""
     if isinstance(container, list | MutableMapping):
         container[key] = item
         return container[key]
@@ -205,7 +205,7 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, torch.nn.Module)
 def visit_tensors(
     function: Callable[[torch.Tensor], None], value: Any, seen: set[int] | None = None
 ) -> None:
-    """Call ``function`` for every tensor in containers and attributes; skip ids in ``seen``."""
+    """Call ``function`` for every tensor in containers and attributes. Skip ids in ``seen``."""
     seen = set() if seen is None else seen
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
@@ -268,7 +268,7 @@ def _fields_and_slots(kind: type) -> tuple[str, ...]:
 
 
 def alive(members: WeakValueDictionary[int, T]) -> list[T]:
-    """Return the live members of a process-wide collection. Other threads (ranks) may add members;
-    iteration over a ``WeakSet`` or a ``WeakValueDictionary`` would then raise an error."""
-    found = (ref() for ref in members.valuerefs())  # one C call: no other thread runs meanwhile
+    """Return the live members of a process-wide collection. Iteration over a ``WeakSet`` or a
+    ``WeakValueDictionary`` would raise if another thread (such as another rank) added a member."""
+    found = (ref() for ref in members.valuerefs())  # one C call, during which no other thread runs
     return [member for member in found if member is not None]

@@ -51,7 +51,7 @@ def read_paragraphs() -> list[Paragraph]:
 
 
 def in_terminal(paragraph: Paragraph) -> str:
-    """Format a paragraph for a terminal: without Markdown, except code blocks."""
+    """Format a paragraph for a terminal: remove Markdown, except from code blocks."""
     parts = [f"{paragraph.code}: {paragraph.title}"]
     for part in paragraph.text.split("\n\n"):
         plain = _EMPHASIS.sub(r"\1", _LINK.sub(r"\1", part))
@@ -60,18 +60,18 @@ def in_terminal(paragraph: Paragraph) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run ``python -m fsdp2 explain``. For invalid arguments, exit with status 2 and a message."""
+    """Run ``python -m fsdp2 explain``. On invalid arguments, exit with status 2 and a message."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 explain",
         description="Explain message codes: meaning, typical causes and remedy.",
         allow_abbrev=False,
     )
-    parser.add_argument("codes", nargs="*", help="FS104, or an entire message; omit to list all")
+    parser.add_argument("codes", nargs="*", help="a code (FS104) or a message; default: all codes")
     given = parser.parse_args(arguments)
     try:
         _explain(parser, given.codes)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed early, like `head`; Python flushes again at exit
+    except BrokenPipeError:  # a reader such as `head` closed early; Python flushes again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

@@ -1,13 +1,13 @@
-"""User-visible policies (frozen, constant) and settings (frozen, replaced at run time).
+"""User-visible policies, which are constant, and settings, which are replaced at run time.
 
 [Note: torch's policies]
-Each policy subclasses torch's class of the same name, because other software checks ``isinstance``
-with torch's classes. ``ours`` converts instances of torch's classes field by field.
+Each policy is frozen, and subclasses torch's class of the same name, because other libraries check
+``isinstance`` with torch's classes. ``ours`` converts instances of these classes field by field.
 
 [Note: cast buffers]
 A buffer that a policy casts is registered in low precision, and the original is kept. If the
 registered buffer still equals the cast original, ``state_dict`` returns the original and
-``load_state_dict`` fills it. Otherwise a state dict contains the registered buffer, cast to the
+``load_state_dict`` writes to it. Otherwise a state dict contains the registered buffer, cast to the
 original dtype. Version counters would miss changes: torch's batch norm does not increment them.
 """
 
@@ -30,17 +30,17 @@ from fsdp2._core.base.errors import ConfigError, wrong_type
 
 @dataclass(frozen=True)
 class Sharding:
-    """The states that are sharded; optimizer states, and parameters between steps, always are.
-    ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer step until
-    the last backward before the next step. ``scatters_always``: a backward without gradient sync
-    still reduces over the first axis; only the reduction over the second axis is deferred."""
+    """A choice of states to shard. Optimizer states, and parameters between steps, are always
+    sharded. ``keeps_whole``: parameters stay unsharded from the first forward after an optimizer
+    step until the last backward before the next step. ``scatters_always``: a backward without
+    gradient sync still reduces over the first axis, but defers reduction over the second axis."""
 
     name: str
     keeps_whole: bool = False
     scatters_always: bool = False
 
     def sync(self, is_on: bool) -> dict[str, bool]:
-        """Return the settings for gradient sync on or off."""
+        """Return the settings that turn gradient sync on or off."""
         return {"reduce_grads": is_on or self.scatters_always, "all_reduce_grads": is_on}
 
 
@@ -56,7 +56,7 @@ OUTER = {
     None: PARAMETERS,
     "optimizer": Sharding('shard_outer="optimizer"', scatters_always=True),
 }
-"""Valid values of ``shard_outer``; None: the outer dim of the mesh replicates."""
+"""Valid values of ``shard_outer``. With None, the outer dim of the mesh only replicates."""
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -74,7 +74,7 @@ def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
 
 
 class _Frozen:
-    """Makes fields write-once: a dataclass cannot be frozen if its base class, torch's, is not."""
+    """Makes fields write-once: a dataclass cannot be frozen if its base (torch's class) is not."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -89,42 +89,43 @@ class _Frozen:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
-    """Choose dtypes for compute, reduction and outputs of a unit.
+    """Choose the dtypes of a unit's compute, reduction and outputs.
 
     Args:
         param_dtype: dtype of the unsharded floating-point parameters, and therefore of the compute
             and the all-gather. ``None`` keeps each parameter's dtype. The shards, and therefore the
             optimizer's states, always keep the original dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
-            off. ``None`` uses each parameter's ``grad_dtype``, if set before the first forward,
-            else its own dtype. (A ``grad_dtype`` of None uses the dtype that backward produces.)
-            Unlike in torch up to 2.14, it does not default to ``param_dtype``: pass that dtype
-            explicitly. A group with several dtypes reduces in their common dtype
-            (``torch.promote_types``), and stores each gradient in its own dtype.
+            off. ``None`` uses each parameter's ``grad_dtype`` if that was set before the first
+            forward, and the parameter's own dtype otherwise. (A ``grad_dtype`` of None uses the
+            dtype that backward produces.) Unlike in torch up to 2.14, the default is not
+            ``param_dtype``: pass that dtype explicitly. A group with several dtypes reduces in
+            their common dtype (``torch.promote_types``), and stores each gradient in its own dtype.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, including
             those inside lists, tuples, named tuples, dicts and dataclasses.
         cast_root_forward_inputs: cast inputs at the root, regardless of ``cast_forward_inputs``.
         buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
-            contains them in their original dtype, with their original values unless they were
+            contains buffers in their original dtype, with their original values unless they were
             modified. ``load_state_dict`` updates the registered buffers and the originals.
         keep_low_precision_grads: leave sharded gradients in the dtype of their reduction, instead
-            of the parameter's dtype. The optimizer must accept such gradients.
+            of casting them to the parameter's dtype. The optimizer must accept such gradients.
         full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
             unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit's dtypes.
-        param_dtype_override_fn: ``fully_shard`` calls it once with each parameter. It returns the
-            parameter's own dtype to keep the parameter in that dtype, and ``None`` or
-            ``param_dtype`` otherwise. Results must be equal on all ranks. Inputs are always cast
-            to ``param_dtype``.
-        gather_dtype: an 8-bit float (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in which
-            all-gathers send matrices, with scales. Unsharded matrices are still in ``param_dtype``,
-            rounded to the precision of the codes (3 or 2 fractional bits). Shards, gradients,
-            optimizers and checkpoints do not change. Parameters that keep their own dtype, and
-            vectors and scalars, which are small but need precision, are sent without coding.
-        gather_scale: ``"row"`` for a scale per row of a rank's shard, ``"tensor"`` for one per
-            shard. Scales are 2-byte powers of two, sent in the same collective as the codes.
+        param_dtype_override_fn: a function that ``fully_shard`` calls once for each parameter. It
+            must return the parameter's own dtype to keep the parameter in that dtype, and ``None``
+            or ``param_dtype`` otherwise, with equal results on all ranks. Inputs are always cast to
+            ``param_dtype``.
+        gather_dtype: an 8-bit float dtype (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in
+            which all-gathers send matrices, along with scales. Unsharded matrices still have the
+            dtype ``param_dtype``, but are rounded to the precision of the 8-bit dtype (3 or 2
+            fractional bits). Shards, gradients, optimizers and checkpoints are not affected.
+            Vectors and scalars, which are small but need precision, are not converted to 8 bits,
+            nor are parameters that keep their own dtype.
+        gather_scale: ``"row"`` for one scale per row of a rank's shard, ``"tensor"`` for one scale
+            per shard. Scales are 2-byte powers of two, sent in the same collective as the matrices.
 
-    The last seven are keyword-only. Of these, torch's class has only ``param_dtype_override_fn``.
+    The last seven are keyword-only; torch's class has only one, ``param_dtype_override_fn``.
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
@@ -133,9 +134,9 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
             ``param_dtype_override_fn`` is not callable; or ``gather_dtype`` or ``gather_scale`` is
             invalid.
 
-    Source: the class of the same name in ``torch.distributed.fsdp``, torch 2.15. Four of the other
-    keywords correspond to FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
-    Quantised all-gathers: ZeRO++ (arXiv 2306.10209).
+    Source: the class of the same name in ``torch.distributed.fsdp``, torch 2.15. Keywords from
+    ``cast_root_forward_inputs`` to ``full_precision_in_eval``: FSDP1's ``MixedPrecision`` and
+    ``FSDP_USE_FULL_PREC_IN_EVAL``. Quantised all-gathers: ZeRO++ (arXiv 2306.10209).
     """
 
     param_dtype: torch.dtype | None = None
@@ -144,7 +145,7 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
-    )  # the first keyword, as in torch's class
+    )  # the first keyword-only argument, as in torch's class
     cast_root_forward_inputs: bool = field(default=False, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)
@@ -160,7 +161,7 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
         for name in _FLAGS:
             _require(isinstance(getattr(self, name), bool), self, name, "a bool")
         choose = self.param_dtype_override_fn
-        expected = "a function of a parameter or None"
+        expected = "a function that takes a parameter, or None"
         _require(choose is None or callable(choose), self, "param_dtype_override_fn", expected)
         expected = "torch.float8_e4m3fn, torch.float8_e5m2 or None"
         dtype = self.gather_dtype
@@ -238,12 +239,12 @@ class Residence:
 
 @dataclass(unsafe_hash=True)
 class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
-    """Name the dims of a full mesh that data parallelism uses: ``fully_shard(dp_mesh_dims=...)``.
+    """Specify which dims of a full mesh are data-parallel: ``fully_shard(dp_mesh_dims=...)``.
 
     Args:
         shard: the dim or dims over which parameters are sharded. Several dims are flattened.
-        replicate: the dim or dims over which parameters are replicated. Without ``shard``, this is
-            plain data parallelism (DDP).
+        replicate: the dim or dims over which parameters are replicated. ``replicate`` without
+            ``shard`` is plain data parallelism (DDP).
 
     Raises:
         ConfigError: a name is not a string; both arguments are empty; or a dim is in both.
@@ -313,17 +314,18 @@ class Whole:
     """Place the full parameter on one rank. Return it from ``shard_placement_fn``.
 
     The parameter is stored on its *owner*, one rank of the shard axis; the shards of other ranks
-    are empty. So optimizers that need full matrices (``fsdp2.optim.whole``) do not communicate it.
-    Owners are chosen to balance bytes and a matrix optimizer's FLOPs over ranks, across all calls
-    on the same ranks. Forward and backward use the parameter as usual, under the same name. For
-    scalars and empty parameters, ``Whole`` has no effect. Requires torch 2.12 or later.
+    are empty. Optimizers that need full matrices (``fsdp2.optim.whole``) thus do not communicate
+    the parameter. Owners are chosen to balance bytes and a matrix optimizer's FLOPs over ranks,
+    across all ``fully_shard`` calls on the same ranks. Forward and backward use the parameter as
+    usual, under the same name. ``Whole`` has no effect on scalars and empty parameters. Requires
+    torch 2.12 or later.
 
-    ``fully_shard`` raises ``ConfigError`` if the owner is not on the axis, or if
+    ``fully_shard`` raises ``ConfigError`` if the owner is not a rank of the shard axis, or if
     ``reshard_after_forward`` is an int. ``fsdp2.compile``, custom collectives and communication
     hooks raise an error that names the parameter.
 
     Args:
-        owner: the rank of the owner on the shard axis. ``None``: chosen automatically.
+        owner: the owner's rank on the shard axis. ``None`` chooses it automatically.
 
     Source: fsdp2; torch has no equivalent placement.
     """
@@ -335,30 +337,30 @@ class Whole:
 class Aligned:
     """Shard a parameter only at block boundaries. Return it from ``shard_placement_fn``.
 
-    Quantised weights and 8-bit optimizer states have a scale per block of elements, and a shard
-    that splits a block gets different scales than the full parameter. So each rank's rows along
-    ``dim`` begin at a multiple of ``multiple_of``, and only the last block may be shorter. Ranks
-    have equal numbers of blocks; remaining blocks are assigned one by one to the ranks with the
-    fewest bytes so far, across all calls on the same ranks. Uneven shards are stored and sent
-    without padding to the largest one.
+    Quantised weights and 8-bit optimizer states have one scale per block of elements, and the
+    scales differ from those of the full parameter if a shard splits a block. With ``Aligned``, each
+    rank's rows along ``dim`` begin at a multiple of ``multiple_of``, and only the last block may be
+    shorter. Each rank gets the same number of blocks. Any remaining blocks go one by one to the
+    ranks with the fewest bytes so far, across all ``fully_shard`` calls on the same ranks. Uneven
+    shards are stored and sent without padding to the size of the largest shard.
 
-    If ``torch.chunk`` splits no block, this is the same as ``Shard(dim)``. Otherwise the limits of
-    ``Whole`` apply: torch 2.12 or later is required, and ``fsdp2.compile``, custom collectives,
-    communication hooks, an int for ``reshard_after_forward`` and tensor parallelism on the same
-    ``dim`` raise an error that names the parameter.
+    If ``torch.chunk`` splits no block, ``Aligned`` is the same as ``Shard(dim)``. Otherwise, the
+    limits of ``Whole`` apply: torch 2.12 or later is required, and ``fsdp2.compile``, custom
+    collectives, communication hooks, an int for ``reshard_after_forward`` and tensor parallelism on
+    the same ``dim`` raise an error that names the parameter.
 
     Args:
-        dim: the dim to shard, as in ``Shard``. ``None``: blocks of elements of the flattened
-            parameter, as in most optimizers with 8-bit states. The parameter is then sharded along
-            dim 0, in groups of rows that consist of complete blocks.
-        multiple_of: the block size, in rows or, without ``dim``, in elements.
+        dim: the dim to shard, as in ``Shard``. With ``None``, blocks consist of elements of the
+            flattened parameter, as in most optimizers with 8-bit states. The parameter is then
+            sharded along dim 0, in groups of rows that consist of complete blocks.
+        multiple_of: the block size, in rows (or in elements, if ``dim`` is ``None``).
         at_least: the minimum size of a nonempty shard; a shorter final block is merged with the
-            previous one. Optimizers with 8-bit states keep states of small tensors in fp32.
+            previous block. Optimizers with 8-bit states keep states of small tensors in fp32.
 
     Raises:
-        ConfigError: ``dim`` is not an int; ``multiple_of`` or ``at_least`` is not an int above 0.
+        ConfigError: ``dim`` is not an int; ``multiple_of`` or ``at_least`` is not a positive int.
 
-    Source: fsdp2. RaggedShard of veScale (arXiv 2602.22437) also shards at block boundaries.
+    Source: fsdp2. veScale's RaggedShard (arXiv 2602.22437) also shards at block boundaries.
     """
 
     dim: int | None
@@ -367,7 +369,7 @@ class Aligned:
 
     def __post_init__(self) -> None:
         is_dim = self.dim is None or type(self.dim) is int
-        _require(is_dim, self, "dim", "an int, or None for elements of the flattened parameter")
+        _require(is_dim, self, "dim", "an int, or None to align the flattened parameter")
         for name in ("multiple_of", "at_least"):
             count = getattr(self, name)
             _require(type(count) is int and count > 0, self, name, "an int of at least 1")
@@ -377,14 +379,14 @@ class Aligned:
 class ShardPlacementResult:
     """A parameter's placement and mesh. Return it from ``shard_placement_fn``.
 
-    Parameters of one call on different meshes are gathered and reduced separately, each over the
-    ranks of its mesh. Each gradient is the mean over these ranks.
+    If parameters of one ``fully_shard`` call have different meshes, they are gathered and reduced
+    separately, each over the ranks of its own mesh. Each gradient is the mean over these ranks.
 
     Args:
         placement: ``Shard(dim)``, ``Replicate()``, ``Whole()``, ``Aligned(dim)``, or ``None`` for
             ``Shard(0)``.
         mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object with a ``mesh``
-            and its ``shard_mesh_dim`` and ``replicate_mesh_dim``. ``None``: the mesh of the call.
+            and its ``shard_mesh_dim`` and ``replicate_mesh_dim``. ``None`` uses the call's mesh.
 
     Source: the class of the same name in torch's ``fully_shard``.
     """
@@ -401,7 +403,7 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Numbers of prefetched units and of reductions in flight; 0 means no overlap.
+    """The number of prefetched units and the number of reductions in flight; 0 means no overlap.
     ``keeps_parts``: keep the large parts of a root unsharded from forward to backward.
     ``synchronizes``: on a device, the host waits at the end of each backward, so that a root's
     parts can be reduced early, as they always are on a CPU."""
@@ -427,9 +429,9 @@ class Settings:
     ``reshard_after_forward`` is the user's argument: ``None`` (True below the root, False at the
     root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: the next forward
     without gradients reuses gathered parameters. The sum of gradients is divided by ``divide_by``
-    (None: the number of ranks). ``manual_finalization`` is set on the root: backwards of the tree
-    end with ``finalize_backward``. ``input_buffers`` is the maximum number of reductions with live
-    inputs (None: from ``overlap``).
+    (None: the number of ranks). ``manual_finalization`` is set on the root: ``finalize_backward``
+    ends each backward. ``input_buffers`` is the maximum number of reductions with live inputs
+    (None: from ``overlap``).
     """
 
     reshard_after_forward: bool | int | None = None
@@ -473,7 +475,7 @@ class CastBuffer:
         self._cast = self.module._buffers[self.name] = buffer.to(self._dtype)
 
     def original(self) -> Tensor | None:
-        """Return the buffer in its original dtype; None if it was not cast."""
+        """Return the buffer in its original dtype, or None if the buffer was not cast."""
         buffer, original = self.module._buffers.get(self.name), self._original
         if buffer is None or self._origin is None or buffer.dtype is not self._dtype:
             return None
@@ -530,24 +532,24 @@ class CastBuffers:
 
 
 def is_cast_by_policies(buffer: Tensor) -> bool:
-    """Return True for plain floating-point buffers of more than 8 bits."""
+    """Return True for plain floating-point buffers with more than 8 bits per element."""
     if isinstance(buffer, DTensor):
         return False
     return buffer.is_floating_point() and buffer.dtype.itemsize > 1
 
 
 class Precision:
-    """A unit's policy, as chosen by the user (``chosen``) and as currently in effect."""
+    """A unit's policy, as chosen by the user (``chosen``) and as now in effect (``policy``)."""
 
     def __init__(self, chosen: MixedPrecisionPolicy, modules: Sequence[nn.Module]) -> None:
         self.chosen = chosen
-        self.policy = _policy_for(chosen, modules)  # in effect; calls compare it by identity
+        self.policy = _policy_for(chosen, modules)  # recorded calls compare it by identity
         self.buffers: CastBuffers | None = None
         self.input_dtype: torch.dtype | None = None  # None: inputs are not cast
         self.choose_input_dtype(is_root=False)
 
     def choose_input_dtype(self, is_root: bool) -> None:
-        """Set the dtype to which floating-point inputs are cast; call it after a policy change."""
+        """Set the dtype to which floating-point inputs are cast. Call after a policy change."""
         policy = self.policy
         casts = policy.cast_forward_inputs or (policy.cast_root_forward_inputs and is_root)
         self.input_dtype = policy.param_dtype if casts else None
@@ -559,7 +561,7 @@ class Precision:
             self.buffers.cast()
 
     def follow(self, modules: Sequence[nn.Module]) -> bool:
-        """Apply the policy for the modules' current mode; return whether it changed."""
+        """Apply the policy for the modules' current mode. Return whether the policy changed."""
         policy = _policy_for(self.chosen, modules)
         if policy == self.policy:
             return False
@@ -572,7 +574,7 @@ class Precision:
         return True
 
     def outdate(self) -> None:
-        """Replace the policy with an equal copy, so that recorded calls no longer match."""
+        """Replace the policy with an equal copy, so that recorded calls no longer match it."""
         self.policy = dataclasses.replace(self.policy)
 
 

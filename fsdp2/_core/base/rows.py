@@ -13,10 +13,11 @@ EVERYTHING = 2**62  # a block size that covers a dim of any length
 
 @dataclass(frozen=True)
 class Deal:
-    """A distribution of whole blocks of rows to the places (ranks) of an axis. Each place gets the
-    same number of blocks of ``block`` rows; any remaining blocks go one by one to place ``first``
-    and the places after it, cyclically. A place's blocks are adjacent, and places are in order.
-    The last block may be shorter. ``ends``, if any, lists the end row of each place instead."""
+    """A distribution of whole blocks of rows over the places (ranks) of an axis. Each place gets
+    the same number of blocks of ``block`` rows; any remaining blocks go one by one to place
+    ``first`` and the places after it, cyclically. Each place's rows are contiguous, and follow
+    those of the previous place. The last block may be shorter. If ``ends`` is not empty, it lists
+    the end row of each place, and overrides these rules."""
 
     block: int
     first: int = 0
@@ -36,7 +37,7 @@ class Deal:
 
 
 def deal_of_long_blocks(length: int, count: int, block: int, first: int) -> Deal:
-    """Deal blocks of at least ``block`` rows: the last block also has the remaining rows."""
+    """Deal blocks of ``block`` rows. The last block also contains the remaining rows."""
     blocks = max(length // block, 1)
     rule, ends = Deal(1, first), []
     for place in range(count):
@@ -46,8 +47,8 @@ def deal_of_long_blocks(length: int, count: int, block: int, first: int) -> Deal
 
 
 def chunk_of(length: int, count: int, place: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of a chunk of ``torch.chunk``, as in DTensor's
-    ``Shard(dim)``: the last chunks may have fewer rows than the first, or none."""
+    """Return the first row and the number of rows of a chunk. Rows are split as by ``torch.chunk``
+    and DTensor's ``Shard(dim)``: the last chunks may have fewer rows than the first, or none."""
     chunk = -(-length // count)
     start = min(place * chunk, length)
     return start, min(chunk, length - start)
@@ -59,14 +60,14 @@ def rows_of(
     place: int,
     deal: Deal | None = None,
 ) -> tuple[int, int]:
-    """Return the first row and the number of rows of a place, chunked or dealt."""
+    """Return the first row and the number of rows of a place, in chunks if ``deal`` is None."""
     if deal is None:
         return chunk_of(length, count, place)
     if deal.ends:
         start = deal.ends[place - 1] if place else 0
         return start, deal.ends[place] - start
     each, over = divmod(-(-length // deal.block), count)
-    # places with an additional block: `over` of them from `first` on, with wraparound
+    # `over` places get an additional block: `first` and the places after it, with wraparound
     behind = deal.first + over - count
     before = min(max(place - deal.first, 0), over) + min(place, max(behind, 0))
     gets_more = (place - deal.first) % count < over

@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 clocks: weakref.WeakKeyDictionary[nn.Module, SlotClock] = weakref.WeakKeyDictionary()
-"""Clocks of reproducible models. While any exist, norms are summed exactly."""
+"""Clocks of reproducible models. While a clock exists, norms are summed exactly."""
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engin
 """Run a callback after the running backward. There is no public API."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward that runs in this thread; -1 outside of a backward."""
+"""Number of the backward running in this thread; -1 outside of a backward."""
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The sequence number of the next node that this thread creates."""
 
 age_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""A node's sequence number; within a thread, later nodes have higher ones."""
+"""A node's sequence number; within a thread, later nodes have higher numbers."""
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The autograd node that runs in this thread, or whose hooks run."""
+"""The autograd node that is running in this thread, or whose hooks are running."""
 
 
 def nodes_between(first: int, last: int, node: Any, owner: object) -> Iterator[Any]:
@@ -50,8 +50,8 @@ def node_before(number: int, tensor: torch.Tensor) -> Any:
 
 
 def computes_gradient(param: torch.Tensor) -> bool:
-    """Return True if the running backward computes a leaf's gradient. There is no public API. For
-    leaves that were passed to ``torch.autograd.grad``, the engine raises an error instead."""
+    """Return True if the running backward computes a leaf's gradient. There is no public API. For a
+    leaf that was passed to ``torch.autograd.grad``, the engine raises an error: return True."""
     accumulate = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
@@ -100,15 +100,16 @@ def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 packing_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Return the innermost saved-tensor hooks, or None. Call it with False."""
 
-packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
+packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # not in the type stub
 """Return False if saved-tensor hooks would raise an error, as in some transforms."""
 
 
 @contextmanager
 def without_packing() -> Iterator[None]:
     """Temporarily pop all saved-tensor hooks. A ``Work`` captures the state of the issuing thread,
-    including these hooks, which own a graph. Gloo's thread releases a ``Work`` only some time after
-    completion. Until then the graph would stay alive, and gloo's thread might free user hooks."""
+    including these hooks, which keep a graph alive. Gloo's thread releases a ``Work`` only some
+    time after completion. The graph would stay alive until then, and that thread might free the
+    user's hooks."""
     autograd: Any = torch._C._autograd  # the type stub lacks some names
     hooks = []
     while (top := packing_hooks(False)) is not None:
@@ -135,7 +136,7 @@ def stop_packing(pack: Callable[..., Any]) -> None:
 
 
 def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
-    """Return True if new saved-tensor hooks would shadow none, or only those that call ``own``."""
+    """Return True if new saved-tensor hooks would shadow no hooks but those that call ``own``."""
     if not packing_is_enabled():
         return False
     top = packing_hooks(False)
@@ -159,4 +160,4 @@ version_of = attrgetter("_version")
 """A tensor's version counter; read in C, because a step reads hundreds of them."""
 
 preserved_versions: Callable[..., AbstractContextManager[Any]] = _unsafe_preserve_version_counter
-"""Context that hides in-place writes from autograd, for writes that restore saved values."""
+"""Context manager that hides in-place writes from autograd; used to restore saved values."""

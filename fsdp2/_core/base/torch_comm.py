@@ -30,13 +30,13 @@ all_gather_single: Callable[..., dist.Work | None]
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., dist.Work | None]
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Public functions. torch 2.13 renamed them, and warns at each use of the old names."""
+"""Public functions. torch 2.13 renamed them, and warns whenever an old name is used."""
 
 
 def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
     """Return True if gloo runs a group's collectives for a device type. On a device, gloo supports
-    only some operations. Other operations access tensors as host memory: sends, receives and
-    functional collectives kill the process (torch 2.11.0)."""
+    only some operations. Other operations access device memory as if it were host memory: sends,
+    receives and functional collectives kill the process (torch 2.11.0)."""
     backends = _backends.get(group)
     if backends is None:
         backends = _backends[group] = frozenset(dist.get_backend_config(group).split(","))
@@ -45,19 +45,20 @@ def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
 
 _backends: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 
-# Process groups of some ranks, and their timeouts.
+# Process groups of a subset of the ranks, and their timeouts.
 
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""For each world: the number of groups created by ``group_of``, by their ranks."""
+"""For each world: the number of groups that ``group_of`` has created for each set of ranks."""
 
 
 def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
     """Create a process group with the world's timeout. Only ``ranks`` call this function.
 
     Differences from torch's ``new_group(use_local_synchronization=True)``:
-    - Torch names such a group by its ranks and the number of groups that *this rank* is in. If
-      ranks are in different numbers of groups, they wait for each other under different names and
-      deadlock. So we name it by its ranks and the number of earlier groups of exactly these ranks.
+    - Torch derives the name of such a group from its ranks and the number of groups that *this
+      rank* is in. If ranks are in different numbers of groups, they wait for each other under
+      different names and deadlock. So we derive the name from the group's ranks and the number of
+      earlier groups of exactly these ranks.
     - If the world is bound to a device (``init_process_group(device_id=...)``), torch splits the
       world's communicator, and splitting is collective over the world. So we unbind the world,
       and the new group gets a separate communicator."""
@@ -84,9 +85,9 @@ _installing = threading.Lock()
 
 @functools.cache
 def _names() -> threading.local:
-    """Return an object whose thread-local ``name`` is used for a thread's next process group (no
+    """Return a thread-local object whose ``name`` is used for the thread's next process group (no
     public API). torch's function is replaced permanently: ranks may be threads of one process that
-    wait for each other in ``new_group``, so the lock of a temporary replacement would deadlock."""
+    wait for each other in ``new_group``, so a lock for a temporary replacement would deadlock."""
     module, names = vars(distributed_c10d), threading.local()
     original = module["_process_group_name"]
 
@@ -120,7 +121,7 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def default_store() -> Any:
-    """Return the rendezvous store. The public API accepts a store, but does not return it."""
+    """Return the rendezvous store. The public API can set this store, but not return it."""
     return distributed_c10d._get_default_store()
 
 
@@ -133,7 +134,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def wait_as_the_world(group: dist.ProcessGroup) -> None:
-    """Set the timeout of a group to the world's, if its backend supports that."""
+    """Set a group's timeout to that of the world, if the group's backend supports it."""
     world = dist.group.WORLD
     timeout = None if world is None or group is world else timeout_of(world)
     if timeout is not None and timeout != timeout_of(group) and hasattr(group, "set_timeout"):
@@ -153,8 +154,9 @@ def pause_at_exit() -> None:
 
 
 def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Batch the collectives inside, all of one kind, if the backend supports it. There is no public
-    API. We do not pass the device, because torch would then mix two coalescing mechanisms."""
+    """Batch the collectives in the ``with`` block, which must be of the same kind, if the backend
+    supports it. There is no public API. We do not pass the device, because torch would otherwise
+    mix two coalescing mechanisms."""
     if group is None or not capabilities(device).coalesces or is_gloo(group, device.type):
         return contextlib.nullcontext()
     return cast(AbstractContextManager[Any], vars(dist)["_coalescing_manager"](group))
@@ -163,7 +165,7 @@ def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
 def allocate_from_group(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return memory from the backend's allocator; None if it has none. There is no public API."""
+    """Return memory from the backend's allocator, or None if it has no allocator (private API)."""
     backend: Any = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         return None
@@ -195,7 +197,7 @@ class SymmetricMemory:
 
 
 def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return the result of a functional collective, for compilers; pass groups by name."""
+    """Run a functional collective (for compilers), and return its result. Pass groups by name."""
     ops = torch.ops._c10d_functional
     received: torch.Tensor = ops.wait_tensor(getattr(ops, name)(_as_real(sent), *args))
     return torch.view_as_complex(received) if sent.is_complex() else received
@@ -213,8 +215,8 @@ def flat_as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def functional_coalesced(name: str, sent: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
-    """Like ``functional``, for several tensors, with one collective per dtype: for mixed dtypes
-    gloo silently returns wrong values (tested: torch 2.13.0)."""
+    """Like ``functional``, but for several tensors. Runs one collective per dtype, because gloo
+    silently returns wrong values for mixed dtypes (tested: torch 2.13.0)."""
     ops = torch.ops._c10d_functional
     real = [_as_real(one) for one in sent]
     received: dict[int, torch.Tensor] = {}

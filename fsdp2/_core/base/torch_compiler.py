@@ -43,23 +43,23 @@ always_eager = _not_compiled(with_callees=True, breaks_graph=True)
 """Decorator: like ``never_traced``, but do not compile callees either."""
 
 eager_unless_inlined = _not_compiled(with_callees=True, breaks_graph=False)
-"""Decorator: trace the function as part of its caller; do not compile it or its callees alone."""
+"""Decorator: trace the function within its caller; do not compile it or its callees separately."""
 
 inlined_or_eager = _not_compiled(with_callees=False, breaks_graph=False)
 """Decorator: like ``eager_unless_inlined``, but compile callees. For thin wrappers."""
 
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
-"""The function that ``module.compile()`` creates; runs the module's hooks and forward."""
+"""The function created by ``module.compile()``, which runs the module's hooks and forward."""
 
 call_with_hooks: Callable[..., Any] = nn.Module._call_impl
 """The body of ``nn.Module.__call__``. Calling it directly saves a stack frame per nested unit."""
 
 
 def region_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a compile region for a module's forward; None if it is not marked as a region
-    (``nested_compile_region``; the mark has no public name). Call it with the module, the tensors
-    registered on it, args and kwargs. A compiler reuses a region only if its tensors are inputs of
-    the graph or arguments of the region; tensors gathered in the graph are not inputs."""
+    """Return a compile region for a module's forward; None if the forward is not marked as a region
+    (``nested_compile_region``; the mark has no public name). The region's arguments are the module,
+    the tensors registered on the module, args and kwargs. A compiler reuses a region only if its
+    tensors are inputs of the graph or arguments of the region; gathered tensors are not inputs."""
     marked = forward = type(module).forward
     while hasattr(forward, "__marked_compile_region_fn__"):
         forward = forward.__marked_compile_region_fn__
@@ -86,7 +86,7 @@ def _make_region(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GraphPass(Protocol):
-    """Changes a forward or a backward graph. ``uuid`` identifies it in on-disk graph caches."""
+    """Changes a forward or backward graph. ``uuid`` identifies the pass in on-disk graph caches."""
 
     def __call__(self, graph: torch.fx.Graph) -> None: ...
 
@@ -107,12 +107,12 @@ def with_passes(
     compiler: Compiler, backend: Any, joint: GraphPass, change: GraphPass | None
 ) -> Compiler:
     """Return a compiler with passes, for the backends ``"inductor"`` and ``"aot_eager"``. ``joint``
-    runs on joint graphs before partitioning; ``change``, if any, on forward and backward graphs
-    before lowering. Inductor's reordering for peak memory, which runs after all passes and would
-    undo ``change``, is disabled unless the user requests it."""
+    runs on joint graphs before partitioning; ``change``, if any, runs on forward and backward
+    graphs before lowering. Inductor's reordering for peak memory, which runs after all passes and
+    would undo ``change``, is disabled unless the user requests it."""
     if backend != "inductor":
         return _changed_aot_eager(joint, change)
-    options = dict(compiler.config)  # type: ignore[attr-defined]  # of the wrapper
+    options = dict(compiler.config)  # type: ignore[attr-defined]  # the wrapper's attribute
     passes = {"joint_custom_pre_pass": joint}
     if change is not None:
         options.setdefault("reorder_for_peak_memory", False)
@@ -124,7 +124,7 @@ def with_passes(
 
 
 def _as_inductors(change: GraphPass, chosen: Any) -> Any:
-    """Wrap a pass, to run after the user's pass, in the class that inductor's caches require."""
+    """Wrap a pass in the class that inductor's caches require; it runs after the user's pass."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -199,7 +199,7 @@ def operation_of(node: torch.fx.Node) -> str:
 
 
 def has_effects(node: torch.fx.Node) -> bool:
-    """Return True if a graph node may change its inputs, or draws random numbers."""
+    """Return True if a graph node may modify its inputs or generate random numbers."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
@@ -229,11 +229,11 @@ def views_or_wraps(node: torch.fx.Node) -> bool:
 
 
 def switches_of_steps() -> AbstractContextManager[Any]:
-    """Patch the compiler's settings for functional steps. It then traces writes to modules inside
-    ``torch.utils.checkpoint`` and omits them from recomputation, which is correct because
+    """Patch compiler settings for functional steps. The compiler then traces writes to modules
+    inside ``torch.utils.checkpoint`` and omits them from recomputation, which is correct because
     parameters are registered before a module runs and dropped afterwards. It also guards on each
-    module's hooks. Otherwise, because all units share one code object for forward, code compiled
-    for a unit without hooks could run for a unit with hooks after a graph break."""
+    module's hooks. Without these guards, after a graph break, code compiled for a unit without
+    hooks could run for a unit with hooks, because all units share one code object for forward."""
     from torch._dynamo.config import patch
 
     return cast(
@@ -244,6 +244,6 @@ def switches_of_steps() -> AbstractContextManager[Any]:
 
 def recompute_in_backward(node: torch.fx.Node) -> None:
     """Mark a node for recomputation with the tags of selective checkpointing. Its region number is
-    above the user's numbers, because tensors used in a later region would be saved instead."""
+    above the user's numbers, because a tensor used in a later region would be saved instead."""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import (  # modes of selective checkpointing
     _CachingTorchDispatchMode,
 )
 
-DispatchMode = TorchDispatchMode  # base of dispatch modes; its public name is undocumented
+DispatchMode = TorchDispatchMode  # base class of dispatch modes; its public name is undocumented
 hidden_from_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""Context that hides operations from dispatch modes (counters, tracers)."""
+"""Context manager that hides operations from dispatch modes (counters, tracers)."""
 
 # Modes and transforms around a forward. No public API exits them temporarily.
 
@@ -68,10 +68,10 @@ def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run_aside(function: Callable[..., object], *args: Any) -> None:
-    """Call ``function`` outside of selective checkpointing and functorch transforms. The engine's
-    operations must not be counted as the user's: a recomputation may find parameters already
-    gathered, but must count the same operations as the forward. Other dispatch modes
-    (``CommDebugMode``) still see all operations."""
+    """Call ``function`` outside of selective checkpointing and functorch transforms. Selective
+    checkpointing must count the same operations in a recomputation as in the forward. It must not
+    count the engine's operations, because a recomputation may find parameters already gathered.
+    Other dispatch modes (``CommDebugMode``) still see all operations."""
     with _unseen():
         if transforms_are_active():
             with torch._C._DisableFuncTorch():
@@ -81,7 +81,7 @@ def run_aside(function: Callable[..., object], *args: Any) -> None:
 
 
 def unseen_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the full tensor that selective checkpointing does not count."""
+    """Return a view of the full tensor, hidden from selective checkpointing."""
     with _unseen():
         return tensor.view_as(tensor)
 

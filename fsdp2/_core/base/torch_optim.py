@@ -1,7 +1,7 @@
-"""Private torch API for optimizers, and learning rate schedulers, which wrap their ``step``.
+"""Private torch API for optimizers and learning rate schedulers; the latter wrap ``step`` methods.
 
-A scheduler's wrapper records each call and runs the ``step`` of the class that the optimizer had
-when it was wrapped. ``_wrapped_by_lr_sched`` marks the wrapper, and ``_opt_called`` is the record.
+A scheduler's wrapper records each call, and runs the ``step`` of the optimizer's class at the time
+of wrapping. ``_wrapped_by_lr_sched`` marks the wrapper, and ``_opt_called`` is the record.
 Both are private in torch 2.11 to 2.15, without public equivalents.
 """
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 def steps_as_its_class(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's ``step`` is that of its class, or a scheduler's wrapper."""
+    """Return True if an optimizer's ``step`` is its class's method or a scheduler's wrapper."""
     own = vars(optimizer).get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)
 
@@ -37,5 +37,5 @@ def step_as_new_class(optimizer: Any) -> None:
         found._opt_called = True
         return type(found).step(found, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # of a function
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # an attribute of a function
     optimizer.step = step

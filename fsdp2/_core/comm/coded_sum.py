@@ -1,7 +1,7 @@
 """Sums over ranks, with values sent as 8-bit codes. Contains no code for layouts or units.
 
 A message consists of codes, a scale per block, and a tail of columns that are not rounded.
-Legend: W = ranks of the group, S = elements of a rank's part.
+Legend: W = number of ranks in the group, S = number of elements in a rank's part.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class CodedSum(Codes):
         self._add_up(received, kept.shape[1], reduced, coded.shape[1])
 
     def all_reduce(self, packed: Tensor, reduced: Tensor) -> None:
-        """Fill ``reduced`` ``[S]`` with the sum of all ``packed`` ``[S]``; they may share memory.
-        Each rank sums one part and sends the result as codes. All ranks use the decoded results."""
+        """Fill ``reduced`` ``[S]`` with the sum of all ranks' ``packed`` ``[S]``; the two tensors
+        may share memory. Each rank sums one part and sends the result as codes. All ranks use the
+        decoded results."""
         size = self.group.size()
         coded, kept = self._columns(packed.view(1, -1))
         numel = coded.shape[1]

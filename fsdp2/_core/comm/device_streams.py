@@ -20,8 +20,9 @@ class DeviceStreams(Streams):
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        # Priority, because compute waits for gathers, and for reduce-scatters to free memory. As
-        # in torch, all-reduces have none: compute waits for them only at the end of backward.
+        # Gathers and reduce-scatters have priority: compute waits for gathered parameters, and for
+        # reduce-scatters to free memory. As in torch, all-reduces have no priority, because compute
+        # waits for them only at the end of backward.
         priority = capabilities(device).lane_priority
         priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
         self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}
@@ -45,7 +46,7 @@ class DeviceStreams(Streams):
         after: InFlight | None = None,
     ) -> InFlight:
         stream, retired = self._lanes[lane], self._retired[lane]
-        # skip the last: compute may still read its buffers during this launch
+        # do not wait for the last entry: compute may still read its buffers during this launch
         for held in retired[:-1]:
             held.hold_back(stream)
         del retired[:-1]
@@ -53,9 +54,9 @@ class DeviceStreams(Streams):
             after.hold_back(stream)
         with stream, torch_autograd.without_packing():
             flight = issue(*args)
-            flight.wait()  # a custom collective may return a work even without async_op
+            flight.wait()  # a custom collective may return a Work even without async_op
             flight.end_with(stream.record_event())
-        if after is not None:  # keep its buffers: this launch uses them in another lane
+        if after is not None:  # keep its buffers, which this launch uses in another lane
             flight.buffers += after.buffers
         return flight
 
@@ -73,7 +74,7 @@ class DeviceStreams(Streams):
 
     def lane_of(self, stream: torch.Stream) -> str:
         name = f"stream {stream.stream_id}"
-        if name not in self._lanes:  # as a torch.Stream: other lanes can wait for its events
+        if name not in self._lanes:  # a torch.Stream, so that lanes can wait for its events
             self._lanes[name] = torch.Stream(
                 stream_id=stream.stream_id,
                 device_index=stream.device_index,
@@ -117,7 +118,7 @@ def streams_for(device: torch.device) -> Streams:
 
 
 class FlightObserver(Protocol):
-    """Called before and after each wait for one launch in a lane."""
+    """An observer of one launch in a lane, called before and after each wait for the launch."""
 
     def before_wait(self, flight: InFlight) -> None: ...
 

@@ -1,8 +1,9 @@
-"""Collectives for large buffers, built from sends and receives where gloo's own are slower.
+"""Collectives for large buffers, which replace gloo's collectives where those are slower.
 
 gloo implements reduce-scatter as an all-reduce, which sends everything twice, and runs every
-collective in a separate thread. With few ranks, each part is sent directly from its source to its
-destination; with many, one all-to-all sends all parts. Contains no code for layouts or groups.
+collective in a separate thread. With few ranks, each rank sends each part directly to its
+destination. With many ranks, a single all-to-all sends all parts. Contains no code for layouts or
+groups.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor
 
 from fsdp2._core.base import torch_comm
 
-LARGE_NBYTES = 32768  # minimum size at which this is faster than gloo (docs/decisions/0013)
-MAX_RANKS = 4  # maximum number of ranks for sending parts individually
+LARGE_NBYTES = 32768  # minimum size at which sends and receives beat gloo (docs/decisions/0013)
+MAX_RANKS = 4  # maximum number of ranks with which parts are sent individually
 GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
 """Tags that user code is unlikely to use. Messages with the same tag arrive in send order."""
 
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Return True if sends and receives beat the collectives of gloo for a large ``tensor``."""
+    """Return True if sends and receives beat gloo's collectives for a large ``tensor``."""
     return tensor.is_cpu and torch_comm.is_gloo(group)
 
 
 def is_small(group: dist.ProcessGroup) -> bool:
-    """Return True if parts are sent individually."""
+    """Return True if the group is small enough to send parts individually."""
     return group.size() <= MAX_RANKS
 
 
@@ -69,9 +70,9 @@ class DirectGather(Several):
 
 class Exchange:
     """A reduce-scatter: fills ``output`` ``[S]`` with the sum or mean of all ranks' parts for this
-    rank. Adds in rank order, so equal parts give equal sums, and in the dtype of ``output``, so the
-    parts may be sent in a narrower dtype. Completes in ``wait``. ``sizes``: number of elements of
-    each rank's output, or None if all are equal."""
+    rank. Parts are added in rank order, so equal parts give equal sums. The additions use the dtype
+    of ``output`` or a wider one, so parts may be sent in a narrower dtype. Completes in ``wait``.
+    ``sizes``: number of elements of each rank's output, or None if all outputs have equal sizes."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Seen(Protocol):
-    """A stamp. Gathers write the stamps of all ranks to its ``seen`` ``[W, n]``."""
+    """A stamp. Gathers write the stamps of all ranks to the tensor ``seen``, ``[W, n]``."""
 
     seen: Tensor | None
 
@@ -30,7 +30,7 @@ class LateLook:
     """The stamps received in gathers over one process group of a device. Each step starts one copy
     to the host, and polls the previous copy. Stamps are thus usually checked one step later."""
 
-    count: ClassVar[int] = 0  # number of instances created, so that caches detect new ones
+    count: ClassVar[int] = 0  # number of instances created, so that caches detect new instances
 
     def __init__(self) -> None:
         # for each stamp: the row expected from every rank, and the number of ranks
@@ -50,7 +50,7 @@ class LateLook:
         self._is_known, self._event = False, None
 
     def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
-        """Also check a reduction's sum of stamps ``[n]``: any rank that gives up changes it."""
+        """Also check the sum of a reduction's stamps ``[n]``: a rank that gives up changes it."""
         self._sum = stamp, number, total
 
     @torch.inference_mode(False)  # the tensors are reused outside inference mode

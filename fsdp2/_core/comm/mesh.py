@@ -1,15 +1,16 @@
-"""Mesh axes over which groups communicate. A missing axis has size 1, so it is no special case.
+"""Mesh axes over which groups communicate. A missing axis has size 1: it needs no special case.
 
 [Note: roles]
 Every mesh dim of sharded parameters has a role: *shard* or *replicate* (parameters are sharded or
-replicated over it), or *own* (tensor or expert parallelism uses it, data parallelism does not).
-Several shard dims are first flattened into one, so that a mesh has at most one.
+replicated over it), or *own* (used by tensor or expert parallelism, but not by data parallelism).
+Several shard dims are first flattened into one, so that a mesh has at most one shard dim.
 
 [Note: layers]
 With ``shard_outer``, parameters and all persistent state are sharded over all ranks of a 2-D mesh,
 as one axis. Within a step, parameters (after forward) and summed gradients are sharded only over
-the inner dim. A gradient is therefore reduce-scattered twice: first over the inner axis, where each
-rank gets the shards of all ranks on its outer axis, and at the end of the step over the outer axis.
+the inner dim. A gradient is therefore reduce-scattered twice. The first reduce-scatter is over the
+inner axis; from it, each rank gets the shards of all ranks on its outer axis. The second is over
+the outer axis, at the end of the step.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class MeshAxis:
 
     @property
     def is_real(self) -> bool:
-        """Return True if torch.distributed sends the data: tests may simulate ranks."""
+        """Return True if torch.distributed sends the data; tests may simulate ranks instead."""
         return isinstance(self.pg, dist.ProcessGroup) and not self.is_imagined
 
     @property
@@ -83,9 +84,9 @@ ABSENT_AXIS = MeshAxis("", 1, 0, None)
 @dataclass(frozen=True)
 class DataMesh:
     """The mesh of sharded parameters: its shard axis and replicate axis, and the role of each dim
-    ([Note: roles]). With ``dp_mesh_dims``, ``dims`` is its value, and ``full`` the user's
-    mesh. Parameters are then DTensors on ``full``, which differs from ``mesh`` only if there are
-    several shard dims."""
+    ([Note: roles]). With ``dp_mesh_dims``, ``dims`` is the value of that argument, and ``full`` is
+    the user's mesh. Parameters are then DTensors on ``full``, which differs from ``mesh`` only if
+    there are several shard dims."""
 
     mesh: DeviceMesh
     shard: MeshAxis
@@ -106,7 +107,7 @@ class DataMesh:
 
     @cached_property
     def summed(self) -> MeshAxis:
-        """The axis over which gradients are reduced next; ``ABSENT_AXIS`` if there is none."""
+        """The axis of the second reduction; ``ABSENT_AXIS`` if gradients are reduced only once."""
         return self.replicate if self.layers is None else self.layers.replicate
 
     @cached_property
@@ -136,7 +137,7 @@ class DataMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh, roles: tuple[str, ...] | None = None) -> DataMesh:
-        """Interpret a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or use ``roles``."""
+        """Assign ``roles`` to mesh dims. Default: (shard) in 1-D, and (replicate, shard) in 2-D."""
         if roles is None:
             roles = (SHARD,) if mesh.ndim == 1 else (REPLICATE, SHARD)
         _require_ascending(mesh, [d for d, role in enumerate(roles) if role == SHARD])
@@ -184,7 +185,7 @@ class DataMesh:
             rank = self.replicate.rank * self.shard.size + self.shard.rank
             shape = (self.size // size, size)
             return DataMesh.of(torch_dtensor.imagined_mesh(shape, names, rank))
-        # ranks of other slices might not call this, so only the ranks of this slice create groups
+        # ranks of other slices might not call split, so only the ranks of this slice create groups
         root = torch_dtensor.root_mesh(self.mesh)
         kept: KeptOnMesh = root.__dict__.setdefault("_fsdp2_split", KeptOnMesh())
         key = (self.mesh, self.roles, size)
@@ -202,7 +203,7 @@ class DataMesh:
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:
-        """Return the ranks that share this rank's *own* coordinates; the shard dim is innermost."""
+        """Return ranks with the same *own* coordinates as this rank; the shard dim is innermost."""
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
@@ -229,7 +230,7 @@ class KeptOnMesh(dict[Any, DataMesh]):
 
 
 def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
-    """Return the axis of the named dims, flattened if several; ``ABSENT_AXIS`` without names."""
+    """Return the (flattened) axis of the named dims, or ``ABSENT_AXIS`` if there are no names."""
     if not names:
         return ABSENT_AXIS
     if len(names) == 1:
@@ -237,8 +238,9 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
     if _axis(mesh, 0).is_imagined:
         raise UnsupportedError(
             "FS906",
-            "plan: dp_mesh_dims with several dims for one role cannot be planned, because this "
-            "creates process groups. Pass a mesh of the same ranks with one dim per role.",
+            "plan: dp_mesh_dims with several dims for one role cannot be planned, because "
+            "flattening them creates process groups. Pass a mesh of the same ranks with one dim "
+            "per role.",
         )
     joined = torch_dtensor.flatten_dims(mesh, names)
     torch_comm.wait_as_the_world(joined.get_group())
@@ -267,8 +269,8 @@ def _tell_of_timeout(axis: MeshAxis) -> None:
     warn(
         "FS231",
         f"the process group of mesh dim {axis.name!r} has a timeout of {own.total_seconds():g} s, "
-        f"but the default group has {asked.total_seconds():g} s: a mesh does not inherit the "
-        "timeout of init_process_group. If a link fails, ranks wait for the longer time. Call "
+        f"but that of the default group is {asked.total_seconds():g} s: a mesh does not inherit "
+        "the timeout of init_process_group. If a link fails, ranks wait for the longer time. Call "
         f"mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
         f"seconds={asked.total_seconds():g})) for each dim.",
     )
@@ -304,8 +306,8 @@ def default_device_type() -> str:
 
 
 def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
-    """Check and return a mesh to shard over. With ``dims``, it must have dims with these names;
-    otherwise it must be 1-D, or 2-D with dim names."""
+    """Check and return a mesh to shard over. With ``dims``, the mesh must have dims with these
+    names; otherwise, it must be 1-D, or 2-D with dim names."""
     if dims is not None and not isinstance(dims, DataParallelMeshDims):
         expected = "a fsdp2.DataParallelMeshDims or None"
         raise wrong_type("fully_shard", "dp_mesh_dims", expected, dims)
@@ -332,7 +334,7 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ConfigError(
             "FS216",
-            "fully_shard: expected a 2-D mesh with dim names, found none. Pass "
+            "fully_shard: expected a 2-D mesh with dim names, found one without. Pass "
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh.",
         )
     return mesh
@@ -368,7 +370,7 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
 
 
 _ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""The dims of each mesh along which ranks are known to ascend. Cached: many units share a mesh."""
+"""Dims along which a mesh's ranks are known to ascend. Cached, because many units share a mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
@@ -383,7 +385,7 @@ def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
         if name not in names:
             raise ConfigError(
                 "FS217",
-                f"fully_shard: found {name!r} in dp_mesh_dims, which is not a dim of the mesh. Use "
+                f"fully_shard: found {name!r} in dp_mesh_dims, but the mesh has no such dim. Use "
                 f"names from {names}.",
             )
     places = sorted({names.index(name) for name in dims.shard_names})
@@ -397,8 +399,8 @@ def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
 
 def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     """Return the data mesh for a parameter's ``mesh_info``; None means the mesh of its unit. Also
-    accepts objects with a ``mesh`` attribute, such as torch's mesh infos. Their ``shard_mesh_dim``
-    and ``replicate_mesh_dim`` may specify another order of dims."""
+    accepts objects with a ``mesh`` attribute, such as torch's mesh infos. The ``shard_mesh_dim``
+    and ``replicate_mesh_dim`` of such an object may specify another order of dims."""
     if found is None:
         return unit
     mesh = found if isinstance(found, DeviceMesh) else getattr(found, "mesh", None)

@@ -4,12 +4,13 @@ Owns the order of additions between ranks, and the wire that implements it. Cont
 slots or layouts: ``params.slot_sums`` adds up the gradients within a rank.
 
 [Note: one tree]
-A batch consists of G numbered *slots*. The gradients of adjacent slots (0 and 1, 2 and 3) are added
-first, then the sums. Rank r of N has slots r * G / N to (r + 1) * G / N - 1. N and G are powers of
-two, so a rank's slots form a full subtree, and their sum is a node of the tree. These nodes are
-added in rank order: first over the shard axis, whose ranks are neighbours, then over the replicate
-axis. Each addition thus has the same two operands for every N. Every node has the wire dtype. If it
-is narrower than the sum's dtype, every rank also rounds the nodes that it does not send.
+A batch consists of G numbered *slots*. First the gradients of adjacent slots (0 and 1, 2 and 3) are
+added, then adjacent sums, up to the root. Rank r of N has slots r * G / N to (r + 1) * G / N - 1. N
+and G are powers of two, so a rank's slots form a full subtree, and their sum is a node of the tree.
+The nodes of all ranks are added in rank order: first over the shard axis, whose ranks are
+neighbours, then over the replicate axis. Each addition thus has the same two operands for every N.
+Every node has the wire dtype. If this dtype is narrower than that of the sum, every rank also
+rounds the nodes that it does not send.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def _added(first: Tensor, second: Tensor, kept: Tensor) -> Tensor:
 
 
 class TreeAllReduce:
-    """An all-reduce: each rank sums a part of ``tensor``, and sends the sum to all ranks.
+    """An all-reduce: each rank sums one part of ``tensor`` over all ranks, and sends all the sum.
 
-    ``wait`` issues the all-gather, so all ranks must call it at the same point: reductions call it
-    in the order of backward. ``is_completed`` must not depend on timing, because ``free_if_done``
-    calls ``wait`` if the work is completed.
+    ``wait`` issues the all-gather, so all ranks must call ``wait`` at the same point. Reductions
+    call it in the order of backward. ``is_completed`` must not depend on timing, because
+    ``free_if_done`` calls ``wait`` if the work is completed.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TreeAllReduce:
         self._exchange = TreeExchange(self._part, sent, group, dist.ReduceOp.SUM)
 
     def is_completed(self) -> bool:
-        """Return True after ``wait``, which completes the exchange."""
+        """Return True once ``wait`` has completed the exchange."""
         return self._tensor is None
 
     def wait(self) -> None:
@@ -87,7 +88,7 @@ class TreeAllReduce:
 class TreeWire(Wire):
     """A wire that replaces ``plain`` and sums as in [Note: one tree].
 
-    ``slots``: number of gradients in a sum. ``hook_dtype``: dtype to which a hook casts gradients.
+    ``slots``: number of gradients per sum. ``hook_dtype``: dtype to which a hook casts gradients.
     """
 
     adds_alike: ClassVar[bool] = True

@@ -1,1 +1,1 @@
-"""The order of a step: units, the runtime of a tree of units, module and autograd hooks."""
+"""Execution of a step: units, the runtime of a tree of units, and module and autograd hooks."""

@@ -33,7 +33,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in bytes of a group: unsharded parameters, gradients, and inputs of the reduction."""
+    """Sizes of a group's unsharded parameters, gradients and reduction inputs, in bytes."""
 
     whole: int
     gradients: int
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
-    """Return the ``Overlap`` for the user's setting. ``units``: a tree of units, root first.
+    """Return the ``Overlap`` for the user's setting. ``units``: the units of a tree, root first.
     ConfigError: the setting is invalid, or the budget is too small even without overlap."""
     if isinstance(memory, str) and memory in NAMED:
         return NAMED[memory]
@@ -72,8 +72,8 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
 
 
 def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
-    """Return the peak size of unsharded parameters, gathers in flight, unreduced gradients and
-    reduction inputs in a typical step. Excludes shards, activations and reduced gradients.
+    """Return the peak total size of unsharded parameters, gathers in flight, unreduced gradients
+    and reduction inputs in a typical step. Excludes shards, activations and reduced gradients.
     ``units[0]`` is the root, which stays unsharded for the whole step."""
     root = [Sizes.of(group) for group in units[0].own_groups]
     others = []
@@ -88,7 +88,7 @@ def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
     inputs = sorted((sizes.reduced for unit in others for sizes in unit), reverse=True)
     gradients = max((sum(s.gradients for s in unit) for unit in others), default=0)
     ahead, running = 1 + overlap.prefetch, max(1, overlap.reductions)
-    forward = own + sum(wholes[: max(2, ahead)])  # gathered data is copied to a full buffer
+    forward = own + sum(wholes[: max(2, ahead)])  # gathered data and its full buffer
     backward = own + sum(wholes[:ahead]) + gradients + sum(inputs[:running])
     start = own + max((sizes.whole for sizes in root), default=0)
     parts = max((sizes.gradients + sizes.reduced for sizes in root), default=0)

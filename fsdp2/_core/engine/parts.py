@@ -1,29 +1,31 @@
-"""Large parts of roots: when to reduce each part, and which parts backward need not gather.
+"""Large parts of roots: when to reduce each part, and which parts need no gather in backward.
 
 A *part* is a separate group for the parameters of one large submodule (an embedding, a head) of a
-unit that contains other units. Owns each rank's facts about its parts, the small collective that
-combines these facts, and the decision when to reduce and free a part. Contains no hook code: the
+unit that contains other units. This module stores each rank's facts about its parts, combines these
+facts in a small collective, and decides when to reduce and free a part. It registers no hooks: the
 runtime reports the progress of a forward or backward.
 
 [Note: reduced early]
 The gradient of a head is complete long before the root's backward ends. To find out when, each rank
-checks ``grad`` at every *event* of a backward: a point in the order of collectives, which has the
-same number on every rank. When a backward ends, the ranks exchange the event of a part's last
-gradient, and take the maximum. Later backwards reduce and release the part at that event even if a
-gradient is missing, because all ranks must reduce at the same point. If a rank's backward takes
-another path, a gradient may arrive later. The exchange reports this; all ranks then reduce the part
-again, and use a later event from then on. The event thus affects memory and overlap, never the
-result. If ranks do not exchange facts (on a device, once all are known), no part is reduced early.
+checks ``grad`` at every *event* of a backward. An event is a point in the order of collectives, and
+has the same number on every rank. When a backward ends, the ranks exchange the event of a part's
+last gradient, and take the maximum. Later backwards reduce and release the part at that event even
+if a gradient is missing, because all ranks must reduce at the same point. If a rank's backward
+takes another path, a gradient may arrive later. The exchange reports this; all ranks then reduce
+the part again, and use a later event from then on. The event thus affects memory and overlap, never
+the result. If ranks do not exchange facts in every backward, no part is reduced early. On a device,
+by default, ranks stop exchanging facts once all facts are known.
 
 [Note: not read in backward]
 The same exchange reports whether a part's parameters were still referenced after forward (see
 [Note: released early] in ``buffers``). If no rank found a reference, later forwards release the
-part early. If a rank later finds one, it keeps the memory for that step and reports the reference.
-From then on, the part is gathered, or kept, like other groups.
+part early. If a rank later finds a reference, it keeps the memory for that step and reports the
+reference. From then on, the part is gathered, or kept, like other groups.
 
-Backward may read a part whose modules were not called: a fused loss uses the head's weight but does
-not call the head. References are then inconclusive, so after a few such forwards the part counts as
-read. Otherwise ranks would repeat the exchange in every step, which blocks the host of a device.
+Backward may read a part whose modules were not called: for example, a fused loss uses the head's
+weight but does not call the head. References are inconclusive in this case, so the part counts as
+read after a few such forwards. Otherwise ranks would repeat the exchange in every step, and on a
+device, each exchange blocks the host.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from fsdp2._core.params.registration import GATHERING
 UNREAD, UNKNOWN, READ = 0, 1, 2
 UNSEEN = 3  # a part counts as read after this many forwards that do not call its modules
 FACTS = 3
-"""Facts per part: event of its last gradient, whether this was late, whether backward reads it."""
+"""Facts of a part: event and lateness of its last gradient, and whether backward reads the part."""
 
 
 class PartHook:
@@ -80,7 +82,7 @@ class Part:
         self._last_event = 0
         self._present = 0
         self._is_pending = False
-        self._unseen = 0  # number of forwards that did not call its modules
+        self._unseen = 0  # number of forwards that did not call the part's modules
 
     def begin(self) -> None:
         self.is_reduced = False
@@ -101,7 +103,7 @@ class Part:
         self.is_reduced, self._present = True, 0
 
     def note_reads(self) -> None:
-        """Determine, after a forward in grad mode, whether its backward reads the parameters."""
+        """After a forward in grad mode, determine whether its backward reads the parameters."""
         group = self.group
         found = UNKNOWN
         if group.early.readers is not None and group.early.readers.is_called:
@@ -144,7 +146,7 @@ class Parts:
 
     @property
     def can_agree(self) -> bool:
-        """Return True if ranks can exchange facts, which real ranks with fake tensors cannot."""
+        """Return True if ranks can exchange facts. Real ranks with fake tensors cannot."""
         return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
 
     @property
@@ -227,7 +229,7 @@ class Parts:
         return part is not None and part.is_reduced and self._will_agree
 
     def end(self) -> None:
-        """End a backward: exchange facts, and reduce a part again if a gradient was late on a rank.
+        """End a backward: exchange facts; reduce a part again if a gradient was late on any rank.
         With gradient sync, this is collective over the meshes of all parts."""
         if self._will_agree:
             self._event += 1
@@ -260,7 +262,7 @@ class PartExchange:
             if self._parts[0].group.ids.covers(axis):
                 device = self._parts[0].group.residence.compute
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
-                stamp.enroll(f"{fqn or '<root>'}, exchange about its parts")
+                stamp.enroll(f"{fqn or '<root>'}, exchange of facts about its parts")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
                 stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)

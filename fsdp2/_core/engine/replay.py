@@ -6,10 +6,10 @@ sequence of collectives, and received stamps. Contains no capture code.
 [Note: a replay is a step]
 A device graph runs kernels and collectives, but no Python code. A replay is therefore allowed only
 if an eager step would issue the same operations on the same addresses and need no extra exchange
-between ranks. Some ranks can then replay a step while others run it eagerly, because all issue the
-same collectives with the same stamps. The stamp buffers are part of the capture: as in eager steps,
-other ranks' stamps are copied to the host after each replay and checked before the next one
-(``LateLook``).
+between ranks. Some ranks can then replay a step while others run it eagerly, because all ranks
+issue the same collectives with the same stamps. The stamp buffers are part of the capture. As in
+eager steps, other ranks' stamps are copied to the host after each replay, and checked before the
+next replay (``LateLook``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp2._core.params.planning import Unreduced
 from fsdp2._core.params.reduce import is_bare, may_hold
 from fsdp2._core.params.registration import SHARDED
 
-GRADIENTS_ELSEWHERE = "gradients of earlier micro-batches are at other addresses"
+GRADIENTS_ELSEWHERE = "gradients of earlier micro-batches are not at the captured addresses"
 OTHER_COLLECTIVES = "different collectives ran before this step than before the captured one"
 
 
@@ -119,7 +119,7 @@ class Trees:
 
     @property
     def objects(self) -> list[Any]:
-        """The objects that a captured step depends on. Changes replace them with new objects."""
+        """The objects that a captured step depends on. A change replaces the affected object."""
         found: list[Any] = []
         for group in self.groups:
             reducer = group.reducer
@@ -142,7 +142,7 @@ class Trees:
         """Wait for external events that a step depends on, and check the stamps received in earlier
         steps. A graph cannot contain these waits, because each step has different events.
         StateError: ranks issued different gathers."""
-        wait_for_copies()  # for background saves: a replay runs no optimizer hooks
+        wait_for_copies()  # of background saves; eager steps wait in a hook of the optimizer
         for runtime in self.runtimes:
             runtime.context.streams.look_late(runtime.looks.all)
             event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
@@ -197,7 +197,7 @@ class Replayed:
 
     @property
     def is_expected(self) -> bool:
-        """Return True if the captured collectives are the predicted next ones."""
+        """Return True if the captured collectives are predicted to come next."""
         return all(one.expects(noted) for one, noted in self._noted)
 
     @property

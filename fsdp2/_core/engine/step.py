@@ -22,14 +22,15 @@ Contains no buffer or collective code; delegates to the runtime.
 [Note: memory of parameters in outputs]
 A forward may return the unit's weight, or a view of it. The weight's memory is freed after forward,
 so we return a differentiable copy. If the output is in an object that cannot be rebuilt with the
-copy (a function, slots, a set), we raise an error: later reads would access freed memory.
+copy (such as a function, an object with ``__slots__`` or a set), we raise an error: later reads
+would access freed memory.
 
 [Note: one reduction per backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
-post-backward or the end of the next backward. The unit reduces its gradients when no call is open,
-or else at the end of backward. Each parameter thus gets one gradient per backward, as without
-sharding. We count calls rather than track object lifetimes, because garbage collection runs at
-different times on each rank, and collectives must have the same order on all ranks.
+post-backward or the end of the next backward. The unit reduces its gradients as soon as no call is
+open, and at the latest at the end of backward. Each parameter thus gets one gradient per backward,
+as without sharding. We count calls rather than track object lifetimes, because garbage collection
+runs at different times on each rank, and collectives must have the same order on all ranks.
 
 [Note: compiled modules]
 This code is never compiled: graphs should contain no collectives, streams or freed storages. The
@@ -39,40 +40,42 @@ around the compiled call. The registered hooks are traced, but return immediatel
 the same unit need no hooks, because all parameters of a unit are gathered together.
 
 [Note: marks]
-A mark is a pre-hook on an autograd node. An output mark is on the ``grad_fn`` of the output and, if
-that is a view, also of its base: an in-place update of a view moves its history to the base. An
-input mark is on the node of a ``view_as`` (or of the dtype cast) that we insert between the
-caller's tensor and the module. This node is older than the module's nodes, and autograd runs
-younger nodes first. When autograd reaches the mark, the module's backward is therefore complete.
-The view is a plain autograd view, so the module may update it, or a view of it, in place. With a
-custom ``autograd.Function``, this would not be allowed.
+A mark is a pre-hook on an autograd node. An output mark is on the ``grad_fn`` of the output. If the
+output is a view, a second mark is on the ``grad_fn`` of its base, because an in-place update of a
+view moves the view's history to the base. An input mark is on the node of a ``view_as`` (or of the
+dtype cast) that we insert between the caller's tensor and the module. This node is older than the
+module's nodes, and autograd runs younger nodes first. When autograd reaches the mark, the module's
+backward is therefore complete. The view is a plain autograd view, so the module may update it, or a
+view of it, in place. Autograd would forbid this for a view from a custom ``autograd.Function``.
 
 An in-place update of the inserted view, or of another view of the same base, bypasses the mark: the
-base's new history leads from the update to its old node. We therefore mark this node after forward.
+base's new history leads from the update to the base's old node. After forward, we therefore mark
+that old node.
 
 A backward with ``create_graph`` creates nodes that read parameters. A second backward enters these
 nodes through gradients that the module's nodes computed. Each node of the module therefore gets a
-hook that marks the computed gradients in the same way as outputs.
+hook that marks the gradients computed by this node, in the same way as outputs.
 
-If a backward reaches no mark of a unit on some rank, the order of forward determines when the unit
-is processed: see [Note: the order of backward] in ``_core.engine.tree``. The order also separates
-multiple marks on one node: a unit may return the output of an inner unit, or its own input.
+If a backward on some rank reaches no mark of a unit, the order of forward determines when the unit
+is processed: see [Note: the order of backward] in ``_core.engine.tree``. This order also applies to
+multiple marks on one node, as when a unit returns the output of an inner unit or its own input.
 
 [Note: hidden outputs]
 A forward may store a loss in an attribute, a list argument or elsewhere, and return another tensor.
 Autograd runs younger nodes first, so if the stored tensor is younger than every marked output, its
-backward would read freed parameters. So would the backward of an older tensor, if it runs before or
-without the backward of the output. We search for such tensors in three steps:
+backward would read freed parameters. The backward of an older tensor would read them too, unless
+the backward of the output runs first. We search for such tensors in three steps:
 
 - After a unit's first forward, we search the attributes of its modules. Tensors that the forward
   created are marked, and the attributes that hold them are checked after each later forward.
-- If the youngest node does not belong to a marked output, there are more such tensors, so we search
-  all attributes and the arguments.
-- If the youngest node is still unmarked, the tensor's location is unknown. The unit is resharded,
-  as on other ranks, but its memory is kept while the graph lives. In later forwards of all units
-  with these module classes, our saved-tensor hooks save the parameters (``saved_by_hooks``).
-  Unpacking a parameter acts as a mark, so no memory is kept. This costs one call per saved tensor.
-  If the user has saved-tensor hooks, which ours would override, the memory is kept instead.
+- If the youngest node does not belong to a marked output, there are more hidden outputs, so we
+  search all attributes and the arguments.
+- If the youngest node is still unmarked, the hidden output's location is unknown. The unit is
+  resharded, as on other ranks, but its memory is kept while the graph is alive. In later forwards
+  of every unit with a module of the same class, our saved-tensor hooks save the parameters
+  (``saved_by_hooks``). Unpacking a parameter then acts as a mark, so no memory is kept. The hooks
+  cost one call per saved tensor. If the user's saved-tensor hooks are active, the memory is kept
+  instead, because our hooks would override them.
 
 Without any mark, gradients accumulate on unsharded parameters, and no backward reduces them. The
 next forward or optimizer step then raises an error.
@@ -102,7 +105,7 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter,
 
 @dataclass(eq=False, slots=True)
 class _Saved:
-    """A parameter saved by a node. ``read`` gathers the unit, and must be called before use."""
+    """A parameter saved by a node. ``read`` gathers the unit; call it before you use ``tensor``."""
 
     read: Callable[[], None]
     tensor: Tensor
@@ -133,7 +136,7 @@ class SavedByHooks:
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.grad_fn is not None:  # otherwise a node that saves its own output forms a cycle
+        if tensor.grad_fn is not None:  # a node that saves its own output would form a cycle
             tensor = tensor.detach()
         hooks: SavedByHooks | None = self
         while hooks is not None:
@@ -206,7 +209,7 @@ class Call:
             "FS302",
             f"{self.visit.unit.fqn or '<root>'}: train() or eval() was called between this forward "
             "and its backward. The unit's policy has full_precision_in_eval, so the parameters "
-            "that backward needs were freed. Run the backward before that call.",
+            "that backward needs were freed. Run the backward before you call train() or eval().",
         )
 
     @torch_compiler.always_eager
@@ -221,7 +224,7 @@ class Call:
         _aside(self.runtime.arrive, self.visit, is_in_order)
 
     def _follow_gradients(self) -> None:
-        """Register hooks that mark the results of the module's nodes, from the running node on."""
+        """Make the module's nodes, from the running one on, mark the gradients they compute."""
         node = torch_autograd.current_node()
         for inner in torch_autograd.nodes_between(self.first_node, self.last_marked, node, self):
             inner.register_hook(self.mark_gradients)
@@ -262,7 +265,7 @@ class Call:
                     before.register_prehook(self.post_backward)
 
     def save_by_hooks(self) -> None:
-        """Let unpacking a saved parameter act as a mark, unless the user's hooks prevent this."""
+        """Make the unpacking of a saved parameter a mark, unless the user's hooks prevent this."""
         hidden = self.runtime.hidden
         around: SavedByHooks | None = hidden.saving
         if torch_autograd.may_pack_saved_tensors(None if around is None else around.pack):
@@ -307,7 +310,7 @@ class Call:
         return torch_autograd.sequence_number() > self.last_marked + 1
 
     def mark_hidden(self, output: Any) -> bool:
-        """Mark outputs as in [Note: hidden outputs]; return True if more may exist."""
+        """Mark hidden outputs; return True if there may be more. See [Note: hidden outputs]."""
         visit_tensors(self._mark_own, [self.given, *(value for *_, value in self._attributes())])
         seen: list[Tensor] = []
         visit_tensors(seen.append, output)
@@ -338,7 +341,7 @@ class Call:
                         yield module, name, value
 
     def _is_own(self, tensor: Tensor) -> bool:
-        # not last_marked: an autograd.Function is older than the nodes of modules that it runs
+        # do not use last_marked: an autograd.Function is older than nodes of modules that it runs
         node = tensor.grad_fn
         return node is not None and torch_autograd.age_of(node) >= self.first_node
 
@@ -381,8 +384,8 @@ class Call:
 
 
 def _tensors_at(value: Any) -> list[Tensor]:
-    """Return, as a list, a single tensor or the tensors in a list, tuple or dict. Other objects are
-    not searched, because they may contain anything, including the model."""
+    """Return a list of the tensors in ``value``: a tensor, or a list, tuple or dict. Other objects
+    are not searched, because they may contain anything, including the model."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -391,8 +394,8 @@ def _tensors_at(value: Any) -> list[Tensor]:
 
 
 class Beginning:
-    """Begins a backward at the outputs of a root without parameters, and queues the callback for
-    its end. Otherwise a nested backward, run by a hook, might queue it, and would end both."""
+    """Begins a backward at the outputs of a root without parameters, and queues the callback that
+    ends it. Otherwise, a nested backward in a hook might queue the callback and end both."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -581,8 +584,8 @@ def _refuse_own(tensor: Tensor, unit: Unit) -> None:
             "FS323",
             f"{unit.fqn or '<root>'}: its forward returned one of its parameters, or a view of "
             "one, inside an object in which fsdp2 cannot replace tensors. The memory of parameters "
-            "is freed after forward. Return the tensor itself, or in a list, tuple, dict or "
-            "dataclass, or return a clone() of it.",
+            "is freed after forward. Return the tensor itself or a clone() of it, or return the "
+            "tensor in a list, tuple, dict or dataclass.",
         )
 
 
@@ -601,8 +604,8 @@ def _refuse_lazy(unit: Unit, module: nn.Module, output: Any) -> None:
 @torch_compiler.always_eager
 def forward_raised(unit: Unit, depth: int) -> None:
     """Handle an exception in a unit's forward. ``depth`` calls were running before this forward.
-    The caller may catch the exception; recomputation raises one to stop early. If the exception
-    leaves the outermost unit, the next forward recovers."""
+    The caller may catch the exception: recomputation, for example, raises an exception to stop
+    early. If the exception leaves the outermost unit, the next forward recovers."""
     unit.calls.give_up(depth)
     runtime = unit.runtime
     if runtime is None or unit.calls.running or runtime.is_recomputing:
@@ -682,7 +685,7 @@ def _call_eagerly(
 
 @dataclass(eq=False)
 class ForwardHooks:
-    """Forward hooks of a unit's modules: an object, not closures, so that deepcopy copies it."""
+    """Forward hooks of a unit's modules. Closures would not work: deepcopy does not copy them."""
 
     unit: Unit
 

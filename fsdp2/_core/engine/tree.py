@@ -1,8 +1,8 @@
 """Units, and the runtime of a tree of units: the operations of a step.
 
 A ``Unit`` is the result of one ``fully_shard`` call. A ``Runtime`` is the shared state of all units
-below one root: phases, prefetch, the end of backward, recovery. Contains no code for autograd nodes
-or module hooks: ``step`` decides when each operation runs. ``attach`` creates the runtime.
+below one root: phases, prefetch, the end of backward, recovery. ``attach`` creates the runtime.
+This module contains no autograd or hook code: ``step`` decides when each operation runs.
 
 Phases of a runtime::
 
@@ -11,42 +11,44 @@ Phases of a runtime::
     FORWARD, BACKWARD ──recover (after an exception)──▶ IDLE
 
 [Note: conditional units]
-Some ranks may skip a conditional unit, so its hooks run no collectives. Its groups are gathered,
-freed and reduced by its *owning unit*, the nearest enclosing unit that is not conditional, together
-with that unit's own groups, on every rank. ``own_groups`` are those of the ``fully_shard`` call;
-``groups`` are those that the hooks manage. Units inside a conditional unit are conditional too.
+Some ranks may skip a conditional unit, so its hooks run no collectives. The *owning unit* is the
+nearest enclosing unit that is not conditional. On every rank, it gathers, frees and reduces the
+conditional unit's groups together with its own groups. ``own_groups`` are the groups of a unit's
+``fully_shard`` call; ``groups`` are the groups that its hooks manage. Units inside a conditional
+unit are conditional too.
 
 [Note: the order of backward]
-All ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so
+In forward, all ranks enter and leave units in the same order. Autograd runs younger nodes first, so
 each rank's backward reaches these events in reverse order. It may miss some events: a unit gets no
 gradient if the rank uses none of its parameters, returns its input, detaches an output, or updates
 an input in place. When a backward reaches an event, it therefore first processes all missed events,
-as if their gradients were zero. Every rank thus gathers and reduces the same units in
-the same order, wherever its graph is cut. The end of backward processes the remaining events.
+as if the units' gradients were zero. Every rank thus gathers and reduces the same units in the same
+order, wherever its graph is cut. At the end of backward, the remaining events are processed.
 
 *Within one root.* Each root records its own order. If a graph through several roots is cut on one
 rank, this rank may process the events of two roots in a different order from other ranks. All ranks
-then raise the error for different collectives.
+then raise the error that reports different collectives.
 
 *The first backward* of a forward processes all missed events. A later backward (``retain_graph``, a
-second derivative, separate weight gradients of a pipeline stage) may visit only some nodes, in a
-different order. It only processes events that the first backward also missed (``Order._made_up``).
+second derivative, separate weight gradients of a pipeline) may visit only some nodes, in another
+order. It processes a missed event only if the first backward also missed it (``Order._made_up``).
 
 *Entered first.* The inputs of the first unit, and of its enclosing units, often do not require
-grad. No mark then shows where backward leaves these units. They are left when backward ends or
+grad. No mark then shows where backward leaves these units. Backward leaves them when it ends or
 reaches another forward (a sum of two losses). ``Order.rest`` finds the first event with a mark;
-units entered before this event stay open. The outermost unit stays unsharded until the end, because
-the other forward usually begins with the same unit.
+units entered before this event stay open. The outermost unit stays unsharded until the end of
+backward, because the other forward usually begins with the same unit.
 
 [Note: manual finalization]
-By default, the end of backward reduces the remaining gradients, and waits for reductions. In manual
-mode, ``finalize_backward`` does both. Until then, a unit whose post-backward did not run keeps its
-memory, and its gradients stay unreduced. The caller may wait for the reductions later. Before this
-wait, no tree that shares the streams may start a step, because lanes hold the buffers in flight.
+By default, the runtime reduces the remaining gradients, and waits for reductions, at the end of
+backward. In manual mode, ``finalize_backward`` does both. Until then, a unit whose post-backward
+did not run keeps its memory, and its gradients stay unreduced. The caller may wait for the
+reductions later. Until the caller waits, lanes hold the buffers in flight, so no tree that shares
+the streams may start a step.
 
 [Note: a step is a transaction]
 An exception leaves no state that affects the next step. An exception in a forward passes through
-the unit that began the forward, which marks the runtime as failed. If a backward raises, autograd
+the unit that began the forward. This unit marks the runtime as failed. If backward raises, autograd
 destroys the end-of-backward callback without calling it. The callback's ``__del__`` registers
 shards immediately; a dead weak reference to the callback shows the failure. The next forward waits
 for work in flight, reshards, and drops unreduced gradients. If all ranks failed, they all recover.
@@ -58,20 +60,20 @@ ranks must issue collectives in the same order, so only the thread that runs ste
 
 [Note: until the next step]
 After a backward without gradient sync, another backward follows before the optimizer step. Until
-then, parameters may stay unsharded (``shard``) or sharded over a smaller mesh. The first forward
+then, parameters may stay unsharded (``shard=``) or sharded over a smaller mesh. The first forward
 after an optimizer step gathers the updated shards.
 
 Writes through ``.data``, a NumPy array or a local tensor do not increment a version, and neither do
 fused kernels on DTensors. A forward thus uses kept parameters only if all of these conditions hold:
 
 - a backward without gradient sync kept them, and this forward is recorded by autograd;
-- that backward left gradients, and these are still the same objects with the same versions. (A
+- that backward left gradients, and they are still the same objects with the same versions (a
   backward that only computes gradients of inputs, such as forces, may belong to an evaluation);
-- no optimizer has stepped, and no shard has changed its version.
+- no optimizer has stepped, and no shard's version has changed.
 
 Otherwise the parameters are freed when the forward begins, and gathered again unit by unit. One
 case is not detected: a write that does not increment a version, between micro-batches of the same
-step. All conditions have the same value on all ranks that run the same program.
+step. Each condition has the same value on all ranks that run the same program.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class Staying:
         return bool(self._kept)
 
     def keep(self, groups: Iterable[ParamGroup]) -> None:
-        """Record the groups that were kept for accumulation, after a backward."""
+        """After a backward, record the groups that are kept for accumulation."""
         for group in groups:
             if group.registration.serves is Serves.ACCUMULATION:
                 self._kept[group] = None
@@ -157,8 +159,8 @@ class Staying:
             del self._kept[group]
 
     def _look(self) -> list[tuple[int, int]]:
-        """Return ids and versions of all gradients, including unreduced ones. They change at the
-        same points on all ranks that run the same program."""
+        """Return ids and versions of all gradients, including unreduced ones. The results
+        change at the same points on all ranks that run the same program."""
         found: list[tuple[int, int]] = []
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of DTensor attributes
             for group in self.groups:
@@ -168,7 +170,7 @@ class Staying:
                 for param in group.params:
                     for form in (param.sharded, param.unsharded):
                         grad = None if form is None else form.grad
-                        if grad is not None:  # its id: a reference would prevent buffer reuse
+                        if grad is not None:  # use its id: a reference would prevent buffer reuse
                             found.append((id(grad), version_of(grad)))
                 if len(found) > before:  # adding to a DTensor does not increment its version
                     found.append((0, reducer.deliveries))
@@ -176,7 +178,7 @@ class Staying:
 
 
 class Looks:
-    """The late checks of stamps received in a tree; none on a CPU."""
+    """The ``LateLook`` objects of a tree's groups; none on a CPU."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
@@ -212,7 +214,7 @@ UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 
 class Runner(Protocol):
-    """Temporarily replaces the engine's hooks of a unit. A compiler that traces the module also
+    """Temporarily replaces the engine's hooks on a unit. A compiler that traces the module also
     traces ``call``, unless ``call`` is ``never_traced``."""
 
     def call(
@@ -234,7 +236,7 @@ class Calls:
     # attributes that hold outputs; None until the first forward has been inspected
     kept_on: list[tuple[nn.Module, str]] | None = None
     hides: bool = False  # keep parameter memory, because a backward may start at an unmarked tensor
-    saves_by_hooks: bool = False  # our hooks save parameters, and unpacking one acts as a mark
+    saves_by_hooks: bool = False  # our hooks save parameters; unpacking a parameter acts as a mark
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
         """Replace tensors in the caller's containers during the innermost call."""
@@ -292,7 +294,7 @@ class Unit:
         self.calls = Calls()
         self.may_lose_gradients = False  # see ``note_unsynced_backward``
         self.runner: Runner | None = None  # replaces the hooks
-        # in summon_full_params: which ranks have full parameters, "all" or "first"; "" outside it
+        # in summon_full_params: the ranks with full parameters ("all" or "first"); otherwise ""
         self.summoned_on = ""
 
     @property
@@ -321,7 +323,7 @@ class Unit:
             group.settings = self.settings
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
-        """Return True if parameters stay unsharded after forward: by default, only a root's."""
+        """Return True if parameters stay unsharded after forward; by default, only a root's do."""
         settings, choice = self.settings, self.settings.reshard_after_forward
         if settings.sharding.keeps_whole and not with_grad:
             return settings.keeps_in_evaluation
@@ -349,7 +351,7 @@ class Unit:
                 group.keep(serves)
 
     def stop_hiding(self) -> None:
-        """Stop keeping parameter memory for a backward from an unmarked tensor."""
+        """Stop keeping parameter memory for a backward that starts at an unmarked tensor."""
         if self.calls.hides:
             self.calls.hides = False
             for group in self.groups:
@@ -366,7 +368,7 @@ class Unit:
                 group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
-        """Reshard after a failure. Do not wait for gathers, which other ranks may not issue."""
+        """Reshard after a failure. Do not wait for gathers: other ranks may never issue them."""
         for group in self.groups:
             group.registration.forget_placeholders()
             group.registration.forget_whole_writes()
@@ -381,9 +383,9 @@ class Unit:
         return all(group.is_unsharded for group in self.groups)
 
     def note_unsynced_backward(self) -> None:
-        """Check a backward without sync that found this unit's parameters sharded. If it only
-        computes gradients of inputs, a pipeline stage later computes gradients of the parameters
-        that were registered after forward. If these were the shards, gradients are lost."""
+        """Check a backward without gradient sync that found this unit's parameters sharded. If the
+        backward only computes gradients of inputs, a pipeline stage later computes gradients of the
+        parameters registered after forward. If these are shards, the gradients are lost."""
         trainable = [p.unsharded for g in self.groups for p in g.params if p.trainable]
         if trainable and not any(
             p is not None and torch_autograd.computes_gradient(p) for p in trainable
@@ -391,13 +393,13 @@ class Unit:
             self.may_lose_gradients = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy only the configuration: the copy's first forward initialises it again."""
+        """Copy only the configuration: a copy is initialised again in its first forward."""
         kept = ["modules", "precision", "settings", "device", "conditional", "own_groups", "fqn"]
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         first = state["modules"], state["precision"], state["settings"], state["device"]
-        self.__init__(*first)  # type: ignore[misc]  # not a new object
+        self.__init__(*first)  # type: ignore[misc]  # __init__ of an existing object
         vars(self).update(state)
         self.precision.choose_input_dtype(is_root=False)
         self.groups = self.own_groups
@@ -484,17 +486,17 @@ class Visit:
         self.opened_in = 0  # number of the backward that is inside this visit; 0: none
         self.closed_in = 0  # number of the last backward that left this visit
         self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
-        self.stream = stream  # stream of the forward, and so of its backward
+        self.stream = stream  # stream of the forward, and thus of its backward
         self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in the order; left: -1: no backward can reach it
+        self.entered = self.left = -1  # positions in order; left is -1 if no backward can reach it
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
 
     def was_passed(self) -> bool:
-        """Return True if the current autograd run has closed this visit. Another gradient in this
-        run comes from a node with two marks, and needs no parameters. In a different run, nested
-        in the first or enclosing it, a gradient belongs to a new backward through the forward."""
+        """Return True if the current autograd run has closed this visit. If another gradient
+        arrives in this run, it comes from a node with two marks, and needs no parameters. In a
+        nested or enclosing run, a gradient belongs to a new backward through the forward."""
         return self.closed_by == torch_autograd.graph_task_id()
 
 
@@ -507,7 +509,7 @@ class Order:
         self.events: list[Visit] = []
         self.backward = 0  # number of the last backward that reached this forward
         self.is_first = True
-        self.place = 0  # the running backward has processed this event and later ones
+        self.place = 0  # the running backward has processed events from this place on
         self._made_up: set[int] = set()
 
     def begin(self, number: int) -> None:
@@ -518,7 +520,7 @@ class Order:
             self.place = len(self.events)
 
     def missed(self, place: int) -> Iterator[tuple[Visit, bool]]:
-        """Advance to just after ``place``; yield visits, with True to arrive, False to depart."""
+        """Advance to just after ``place``; yield visits, with True to arrive or False to depart."""
         while self.place > place + 1:
             self.place -= 1
             at, visit = self.place, self.events[self.place]
@@ -566,7 +568,7 @@ class EndOfBackward:
 
 class Backward:
     def __init__(self) -> None:
-        self.number = 1  # of the running or last backward; 0 in a visit means none
+        self.number = 1  # number of the running or last backward; in a visit, 0 means none
         self.order: Order | None = None  # order of the forward that backward is processing
         self.open: list[Visit] = []  # visits that backward has reached
         self.with_graph = False  # the backward creates a graph (create_graph=True)
@@ -619,7 +621,7 @@ class Prefetches(Observable):
                 self.gather(other)
 
     def gather(self, unit: Unit) -> None:
-        if unit.calls.active:  # in use: do not gather parts again that were released early
+        if unit.calls.active:  # in use: do not gather early-released parts again
             return
         is_backward = self._context.phase is BACKWARD
         for group in unit.groups:
@@ -633,7 +635,7 @@ class Prefetches(Observable):
         self._gathered.append(unit)
 
     def follow(self, unit: Unit) -> tuple[Unit, ...]:
-        """End a recorded forward of a unit; return the units that ran before, latest first."""
+        """End a recorded forward of a unit; return the units that ran before it, latest first."""
         before, depth = self._last, unit.settings.overlap.prefetch
         self._last = (unit,) if depth < 2 else (unit, *before[: depth - 1])
         return before
@@ -672,7 +674,7 @@ class HiddenOutputs:
             may_hold[id(group.reducer)] = group.reducer
 
     def note_hidden(self, unit: Unit, units: list[Unit], keeps_memory: bool) -> None:
-        """Record that backward may read parameters before a mark. ``units``: the whole tree."""
+        """Record that backward may read parameters before any mark. ``units``: the whole tree."""
         if keeps_memory:
             unit.calls.hides = True
             for group in unit.groups:
@@ -780,7 +782,7 @@ class Runtime(Observable):
             self.context.streams.note_late(self.looks.all)
 
     def lose_graph(self, unit: Unit) -> None:
-        """Handle the destruction of a recorded forward's graph, which no backward can reach now."""
+        """Handle the loss of a recorded forward's graph: no backward can reach the forward now."""
         unit.calls.recorded -= 1
         if not unit.calls.recorded:
             unit.stop_hiding()
@@ -888,7 +890,7 @@ class Runtime(Observable):
                 calls.open -= 1
 
     def _catch_up(self, order: Order, place: int) -> None:
-        """Process the events that backward missed before a position in a forward's order."""
+        """Process the events that backward missed on its way to a position in a forward's order."""
         if order is not self.backward.order:
             if self.backward.order is not None:
                 self._go_through(self.backward.order.missed(-1))
@@ -914,7 +916,7 @@ class Runtime(Observable):
         self.order.events.append(visit)
 
     def reduce(self, unit: Unit) -> None:
-        """Reduce a unit's gradients, or accumulate them if its sync is off."""
+        """Reduce a unit's gradients, or accumulate them if its gradient sync is off."""
         parts = self.parts
         if parts is not None and any(
             group.settings.reduce_grads and group.reducer.plan().members for group in unit.groups
@@ -962,7 +964,7 @@ class Runtime(Observable):
         is_manual: bool,
     ) -> None:
         """Reduce the remaining gradients, and reshard, unless manual mode does this later. ``ran``:
-        the units of this backward, which are reduced even without gradients."""
+        the units that ran in this backward; they are reduced even without gradients."""
         for unit in reversed(self.units):
             has_to = bool(unit.groups) and self._has_to_reduce(unit, unit in ran)
             is_late = has_to and is_manual and unit.settings.reduce_grads
@@ -1067,8 +1069,8 @@ class Runtime(Observable):
                 self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """Handle an exception in backward: reshard now; the next forward recovers. Does not wait,
-        because a gather in flight has not registered its parameters."""
+        """Handle an exception in backward: reshard now; the next forward recovers. Does not wait
+        for gathers in flight, because they have not registered parameters yet."""
         for unit in self.units:
             unit.reshard_unless_gathering()
 
@@ -1082,7 +1084,7 @@ class Runtime(Observable):
         return phase is FORWARD or (callback is not None and callback() is not None)
 
     def forget_flights(self) -> None:
-        """Drop all work in flight without waiting: it was captured, but never ran."""
+        """Drop all work in flight without waiting: the work was captured, but never ran."""
         self.reductions.forget()
         self.context.streams.forget()
         for group in self.staying.groups:
@@ -1153,9 +1155,9 @@ def enter(unit: Unit) -> None:
     if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
         raise StateError(
             "FS305",
-            f"{unit.fqn}: is conditional, but was called outside its enclosing module, which "
-            "gathers its parameters. Call it from that module's forward, or apply fully_shard to "
-            "it without conditional.",
+            f"{unit.fqn}: is conditional, but was called outside the forward of its enclosing "
+            "module, which gathers its parameters. Call it from that forward, or apply fully_shard "
+            "to it without conditional.",
         )
     recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing
     if not recomputing and runtime.forward_root is None:

@@ -1,1 +1,1 @@
-"""One bucket of communication: parameters that are gathered and reduced together."""
+"""One communication bucket: a group of parameters that are gathered and reduced together."""

@@ -7,12 +7,13 @@ whose memory is allocated and freed repeatedly. Contains no state machine or mod
 [Note: released early]
 A large *part* of a root (see ``_core.engine.parts``) is *released early*: after forward if no
 rank's backward reads it, and in backward as soon as its gradients have arrived. All ranks agree on
-the release, because it affects collectives: the group counts as sharded, and is gathered when it is
-used next: never by the same forward's backward, but possibly by the backward of another open call.
-Each rank frees the memory if and only if, on this rank, neither autograd (a saved tensor, or the
-storage of a saved view) nor user code refers to it. Otherwise the unsharded parameters stay
-registered, in state RELEASED, until the rank reshards. Recomputation (checkpointing) reads
-parameters that had no references before, so the memory of a part under checkpointing is kept.
+the release, because it affects collectives: the group then counts as sharded, and its next use
+gathers it. The next use is never the backward of the same forward, but may be the backward of
+another open call. Each rank frees the memory if and only if neither autograd (a saved tensor, or
+the storage of a saved view) nor user code on that rank refers to it. Otherwise the unsharded
+parameters stay registered, in state RELEASED, until the rank reshards. Recomputation
+(checkpointing) reads parameters that had no references before, so the memory of a part under
+checkpointing is kept.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Tail(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Destinations of gathered shards: views of a full buffer while it has memory."""
+    """Destinations of gathered shards: views of a full buffer, usable while it has memory."""
 
     together: tuple[Packed, list[Tensor]]  # used if one collective sends everything
     apart: tuple[Packed, list[Tensor]]  # used if zero-copy parameters are sent separately
@@ -97,7 +98,7 @@ class ShardBuffer:
         indices = range(len(layout.items))
         self.shards = [make(self.flat, layout, index, axis.rank) for index in indices]
         self._targets = Targets((layout.whole, []), (layout.packed, []))
-        self._way = self._targets.together  # content and targets of the last gather
+        self._way = self._targets.together  # packed shards and targets of the last gather
         self._inputs: list[Tensor] = []  # cached inputs of the collectives, if nothing is cast
         self._memory = memory_of(axis)
         self._landing: Kept | None = None  # reused memory that the current gather writes to
@@ -120,7 +121,7 @@ class ShardBuffer:
         if self.tail is not None:
             last = self.layout.items[-1]
             self.tail.expect(last.compute_dtype, last.shard.padded_numel)
-            # a buffer over a smaller mesh may have no memory: its tail is written with its shards
+            # without memory (over a smaller mesh), the tail is written later, with the shards
             if self.flat.untyped_storage().nbytes():
                 self.write_tail()
 
@@ -153,7 +154,7 @@ class ShardBuffer:
         return bool(self._targets.zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
 
     def sent_numels(self) -> list[int]:
-        """Number of elements, in wire dtype, that a rank sends in each collective."""
+        """Return, for each collective, how many elements (in wire dtype) a rank sends."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
         if layout.landing.pieces:
             return [layout.packed_nbytes // itemsize]
@@ -179,7 +180,7 @@ class ShardBuffer:
         sent: Tensor,
         _tail: Tensor | None = None,
     ) -> None:
-        """Copy gathered shards to the full buffer. StateError: a rank issued another collective."""
+        """Copy gathered shards to the full buffer. StateError: collectives differ between ranks."""
         packed, targets = self._way
         if self._landing is not None:
             torch_tensors.copy_all(targets, self._landing.parts)
@@ -197,7 +198,7 @@ class ShardBuffer:
             self.tail.arrived()
 
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the cast input if one kernel suffices, and the send buffer if nothing is cast."""
+        """Return a cast's input if one kernel suffices, and the send buffer if nothing is cast."""
         layout = self.layout
         if not layout.casts:
             return None, self._as_wire(flat)
@@ -213,7 +214,7 @@ class ShardBuffer:
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> InFlight:
-        """Issue the all-gather of all padded shards. Zero-copy ones go directly to the full buffer.
+        """Issue the all-gather of padded shards. Zero-copy shards go directly to the full buffer.
 
         The buffers of the result are the gathered data ``[W, C]`` in wire dtype, this rank's send
         buffer and, if ``write_tail`` fills an open tail, all tails ``[W, open_tail_nbytes]``.
@@ -280,7 +281,7 @@ class ShardBuffer:
         self._landing = None
 
     def _inputs_of(self, sent: Tensor) -> list[Tensor]:
-        """View each collective's input in the send buffer, the packed part first."""
+        """Return each collective's input as a view of the send buffer, the packed part first."""
         is_kept = self._views is not None and sent is self._views[1]
         if is_kept and self._inputs:
             return self._inputs
@@ -318,7 +319,7 @@ class ShardBuffer:
 
 
 class FullBuffer:
-    """Memory of the unsharded parameters. They stay views of its storage while it is freed."""
+    """Memory of the unsharded parameters, which stay views of its storage while it is freed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -326,7 +327,7 @@ class FullBuffer:
         self.number = torch_tensors.number_of(self._storage)  # storage id for reference counts
         self.has_memory = True
         self.is_fixed = False  # keep_unsharded_storage: the address never changes
-        self.is_read_later = False  # a backward may read it before the next gather
+        self.is_read_later = False  # a backward may read the memory before the next gather
         self.stream: torch.Stream | None = None  # stream that owns the memory
 
     @property
@@ -363,10 +364,10 @@ class FullBuffer:
 
 @dataclass(eq=False)
 class PostForward:
-    """Shards of parameters over a smaller mesh between forward and backward."""
+    """Shards of parameters over a smaller mesh, used between forward and backward."""
 
     mesh: DataMesh | None = None  # a mesh with fewer ranks than the group's
-    buffer: ShardBuffer | None = None  # shards over it, created by the first gather
+    buffer: ShardBuffer | None = None  # shards over this mesh, created by the first gather
 
     def free(self) -> None:
         if self.buffer is not None:

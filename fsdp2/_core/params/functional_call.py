@@ -42,7 +42,7 @@ def whole_tensor(
             if torch.is_grad_enabled() and local.requires_grad:
                 raise UnsupportedError(
                     "FS318",
-                    f"{param.fqn}: found a shard in its place that requires grad and is on "
+                    f"{param.fqn}: found in its place a shard that requires grad and is on "
                     f"{local.device}, but the unit computes on {reducer.device}. Pass a full "
                     "tensor on that device, or run the forward under torch.no_grad().",
                 )

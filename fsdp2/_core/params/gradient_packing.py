@@ -31,8 +31,8 @@ def inputs_of(
     is_mixed: bool = False,
     kept: Kept | None = None,
 ) -> list[Tensor]:
-    """Return the inputs of a reduction: packed gradients ``[W, packed_numel]`` and the zero-copy
-    gradients or, with dealt members, one flat buffer of all ranks' pieces. ``allocate`` allocates
+    """Return the inputs of a reduction: packed gradients ``[W, packed_numel]``, then zero-copy
+    gradients. With dealt members, return one flat buffer of all ranks' pieces. ``allocate`` returns
     buffers; ``kept`` is an existing packed buffer. Other arguments: see ``pack_gradients``."""
     if kept is not None:
         packed, parts = kept.memory, kept.parts
@@ -62,11 +62,11 @@ def pack_gradients(
 
     ``behind`` is the result of ``tail``. A gradient of ``None`` is written as zeros. Inputs are
     cast to the dtype of ``out``; unless ``is_mixed``, they all have the same dtype. ``parts`` are
-    views of the columns of ``out`` (``ReduceLayout.cut``); pass them only if ``out`` is otherwise
+    views of the columns of ``out`` (``ReduceLayout.cut``); pass them only if the rest of ``out`` is
     zero. Filling them replaces ``chunk_cat``, which on a host first pads each gradient to W rows.
 
-    On a device, columns are first made contiguous: otherwise CUDA runs one kernel per column (a
-    test counts these for torch 2.11), or one that is only correct for contiguous columns."""
+    On a device, columns are first made contiguous. Otherwise CUDA runs one kernel per column (a
+    test counts the kernels for torch 2.11), or a kernel correct only for contiguous columns."""
     columns: list[Any] = [grads[position] for position in layout.packed]
     if not all(map(is_not, columns, repeat(None))):
         columns = _with_zeros(columns, layout, behind, out.is_cpu)
@@ -112,7 +112,7 @@ def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Te
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
-    """Write columns of several dtypes, because one ``chunk_cat`` supports a single dtype."""
+    """Write columns of several dtypes. (One ``chunk_cat`` supports only a single dtype.)"""
     widths = [-(-len(c) // size) * (c.numel() // max(len(c), 1)) for c in columns]
     if not out.is_cpu:
         _chunk_cat_few(columns, widths, size, out)
@@ -128,8 +128,8 @@ def _chunk_cat_few(
     columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
 ) -> None:
     """Write columns of several dtypes on a device. One kernel fills the entire buffer from the
-    columns of the dtype with the most bytes; others, usually small (an fp32 norm), are written
-    afterwards. Casting all columns would read and write all data a second time."""
+    columns of the dtype with the most bytes; the other columns, usually small (an fp32 norm), are
+    written afterwards. Casting all columns instead would read and write all data twice."""
     nbytes: dict[torch.dtype, int] = {}
     for column in columns:
         nbytes[column.dtype] = nbytes.get(column.dtype, 0) + column.nbytes
@@ -162,8 +162,8 @@ def zero_copy_gradients(
 def _pack_pieces(
     grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
 ) -> None:
-    """Write each rank's piece to the flat ``out``, of any dtype: the rank's dealt rows, then its
-    row of ``even`` ``[W, packed_numel]``. A gradient of ``None`` is written as zeros."""
+    """Write each rank's piece to ``out``, which is flat and has any dtype: the rank's dealt rows,
+    then its row of ``even`` ``[W, packed_numel]``. A gradient of ``None`` is written as zeros."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     start = out.storage_offset()
@@ -200,8 +200,8 @@ def tail(
 
 
 def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) -> Tensor:
-    """Return a tail with 0 for members without a gradient on this rank. Derived from ``complete``,
-    the result of ``tail``: copying values to a device would block the host."""
+    """Return a tail with 0 for members without a gradient on this rank. It is derived from
+    ``complete``, the result of ``tail``, as copying values to a device would block the host."""
     row = complete[0].clone()
     for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
         positions = [layout.tail_gap + position for _, position in run]
@@ -210,7 +210,7 @@ def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) 
 
 
 def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
-    """Repeat ``row`` as ``[W, n]``: as a view on a host, as a contiguous copy on a device."""
+    """Repeat ``row`` as ``[W, n]``: a view on a host, and a contiguous copy on a device."""
     rows = row.expand(layout.size, -1)
     return rows if row.is_cpu else rows.contiguous()
 

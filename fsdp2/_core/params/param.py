@@ -105,7 +105,7 @@ class ChosenDtypes:
 
     @property
     def is_reduced_in_any(self) -> bool:
-        """Return True if gradients keep the dtype of backward in accumulation and reduction."""
+        """Return True if gradients keep the dtype of backward when accumulated and reduced."""
         return self.takes_any_gradient and self.reduce_dtype is None
 
 
@@ -114,7 +114,7 @@ class Wrapped:
     is_extended: bool = False  # has or needs an all-gather extension
     releases_gathered: bool | None = None  # result of an extension's method; None: not called
     parts: tuple[Part, ...] | None = None  # how inner tensors are sharded; None: unknown
-    divides_parts: bool = False  # we gather them: the class has no extension
+    divides_parts: bool = False  # we gather the parts: the class has no extension
 
 
 class FSDPParam(Forms):
@@ -128,10 +128,10 @@ class FSDPParam(Forms):
         self.storage_dtype = original.dtype  # dtype of the shard
         self.wrapped = Wrapped()
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
-        self.found_dtype: torch.dtype | None = None  # of the last gradient, if no dtype is fixed
+        self.found_dtype: torch.dtype | None = None  # the last gradient's dtype, if none is fixed
         self.registration = Registration((self,))  # ``ParamGroup.shard`` replaces it
-        self.tops: tuple[nn.Module, ...] = ()  # modules of the fully_shard call that owns it
-        self.uses: list[nn.Module] = []  # modules of other units that also contain its module
+        self.tops: tuple[nn.Module, ...] = ()  # modules of this parameter's fully_shard call
+        self.uses: list[nn.Module] = []  # other units' modules that contain this parameter's module
         self.attributes = torch_dtensor.own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.span: Span | None = None  # read by optimizers
@@ -160,7 +160,7 @@ class FSDPParam(Forms):
 
     @property
     def nbytes(self) -> int:
-        """Size of the unsharded parameter over all tensor-parallel ranks, in storage dtype."""
+        """Bytes of the full parameter over all tensor-parallel ranks, in the storage dtype."""
         return math.prod(self.sharded.shape) * self.storage_dtype.itemsize
 
     @property
@@ -173,7 +173,7 @@ class FSDPParam(Forms):
 
     def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
         """Return the coding in which a shard is sent; None: sent in the compute dtype. Vectors
-        (one element per row) and parameters that keep their dtype are not coded. ``is_again``:
+        (one element per row) and parameters that keep their dtype are not encoded. ``is_again``:
         decoded values are encoded again, which is exact only if each row keeps its scale."""
         coding, dtype = self.chosen.coding, self.compute_dtype
         is_cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.chosen.keeps_dtype
@@ -209,9 +209,9 @@ class FSDPParam(Forms):
 
     @property
     def _cast_by_autograd(self) -> torch.dtype | None:
-        """Dtype to which autograd casts a gradient before accumulation; None: no cast. Packing
-        casts to wider dtypes, unless the gradient may be summed over the parameter's own axes: no
-        rank may round its summand before that sum."""
+        """Dtype to which autograd casts a gradient before accumulation; None: no cast. Casts to a
+        wider dtype are left to packing, unless the gradient may be summed over the parameter's own
+        mesh axes: autograd then casts, so that no rank rounds its summand before the sum."""
         dtype = self.accumulated_dtype
         is_wider = dtype.itemsize > self._computed_dtype.itemsize
         leaves = is_wider and not self.placement.may_sum_gradients
@@ -271,8 +271,9 @@ class FSDPParam(Forms):
             leaf.grad = pending.to(dtype or pending.dtype)
 
     def begin_sum(self, waits: bool) -> None:
-        """When an accumulation without sync begins (``waits``), make autograd cast to a wider dtype
-        too, so that the gradients of all uses in this backward are added in that dtype."""
+        """Set the dtype to which autograd casts in this backward. If an accumulation without sync
+        begins (``waits``), autograd also casts to a wider dtype, so that the gradients of all uses
+        in this backward are added in the wider dtype."""
         leaf = self.unsharded
         if leaf is None or not self.trainable:
             return
@@ -293,8 +294,8 @@ class FSDPParam(Forms):
     def set_shard(
         self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
-        """Make ``local``, at ``span`` of the group's flat buffer, the local tensor of
-        ``registered`` (None: of a new parameter), which an optimizer may hold."""
+        """Set ``local`` as the local tensor of ``registered``, which an optimizer may hold, or of a
+        new parameter (None). ``span``: position of ``local`` in the group's flat buffer."""
         if registered is None:
             made = torch_dtensor.new_dtensor(local, self.placement.sharded_spec(local.dtype))
             self.sharded = self._parameter(made, self.sharded)

@@ -5,9 +5,10 @@ Converts between shards and full tensors. Contains no group, state or collective
 [Note: parts of wrapped parameters]
 A quantised weight wraps other tensors: codes, scales of groups, zero points. Some classes define an
 all-gather extension. For frozen tensors of other classes that define ``__tensor_flatten__`` and
-``__tensor_unflatten__``, we shard each inner tensor along its dim whose size is the number of rows,
-and replicate inner tensors without this dim. The class does not declare which dims are rows, so we
-check that ``dequantize()`` of a shard returns the rows of the full tensor, bit for bit.
+``__tensor_unflatten__``, we shard each inner tensor along the dim whose size is the number of rows,
+and replicate inner tensors without such a dim. The class does not declare which dims are rows, so
+we check that ``dequantize()`` of a shard is bitwise equal to the same rows of ``dequantize()`` of
+the full tensor.
 
 A checkpoint contains the inner tensors of a wrapper parameter, whether an extension or our code
 gathers it. An inner tensor counts as sharded if it is smaller in a shard than in the full tensor.
@@ -106,7 +107,7 @@ def shard_by_rows(whole: Tensor, start: int, rows: int) -> Tensor:
     if rows:
         expected, found = whole.dequantize()[start : start + rows], shard.dequantize()
         if expected.shape != found.shape or not torch.equal(expected, found):
-            raise ValueError("a shard does not dequantize() to its rows of the full tensor")
+            raise ValueError("dequantize() of a shard does not return its rows of the full tensor")
     return shard
 
 
@@ -119,7 +120,7 @@ def to_send(shard: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
 def whole_of(
     shard: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor], shape: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the full tensor and its sharded inner ones, from gathered data (sharded dim first)."""
+    """Return a full tensor and its sharded inner tensors, from ``gathered`` (sharded dim first)."""
     tensors, rows = inside(shard), iter(gathered)
     for part in parts:
         if part.dim is not None:

@@ -1,9 +1,10 @@
-"""DTensor specs of a parameter, from its mesh and its shard dim.
+"""DTensor specs of a parameter, computed from its mesh and its shard dim.
 
-A DTensor parameter has *own axes*, such as a tensor-parallel axis. So does an annotated parameter
-([Note: annotated parameters] in ``torch_dtensor``). In the sharded spec, own axes come after the
-data-parallel axes or, if the user named the data-parallel dims of a full mesh, keep their
-positions. Contains no group, state or collective code.
+The *own axes* of a DTensor parameter are its axes that are not data-parallel, such as a
+tensor-parallel axis. An annotated parameter ([Note: annotated parameters] in ``torch_dtensor``)
+also has own axes. In the sharded spec, own axes come after the data-parallel axes, but keep their
+positions if the user named the data-parallel dims of a full mesh. Contains no group, state or
+collective code.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from fsdp2._core.params.layout import ShardLayout, dense_stride
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """Placement of one parameter on a mesh, from which specs for any dtype are made.
+    """The placement of one parameter on a mesh. Makes specs for any dtype.
 
-    ``tensor_parallel``: spec of the unsharded parameter (None: plain). ``data_axes``: axes of this
-    spec over which the group reduces gradients. ``annotation``: set if the unsharded parameter is
-    an annotated plain tensor rather than a DTensor."""
+    ``tensor_parallel``: spec of the unsharded parameter (None: a plain tensor). ``data_axes``: axes
+    of the ``tensor_parallel`` spec over which the group reduces gradients. ``annotation``: set if
+    the unsharded parameter is an annotated plain tensor rather than a DTensor."""
 
     layout: ShardLayout
     mesh: DeviceMesh
@@ -49,8 +50,8 @@ class ParamPlacement:
 
     @property
     def may_sum_gradients(self) -> bool:
-        """Return True if gradients may also need a sum over the parameter's own axes. They may be
-        partial on an axis where the parameter is replicated."""
+        """Return True if gradients may also need a sum over the parameter's own axes. Gradients may
+        be partial on an own axis on which the parameter is replicated."""
         if self.annotation is not None:
             return self.annotation.sums
         return self.tensor_parallel is not None and any(
@@ -94,11 +95,11 @@ class ParamPlacement:
         )
 
     def describe(self) -> str:
-        """Describe the tensors that can replace the parameter, for a message."""
+        """Describe the tensors that can replace the parameter, for an error message."""
         spec = self.tensor_parallel
         whole = "a plain full tensor"
         if self.annotation is not None:
-            whole = f"a plain tensor of this rank's shape, {self.layout.shape},"
+            whole = f"a plain tensor of this rank's shape {self.layout.shape}"
         elif spec is not None:
             whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
         return (
@@ -110,8 +111,8 @@ class ParamPlacement:
 def place(
     param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
 ) -> ParamPlacement:
-    """Place a parameter over the shard axis of ``data`` along ``dim`` (None: replicated), in chunks
-    or by ``deal``. ConfigError: its own mesh or placements do not match the data mesh."""
+    """Shard a parameter along ``dim`` (None: replicate it) over the shard axis of ``data``, by
+    chunks or by ``deal``. ConfigError: the parameter's own mesh or placements do not match."""
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
     annotation = torch_dtensor.annotation_of(param, fqn, data.full, named)
     if annotation is not None or isinstance(param, DTensor):
@@ -186,8 +187,8 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
         if OWN in data.roles:
             raise ConfigError(
                 "FS219",
-                f"{fqn} is a plain tensor, but {data.mesh} has dims that are not data-parallel, "
-                "on which its placements are unknown. Convert it to a DTensor first, with "
+                f"{fqn} is a plain tensor, so its placements are unknown on the dims of "
+                f"{data.mesh} that are not data-parallel. Convert it to a DTensor first, with "
                 "torch.distributed.tensor.distribute_module or parallelize_module.",
             )
         return _OwnAxes(data.mesh, data.roles)
@@ -215,14 +216,14 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
             raise ConfigError(
                 "FS219",
                 f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
-                f"{placement}. Distribute it over the other dims only; fully_shard uses this one.",
+                f"{placement}. Distribute it only over dims that are not in dp_mesh_dims.",
             )
     return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
 
 
 def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
-    """Place a parameter on a smaller mesh between forward and backward. The DTensor of a
-    tensor-parallel parameter describes only its local part, over the smaller mesh."""
+    """Place a parameter on a smaller mesh between forward and backward. For a tensor-parallel
+    parameter, the DTensor describes only this rank's part, sharded over the smaller mesh."""
     old = placement.layout
     layout = ShardLayout(old.shape, old.stride, old.dim, smaller.shard.size)
     split: Placement = Replicate() if old.dim is None else Shard(old.dim)
@@ -258,8 +259,8 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 def claim_of(
     choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
 ) -> Claim | None:
-    """Return the blocks to deal to ranks. None: store rows in chunks, even for an aligned parameter
-    if no chunk ends inside a block. ConfigError: the owner is not a rank of the axis.
+    """Return the blocks to deal to ranks, or None to store rows in chunks (also for an aligned
+    parameter if no chunk ends inside a block). ConfigError: the owner is not a rank of the axis.
     UnsupportedError: this torch version does not support dealt parameters."""
     is_asked = isinstance(choice, Whole | Aligned)
     if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
@@ -291,7 +292,7 @@ def claim_of(
 
 
 def _row_numel(param: torch.Tensor) -> int:
-    """Return the number of elements per row; 1 if tensor-parallel ranks have different numbers."""
+    """Return the number of elements per row, or 1 if it differs between tensor-parallel ranks."""
     numel, parts = math.prod(param.shape[1:]), 1
     if isinstance(param, DTensor):
         for axis, placement in enumerate(param.placements):
@@ -310,7 +311,7 @@ def _whole_claim(
         raise ConfigError(
             "FS213",
             f"{fqn}: shard_placement_fn returned {choice!r}, but the mesh has {data.shard.size} "
-            f"ranks to shard over. Pass an owner from 0 to {data.shard.size - 1}, or none.",
+            f"ranks to shard over. Pass an owner from 0 to {data.shard.size - 1}, or no owner.",
         )
     return Claim(tuple(param.shape), param.dtype.itemsize, 0, EVERYTHING, owner)
 
@@ -327,7 +328,7 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     if names is None or own is None:
         raise ConfigError(
             "FS219",
-            f"{fqn}: expected dim names on the data-parallel and the tensor-parallel mesh, found "
+            f"{fqn}: expected dim names on the data-parallel and tensor-parallel meshes, found "
             f"{names} and {own}. Create one mesh with named dims, init_device_mesh(..., "
             "mesh_dim_names=...); pass mesh['tensor'] to parallelize_module, and mesh=mesh['data'] "
             "to fully_shard.",
@@ -335,22 +336,22 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     if set(names) & set(own) and data != tensor_parallel:
         raise ConfigError(
             "FS219",
-            f"{fqn}: expected a data-parallel mesh without the dims of the tensor-parallel one, "
+            f"{fqn}: expected a data-parallel mesh without the dims of the tensor-parallel mesh, "
             f"found {names} and {own}. Pass only the other dims to fully_shard, such as "
             f"mesh=mesh[{next((name for name in names if name not in own), 'data')!r}].",
         )
     if data == tensor_parallel:
         raise ConfigError(
             "FS202",
-            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Register a plain "
-            "parameter (full_tensor()) instead, or do not shard it again.",
+            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Do not shard it again, "
+            "or register a plain parameter (full_tensor()) instead.",
         )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])
     except RuntimeError as error:
         raise ConfigError(
             "FS219",
-            f"{fqn}: expected a DTensor on a mesh that can be combined with the data-parallel one, "
-            f"found {tensor_parallel} and {data} ({error}). Slice both from one "
+            f"{fqn}: expected a DTensor on a mesh that can be combined with the data-parallel "
+            f"mesh, found {tensor_parallel} and {data} ({error}). Slice both from one "
             "init_device_mesh(...) call.",
         ) from error

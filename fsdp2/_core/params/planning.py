@@ -2,16 +2,16 @@
 
 Owns the memory of shards (over the full axis and over a smaller mesh) and of unsharded parameters,
 and the plans of all-gathers and reductions. Contains no state or module code; the caller decides
-when transitions happen. Steady-state steps call almost none of these functions.
+when state transitions happen. Steady-state steps call almost none of these functions.
 
 [Note: one plan]
 ``Buffers.plan`` computes everything that depends on shapes and dtypes. A plan is valid until a
 parameter is replaced: by ``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
 ``swap_tensors``, unpickling, or an assignment. The next forward detects the replacement by
 identity, and the group *adopts* the new parameter: it plans again and copies the registered values
-to a new shard buffer. It does not write to the old buffer, so an old parameter that is registered
-again (``functional_call``) still has its values. The full buffer and the unsharded parameters are
-kept if dtypes allow, because a recorded graph may need them.
+to a new shard buffer. The group does not write to the old buffer, so an old parameter that is
+registered again (``functional_call``) still has its values. The full buffer and the unsharded
+parameters are kept if dtypes allow, because a recorded graph may need them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Source = tuple[Tensor, nn.Parameter | None]
 
 
 def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
-    """Return this rank's rows of an unsharded parameter: a view, or a copy if it is extended."""
+    """Return this rank's rows of an unsharded parameter: a view, or a copy of an extended one."""
     whole = torch_dtensor.local_part(whole.detach())
     if needs_extension(whole):
         return own_shard(whole, param, rank)
@@ -109,7 +109,7 @@ class Buffers:
         self._residence = residence
         self._ids = ids
         self._trims = capabilities(residence.compute).is_host
-        self.home: ShardBuffer | None = None  # the shards; None in a copy until its first plan
+        self.home: ShardBuffer | None = None  # the shards; None in a copied group until it plans
         self.post_forward = PostForward()
         self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
         # data of extended parameters, sent after the other parameters
@@ -122,7 +122,7 @@ class Buffers:
 
     @property
     def whole_memory(self) -> Tensor | None:
-        """Memory of the unsharded parameters, which may be freed; None before the first gather."""
+        """Memory of the unsharded parameters, even while freed; None before the first gather."""
         return None if self.full is None else self.full.flat
 
     @property
@@ -142,8 +142,8 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def plan(self, sources: Sequence[Source], wire: Wire, fqn: str) -> None:
-        """Plan the layout for the dtypes and the device of ``sources``, and copy these to a new
-        buffer. Nothing is changed on error (several devices, an unusable extension)."""
+        """Plan the layout for the dtypes and the device of ``sources``, and copy ``sources`` to a
+        new buffer. On error (several devices, an unusable extension), nothing changes."""
         devices = {source.device for source, _ in sources}
         if len(devices) > 1:
             listing = ", ".join(
@@ -211,7 +211,7 @@ class Buffers:
         return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
-        """Find the extended parameters, which leave the flat buffer. On error, nothing changes."""
+        """Move extended parameters out of the flat buffer. On error, nothing changes."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
         dealt = [p for p in self._params if p.placement.layout.is_dealt]
@@ -245,7 +245,7 @@ class Buffers:
             self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
 
     def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
-        """Number a buffer's gather while none is in flight. Extended data is checked separately."""
+        """Number a buffer's gather; none may be in flight. Extended data is checked separately."""
         buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
@@ -273,7 +273,7 @@ class Buffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def build_full(self, wire: Wire, is_fixed: bool) -> FullBuffer:
-        """Make the unsharded parameters and the shards over the smaller mesh, without memory."""
+        """Make the unsharded parameters and the shards over the smaller mesh; free their memory."""
         assert self.home is not None
         if self.post_forward.mesh is not None:
             self._build_waiting(self.post_forward.mesh, wire)
@@ -359,7 +359,7 @@ _plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan_with_tail)
 
 @dataclass(frozen=True)
 class GradientScale:
-    """Scaling of gradients: factors before and after the reduction, and its reduce op."""
+    """Scaling of gradients: factors before and after the reduction, and the reduce op."""
 
     before: float
     after: float
@@ -373,8 +373,9 @@ class GradientScale:
 
         In fp16, divide before and after the sum, each time by about the square root of the divisor:
         otherwise the sum could overflow (the maximum is 65504), or small gradients could underflow.
-        In other dtypes, divide once: in the collective for a mean without ``only_sums``, else
-        after the sum, on the shard only. Source: torch's FSDP and DDP communication hooks.
+        In other dtypes, divide once. A mean without ``only_sums`` is divided in the collective. Any
+        other sum is divided afterwards, on the shard only. Source: torch's FSDP and DDP
+        communication hooks.
         """
         factor = float(ranks) if divide_by is None else float(divide_by)
         if dtype == torch.float16:
@@ -406,7 +407,7 @@ class ReducePlan:
 
 @dataclass(eq=False)
 class Unreduced:
-    # gradients reduced over the first axis, but not yet the second: [rows_between, numel]
+    # gradients reduced over the first axis, but not yet over the second: [rows_between, numel]
     partial: Tensor | None = None
     is_waiting: bool = False  # a partial sum exists, or unsharded parameters have gradients
     is_owed: bool = False  # a backward ran without sync, with or without gradients on this rank
@@ -440,9 +441,9 @@ class ReducePlanner:
         # plan and settings for which the scale and the stamps are valid
         self.prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
         self.scale = GradientScale(1.0, 1.0)
-        # tails of the plan for a rank with all gradients, by the codes of the stamps
+        # tails of the plan on a rank that has all gradients, keyed by the codes of the stamps
         self._completes: dict[tuple[float, ...], Tensor] = {}
-        self._is_partial = False  # reductions do not sum replicas, and have other numbers
+        self._is_partial = False  # True: reductions exclude replicas, and have other numbers
 
     def see_dtypes(self) -> None:
         """Drop the plan if all-gather extensions returned unexpected dtypes."""
@@ -517,7 +518,7 @@ class ReducePlanner:
         return self._ids.reductions.number(signature_of)
 
     def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Update the scale and the stamps to the settings, and return the plan."""
+        """Update the scale and the stamps to match the settings, and return the plan."""
         is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
@@ -574,7 +575,7 @@ class ReducePlanner:
         return self.prepare(settings, wire)
 
     def separate(self, enable: bool, wire: Wire) -> None:
-        """Reduce over a separate process group (``enable``) or the gathers' group. Collective."""
+        """Reduce over a separate process group if ``enable``, else the gathers' one. Collective."""
         data = self._data
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1

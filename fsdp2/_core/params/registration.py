@@ -40,7 +40,7 @@ class Site:
         return self.module._parameters.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register a tensor here; it may be a non-leaf tensor."""
+        """Register a tensor, which may be a non-leaf, in this place."""
         self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe non-leaf
 
 
@@ -82,7 +82,7 @@ _storage_of: Callable[[Tensor], torch.UntypedStorage] = torch.Tensor.untyped_sto
 
 
 class ParamState(enum.Enum):
-    """The form of a parameter that is registered."""
+    """The form in which a parameter is registered."""
 
     SHARDED = "sharded"
     SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
@@ -129,7 +129,7 @@ FORM_IN = {
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A non-parameter registered in place of a parameter, as by ``functional_call``."""
+    """A plain tensor that a caller, such as ``functional_call``, registered for a parameter."""
 
     site: Site
     param: Any  # an ``FSDPParam``
@@ -145,7 +145,7 @@ class Changes:
 
 
 class Serves(enum.Enum):
-    """Uses for which unsharded parameters are kept, without a new gather. See ``group``."""
+    """Uses for which unsharded parameters are kept, to avoid a new gather. See ``group``."""
 
     BACKWARDS = enum.auto()  # backwards of the forward that gathered them
     EVALUATIONS = enum.auto()  # also a later forward without gradients
@@ -185,7 +185,7 @@ class Registration:
         self.values: list[int] | None = None
         self.serves = Serves.BACKWARDS  # allowed uses of kept unsharded parameters
         self.wholes: list[Tensor] = []  # unsharded parameters in the full buffer
-        self.whole_versions: list[int] = []  # their versions before any user write
+        self.whole_versions: list[int] = []  # versions of ``wholes`` before any user write
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
         # the DTensors' own empty storages: ``.data = ...`` replaces them, and has no other effect
@@ -193,7 +193,7 @@ class Registration:
         _all[id(self)] = self
 
     def move(self, target: GroupState, fqn: str) -> None:
-        """Change the state and register its form. StateError: the transition is illegal."""
+        """Change the state and register its form. Raise StateError if the transition is illegal."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 "FS313",
@@ -228,7 +228,7 @@ class Registration:
             self.show(FORM_SHARDED)
 
     def see(self) -> None:
-        """Start detecting changes of the current sharded forms."""
+        """Start detecting changes to the current sharded forms."""
         self._sharded = [param.sharded for param in self.params]
         # a DTensor and its local tensor have separate version counters
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
@@ -236,7 +236,7 @@ class Registration:
         self._shells = list(map(_storage_of, self._sharded))
 
     def see_whole(self, wholes: Iterable[Tensor | None]) -> None:
-        """Start detecting writes to unsharded parameters; a gather does not increment versions."""
+        """Start detecting writes to unsharded parameters. Gathers do not increment their versions."""
         forms = [form for w in wholes if w is not None for form in (w, torch_dtensor.local_part(w))]
         self.wholes = list(dict.fromkeys(forms))
         self.forget_whole_writes()
@@ -252,8 +252,8 @@ class Registration:
         return written
 
     def detect_changes(self) -> Changes:
-        """Compare registered tensors with the group's own, by identity. Only stores placeholders;
-        does not apply changes. StateError: ``.data`` of a sharded parameter was assigned."""
+        """Compare registered tensors with the group's tensors, by identity. Store placeholders, but
+        apply no changes. Raise StateError if ``.data`` of a sharded parameter was assigned."""
         changes = Changes([], [], {}, [])
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves the cost of reading a DTensor
             for param in self.params:
@@ -296,11 +296,11 @@ class Registration:
                 )
 
     def note_values(self, serves: Serves) -> None:
-        """Record the shard versions and the allowed uses of unsharded parameters to keep."""
+        """Record the shard versions and the allowed uses of the unsharded parameters kept."""
         if self.values is None:
             self.values = self._versions()
         elif serves is Serves.BACKWARDS and self.serves is Serves.ACCUMULATION:
-            return  # a forward that reused the parameters keeps them for the next one
+            return  # a forward that reused the parameters keeps them for the next forward
         self.serves = serves
 
     @property

@@ -4,11 +4,11 @@ Works on integers only: independent of tensors, meshes and process groups.
 
 [Note: chunks]
 A tensor is sharded dim by dim, so a rank's shard is a *block*: a range on every dim. A *chunk* is a
-region of the largest block, relative to the start of each rank's block, so that all ranks send
-equal amounts at a time. A rank with a smaller block has a smaller or empty part of the chunk.
-A *bucket* contains the chunks of one collective, each at the same offset in every rank's buffer. A
-*batch* contains the buckets that are in memory at the same time. On an axis where one rank owns all
-elements, only that rank sends.
+region of the largest block. Its position is relative to the start of each rank's block, so that all
+ranks send equal amounts at a time. A rank with a smaller block has a smaller or empty part of the
+chunk. A *bucket* contains the chunks of one collective, each at the same offset in every rank's
+buffer. A *batch* contains the buckets that are in memory at the same time. On an axis where one
+rank owns all elements, only that rank sends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Region:
         return tuple(slice(s, s + n) for s, n in zip(self.starts, self.sizes, strict=True))
 
     def inside(self, box: Region) -> tuple[slice, ...]:
-        """Return the slices of this region in a tensor that covers ``box``, which contains it."""
+        """Return the slices of this region in a tensor that covers ``box``, a containing region."""
         starts = [start - first for start, first in zip(self.starts, box.starts, strict=True)]
         return Region(tuple(starts), self.sizes).slices
 
@@ -57,7 +57,7 @@ def overlap(one: Region | None, other: Region | None) -> Region | None:
 
 
 class CutOf(NamedTuple):
-    """A dim sharded over an axis: in equal chunks (``chunk_of``), or in the rows of a ``deal``."""
+    """A dim sharded over an axis: in chunks (``chunk_of``), or as a ``deal`` assigns the rows."""
 
     axis: int
     dim: int
@@ -68,7 +68,7 @@ class CutOf(NamedTuple):
         return None if self.deal is None else self.deal.owner
 
 
-Owners = tuple[tuple[int, int], ...]  # pairs of an axis and the only rank on it with elements
+Owners = tuple[tuple[int, int], ...]  # pairs: an axis, and the only rank on it that has elements
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Blocks:
 
     @cached_property
     def owners(self) -> Owners:
-        """Axes on which a single rank has all elements, with that rank."""
+        """Axes on which a single rank has all elements, each paired with that rank."""
         cuts = sorted((cut for cut in self.cuts if cut.owner is not None), key=itemgetter(0))
         return tuple((c.axis, c.owner) for c in cuts if c.owner is not None and c.axis in self.axes)
 
@@ -200,8 +200,8 @@ class Batch:
 
 
 def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
-    """Plan batches of at most ``max_nbytes``, in the order of ``items``. A larger tensor gets
-    separate batches: its chunks respect the limit, but its ``kept_nbytes`` are not counted.
+    """Plan batches of at most ``max_nbytes``, in the order of ``items``. A tensor that needs
+    more gets separate batches: its chunks respect the limit, but ``kept_nbytes`` is not counted.
     """
     batches = [Batch()]
 

@@ -83,7 +83,7 @@ class Peers:
             )
 
     def cut(self, name: str, tensor: Tensor, lead: int | None = None) -> Cut:
-        """Describe how a tensor, or matrix ``lead`` of its batch, is distributed over the peers."""
+        """Describe how a tensor, or its matrix at index ``lead``, is distributed over the peers."""
         if torch_dtensor.is_wrapper_subclass(torch_dtensor.local_part(tensor)):
             raise UnsupportedError(
                 "FS624",
@@ -110,7 +110,7 @@ _places = weakref.WeakKeyDictionary()
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
-"""Process groups of multi-dim meshes, by the default process group and the ranks."""
+"""Process groups of multi-dim meshes, keyed by the default process group and the ranks."""
 
 
 def _joint(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -145,7 +145,7 @@ class Flight:
         self.work = None
 
     def land(self, rooms: Callable[[int], Tensor]) -> None:
-        """Copy received parts to this rank's tensors: ``rooms(index)`` is a cargo's destination."""
+        """Copy received parts to this rank's tensors. ``rooms(index)`` returns a cargo's tensor."""
         for part in self.way.received:
             room = rooms(self.indices[part.index])[part.at]
             room.copy_(_in_buffer(self.received, part, self.cargos[part.index]))

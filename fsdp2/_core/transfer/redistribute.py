@@ -65,7 +65,7 @@ class LocalShard:
         return self.local.dtype
 
 
-STAGED_NBYTES = 64 << 20  # memory limit for chunks, unless the user passes one
+STAGED_NBYTES = 64 << 20  # default memory limit for chunks
 
 
 class Grids:
@@ -82,7 +82,7 @@ class Grids:
                 raise ConfigError(
                     "FS625",
                     f"rank {dist.get_rank()} has a DTensor on {mesh}, which does not contain this "
-                    "rank. Call this on the ranks of the mesh only.",
+                    "rank. Call this function only on the ranks of the mesh.",
                 )
             self._known[mesh] = Grid.of(mesh)
         largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
@@ -106,14 +106,15 @@ class Grids:
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
                 "FS624",
-                f"{name}: found a local tensor of shape {tuple(local.shape)}, but placements "
-                f"{tensor.placements} of {held.shape} require {held.own.sizes}. Create it with "
-                "distribute_tensor, which splits it as Shard does.",
+                f"{name}: found a local tensor of shape {tuple(local.shape)}, but a DTensor of "
+                f"shape {held.shape} with placements {tensor.placements} requires "
+                f"{held.own.sizes}. Create it with distribute_tensor, which splits tensors as "
+                "Shard does.",
             )
         return held
 
     def _form_of(self, name: str, tensor: DTensor) -> tuple[Grid, Blocks]:
-        """Return a tensor's grid and blocks, on the main grid if the mesh is a slice of it."""
+        """Return a tensor's grid and blocks; the main grid, if the mesh is a slice of it."""
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
         blocks = blocks_of(name, tensor)
@@ -124,8 +125,8 @@ class Grids:
         return self.main, Blocks(blocks.shape, self.main.counts, cuts)
 
     def _axes_of_main(self, grid: Grid) -> list[int] | None:
-        """Return the axes of the main grid that ``grid`` has, or None if it is not a slice. For
-        example, parameters that are not tensor-parallel are on the slice of the data axes.
+        """Return the axes of the main grid that ``grid`` has, or None if ``grid`` is not a slice.
+        For example, parameters that are not tensor-parallel are on the slice of the data axes.
         """
         if math.prod(grid.counts) == math.prod(self.main.counts):
             return None
@@ -145,7 +146,7 @@ class Grids:
         return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
 
     def difference(self, names: list[str]) -> str | None:
-        """Describe a difference of the ranks' lists, identically on all ranks; None if equal."""
+        """Describe, identically on all ranks, how the ranks' lists differ; None if equal."""
         found = self.main.collect(names)
         for rank, other in enumerate(found):
             differ = sorted(set(other) ^ set(found[0]))
@@ -164,7 +165,7 @@ class Grids:
             )
 
     def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
-        """Raise UnsupportedError for tensors that some ranks lack: names may be ambiguous."""
+        """Raise UnsupportedError for tensors that some ranks lack: their names may be ambiguous."""
         ranks = {grid: self.ranks_of(grid) for grid in self._known.values()}
         main = ranks.get(self.main)
         for held in helds:
@@ -224,8 +225,8 @@ def blocks_of(name: str, tensor: DTensor) -> Blocks:
 @dataclass(frozen=True)
 class Target:
     """The destination of gathered tensors: all ranks (``on_all``), or the first rank of the mesh.
-    Floating-point tensors are cast to ``dtype``. ``device`` None: the device of the shards. If
-    ``counted``, full tensors count against the limit until the caller has consumed them.
+    Floating-point tensors are cast to ``dtype``. If ``device`` is None, the shards' device is used.
+    If ``counted``, full tensors count against the limit until the caller has consumed them.
     """
 
     on_all: bool = True
@@ -254,7 +255,7 @@ def groups_below(model: nn.Module) -> list[ParamGroup]:
 def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     """Check a call's arguments on all ranks: if one rank raises, all raise instead of waiting for
     it. Values that determine later collectives must be stored in the yielded dict, and be equal on
-    all ranks. If ``model`` is not a module, this is collective over all ranks of the job.
+    all ranks. If ``model`` is not a module, the check is collective over all ranks of the job.
     """
     refuse_other_thread(model, what)
     tensors: list[Tensor] = []
@@ -265,17 +266,18 @@ def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     shared = [tensor for tensor in placed if tensor.device_mesh.get_coordinate() is not None]
     with Grids(shared or placed).main.together(what) as same:
-        Grids(placed)  # raises here, with all ranks, if a mesh does not contain this rank
+        Grids(placed)  # all ranks raise an error if a mesh does not contain this rank
         yield same
 
 
 def gather(
     helds: Sequence[LocalShard], max_nbytes: int, target: Target, main: Grid, what: str
 ) -> Generator[tuple[int, Tensor | None], None, None]:
-    """Yield the index and the full tensor of each shard, in order; None on ranks that do not
-    receive it. Collective: every rank must exhaust the iterator. Yielded tensors are not kept.
-    Before each batch and at the end, the ranks of ``main`` check that all continue. All raise if
-    one has left (closed the generator, or thrown an error into it) or cannot allocate memory.
+    """Yield the index and the full tensor of each shard, in order. The tensor is None on ranks that
+    do not receive it. Collective: every rank must exhaust the iterator. Yielded tensors are not
+    kept. Before each batch and at the end, the ranks of ``main`` check that all of them continue.
+    All of them raise if a rank has left (it closed the generator, or threw an error into it) or
+    cannot allocate memory.
     """
     moves = _Gathering(helds, target)
     items = []
@@ -313,9 +315,9 @@ def _left(what: str, name: str) -> StateError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return StateError(
         "FS407",
-        f"{what}: rank {rank} stopped at {name}, so the others cannot continue. It either left the "
-        "loop or failed while using the tensor. Iterate to the end on every rank, or leave the "
-        "loop at the same tensor on all ranks.",
+        f"{what}: rank {rank} stopped at {name}, so the other ranks cannot continue. The rank "
+        "either left the loop or failed while using the tensor. Iterate to the end on every rank, "
+        "or leave the loop at the same tensor on all ranks.",
     )
 
 
@@ -343,7 +345,7 @@ class _Moves:
     def parts(
         self, bucket: Bucket, place: Sequence[int], row: Tensor
     ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
-        """Yield each part at ``place``: index, slices in block and in full tensor, and memory."""
+        """Yield each part at ``place``: its index, slices in block and full tensor, and memory."""
         for chunk in bucket.chunks:
             block = self.helds[chunk.index].blocks.block(place)
             part, dtype = part_of(block, chunk.region), self.wires[chunk.index]
@@ -370,7 +372,7 @@ class _Gathering(_Moves):
         self._room(bucket)
 
     def _room(self, bucket: Bucket) -> Tensor | None:
-        """Return a bucket's buffer, or None if nothing is sent or another replica sends it."""
+        """Return a bucket's buffer, or None if no rank sends it or another replica does."""
         first = self.first(bucket)
         others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in bucket.axes)
         is_there = self.target.on_all or first.grid.is_first_on(others)
@@ -409,7 +411,7 @@ def _row_of(bucket: Bucket, grid: Grid) -> int:
 
 
 def _rows_held(bucket: Bucket, grid: Grid) -> int:
-    """Return the number of ranks whose chunks pass through this rank, to or from the first."""
+    """Return the number of ranks whose chunks pass through this rank, to or from the first rank."""
     rows = 1
     for axis in reversed(bucket.axes):
         if grid.place[axis]:

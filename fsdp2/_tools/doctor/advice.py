@@ -22,10 +22,10 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 GAIN = 0.97
-"""A setting is recommended if it reduces the median step time below this fraction of the current
-one, and makes steps faster in three quarters of the rounds."""
+"""A setting is recommended if it reduces the median step time to less than this fraction of the
+current time, and makes steps faster in three quarters of the rounds."""
 FAR = 2.0
-"""A warning is given if a step differs from the planned time by more than this factor."""
+"""A warning is given if the step time differs from the planned time by more than this factor."""
 
 
 def prediction(findings: Findings) -> Iterator[Verdict]:

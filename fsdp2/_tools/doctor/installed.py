@@ -1,4 +1,4 @@
-"""Checks of limits, and of packages, precision and environment, which must match on all ranks."""
+"""Check limits, and that packages, precision and environment are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from fsdp2._tools.doctor.verdicts import (
 )
 
 OPEN_FILES, SHM_NBYTES, DISK_NBYTES = 1024, 1 << 28, 1 << 30
-"""Required open files, free bytes in /dev/shm (for NCCL) and on disk (for checkpoints)."""
+"""Minimum open-file limit, free bytes in /dev/shm (for NCCL), free disk bytes (for checkpoints)."""
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_",
             "CUBLAS_", "NVIDIA_", "ATEN_", "DNNL_", "ONEDNN_")  # fmt: skip
 OF_A_RANK = ("RANK", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL")
-"""Parts of the names of variables that differ between ranks by design, or that the doctor sets."""
+"""Substrings of names of variables that differ between ranks by design, or that the doctor sets."""
 _say = partial(Verdict, MACHINE)
 
 
 def digest_of(folder: Path) -> str:
-    """Return a hash of all source files of the copy of the package in a folder."""
+    """Return a hash of all Python files in ``folder``, a copy of the package."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -102,7 +102,7 @@ def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
             yield _say("package", WRONG, f"{said} {found[ranks[0]]['folder']} differ")
     elif mixed:
         modules = ", ".join(found[mixed[0]]["elsewhere"][:3])
-        said = f"modules come from other folders than fsdp2 itself ({first['folder']}): {modules}"
+        said = f"modules come from different folders than fsdp2 ({first['folder']}): {modules}"
         yield _say("package", WRONG, f"on {ranks_text(mixed)} {said}")
     elif installed and installed["folder"] != first["folder"]:
         same = installed["digest"] == first["digest"]
@@ -123,7 +123,7 @@ def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
 
 
 def _nvidia_smi(query: str, device: str) -> list[str]:
-    """Query ``nvidia-smi`` about a device; return no values if the tool is missing or fails."""
+    """Query ``nvidia-smi`` about a device; return an empty list if it is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

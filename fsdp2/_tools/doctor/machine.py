@@ -28,20 +28,20 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 """Bytes that each rank contributes to a timed collective."""
 SIZES_OF_DEVICE = (*SIZES, 1 << 26)
 PAIRED, SHIFTS = 1 << 22, 8
-"""Bytes that a rank sends to a peer, and the maximum number of its peers."""
+"""Bytes that a rank sends to each peer, and the maximum number of its peers."""
 REPEATS = 5
 SLOW, VERY_SLOW = 1.5, 2.5
-"""Multiples of the median time above which a slow rank is a warning, or an error."""
+"""Multiples of the median time above which a rank causes a warning, or an error."""
 SLOW_LINK, VERY_SLOW_LINK = 2.0, 4.0
 CLOCK_S = 0.05
-"""Clock difference, in seconds, above which times of logs and files may be in the wrong order."""
+"""Clock difference, in seconds, above which timestamps may be in the wrong order (logs, files)."""
 ALIGNED = 16
 """Size in bytes of an NCCL pack, which NCCL uses if every pointer is aligned to this size."""
 _say = partial(Verdict, MACHINE)
 
 
 def seconds_of(ranks: Ranks, run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Return the seconds of each run except the first. All ranks start each run together."""
+    """Return the seconds that each run took, except the first. Ranks start each run together."""
     times = []
     for _ in range(repeats + 1):
         ranks.barrier()
@@ -136,7 +136,7 @@ def _judge_same(rates: dict[tuple[int, int], float], where: str, size: int) -> I
     yield _say(
         "links",
         WRONG if worst * VERY_SLOW_LINK < usual else WARNING,
-        f"slow {where}: {pairs} ({worst / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}){common}",
+        f"slow {where}: {pairs} ({worst / 1e9:.3g} GB/s; median: {usual / 1e9:.3g} GB/s){common}",
     )
 
 
@@ -200,8 +200,8 @@ def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
         return
     off = {int(rank): off for rank, (way, off) in offsets.items() if abs(off) > CLOCK_S + way}
     for rank, offset in off.items():
-        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s: times of logs"
-        yield _say("clocks", WARNING, f"{said} and files cannot be compared")
+        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s: timestamps"
+        yield _say("clocks", WARNING, f"{said} of logs and files cannot be compared")
     if not off:
         most = max(abs(offset) for _, offset in offsets.values())
         yield _say("clocks", OK, f"within {most * 1e3:.2g} ms of rank 0's")
@@ -227,7 +227,7 @@ def judge_memory(found: Sequence[Values]) -> Iterator[Verdict]:
     least = min(one["aligned"] for one in found)
     said = f"tensor addresses are multiples of {least} bytes"
     if bad:
-        said += f" on {ranks_text(bad)}; collectives are slow if this is below {ALIGNED}"
+        said += f" on {ranks_text(bad)}; collectives are slow below {ALIGNED}-byte alignment"
     yield _say("alignment", WARNING if bad else OK, said)
     if not found[0]["copies"]:
         yield _say("pinned copies", NOT_MEASURED, "requires a CUDA device")

@@ -35,10 +35,11 @@ from fsdp2._tools.doctor.verdicts import (
 
 STEPS = 3
 FP32, BF16 = 1e-4, 2.0**-6
-"""Tolerances of gradients, relative to the largest value of the tensor. In fp32, sums in a
-different order differ by a few roundings of 2**-24, which three steps propagate. In bf16, both
-models compute each rank's rows in the same way, but one may round a product once more, by 2**-8;
-four such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5 or 1."""
+"""Tolerances of gradients, relative to the largest value of the tensor. In fp32, a different order
+of additions causes a few rounding errors of 2**-24, which propagate through three steps. In bf16,
+both models compute each rank's rows in the same way, but one model may round a product once more,
+by 2**-8; four such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5
+or 1."""
 PATTERN_NUMELS = (1, 1001, 1 << 18)
 _say = partial(Verdict, RIGHT)
 
@@ -118,7 +119,7 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
 
 
 def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference relative to the largest value, and the least-squares ratio."""
+    """Return the largest difference, relative to the largest value, and the fitted ratio."""
     left, right = found.detach().double().cpu(), expected.detach().double().cpu()
     if not bool(left.isfinite().all()):
         return math.inf, math.nan
@@ -158,7 +159,7 @@ def _train(
             difference, ratio = _compare(gradient.full_tensor(), _gradient(references[name]))
             if difference > worst:
                 worst, worst_name = difference, f"{name}, step {step}"
-            if step == 0:  # later gradients differ because the parameters already do
+            if step == 0:  # later gradients differ because the parameters already differ
                 factors.append(ratio)
         for stepper in steppers:
             stepper.step()
@@ -196,7 +197,7 @@ def _worst(found: Sequence[Values], name: str) -> Values:
 
 
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Judge fsdp2's gradients for each optimizer. Those of torch's FSDP2 help to find causes."""
+    """Judge fsdp2's gradients for each optimizer. Gradients of torch's FSDP2 narrow the cause."""
     refused = found[0].get("torch", {}).get("refused")
     has_peer = all("worst" in one.get("torch", {}) for one in found)
     peer = _worst(found, "torch") if has_peer else None
@@ -212,7 +213,7 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
         if math.isfinite(factor) and abs(factor - 1) > 0.1:
             scaled = f"; the factor of {factor:.3g} indicates a wrong divisor or a lost rank"
         if peer is not None:
-            also = ". torch's FSDP2 is correct, so the cause is fsdp2 or a hook on it"
+            also = ". torch's FSDP2 is correct, so the cause is fsdp2 or a hook set on it"
             if not peer["worst"] <= tolerance:
                 also = ". torch's FSDP2 differs too: the cause is the collectives or the devices"
         yield _say(
@@ -249,8 +250,8 @@ def judge_alike(found: Sequence[Values]) -> Iterator[Verdict]:
         yield _say(
             "same arithmetic",
             WRONG if apart > 1e-6 else WARNING,
-            f"{ranks_text(others)} computes the unsharded model differently from rank {first}, "
-            f"by {apart:.1g}: another device, library or precision",
+            f"losses of the unsharded model on {ranks_text(others)} differ from those on rank "
+            f"{first} by {apart:.1g}; the cause is another device, library or precision",
         )
 
 
@@ -268,7 +269,7 @@ def measure_hsdp(ranks: Ranks) -> Values:
     if replicas == 1:
         return {"skipped": "all ranks are on one host; --hsdp divides them into two replicas"}
     if ranks.options.hsdp and (ranks.size < 4 or ranks.size % 2):
-        return {"skipped": f"{ranks.size} ranks cannot form two equal replicas of several ranks"}
+        return {"skipped": f"{ranks.size} ranks cannot form two equal replicas of two or more ranks"}
     shape = [replicas, ranks.size // replicas]
     return {"shape": shape, "SGD": _train(ranks, _sgd, ranks.mesh(*shape))}
 
@@ -361,7 +362,7 @@ def judge_checkpoint(found: Sequence[Values]) -> Iterator[Verdict]:
     elif bad := sorted({name for one in found for name in one["differing"]}):
         said = f"loaded values differ from the saved ones: {', '.join(bad[:4])}"
     else:
-        yield _say("checkpoint", OK, "saved, and loaded into a new model, bitwise equal")
+        yield _say("checkpoint", OK, "state saved and loaded into a new model is bitwise equal")
         return
     yield _say("checkpoint", WRONG, said)
 

@@ -71,7 +71,7 @@ def exit_status(verdicts: Iterable[Verdict]) -> int:
 
 
 def differing(values: Sequence[Any]) -> Mapping[str, list[int]]:
-    """Return the ranks of each value, keyed by its text; the most frequent value comes first."""
+    """Return the ranks that have each value, keyed by the value as text, most frequent first."""
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(str(value), []).append(rank)

@@ -27,7 +27,7 @@ from fsdp2._tools.pages import content
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "echarts" / "echarts.min.js"
 SCRIPTS = ("words", "pictures", "units", "memory", "times", "page")
-"""Each script uses only earlier ones."""
+"""Each script uses only earlier scripts in this list."""
 EMBEDDED_HEIGHT = 720  # pixels
 HEADLINES = ("good", "bad")
 SEVERITIES = ("refused", "slow", "memory", "note")

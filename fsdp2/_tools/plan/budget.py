@@ -25,7 +25,7 @@ UNITS = {
 }
 SIZE = "a number of bytes, such as 70 * 10**9, '70GB' or '64GiB'"
 LARGEST = 1 << 60
-"""Bytes; larger than any device's memory."""
+"""In bytes; larger than the memory of any device."""
 MEMORY = ("fast", "balanced", "low")
 AGAIN: dict[str, Any] = {"activation_checkpointing": True}
 MOST = 1 << 16
@@ -33,9 +33,9 @@ MOST = 1 << 16
 LOSS_CHUNKS = 8
 """Number of chunks of a chunked loss: few enough that each is still a large matmul."""
 LOGITS_SHARE = 0.05
-"""A chunked loss is tried if logits are more than this share of the peak."""
-OFFLOADED = " without the optimizer's step on the host"
-"""Note on an offloaded step's time. The time includes the copies between host and device."""
+"""A chunked loss is tried if logits take more than this share of the peak memory."""
+OFFLOADED = " excluding the optimizer's step on the host"
+"""Note on the time of an offloaded step, which includes the copies between host and device."""
 WHOLE = ("optimizer", "gradients")
 """Values of ``shard`` with which parameters stay unsharded during the micro-batches of a step."""
 
@@ -60,13 +60,14 @@ class Suggestion:
     """Settings to plan or train with, and their predicted results. ``print`` shows one line.
 
     ``changes`` are keyword arguments: ``plan.changed(**suggestion.changes)`` returns the plan with
-    these settings. ``code`` shows them, mostly as Python code. ``peak_nbytes`` is the peak memory
-    of a step, in bytes. ``seconds`` is the time of a step, or None if the plan has no hardware.
-    ``fits`` is True if the peak is within the budget. ``batch`` is the largest first dim of the
-    batch that fits, up to 65536. It is set if ``changes`` reduces the batch, and on the first
-    suggestion if that one fits. Otherwise, or if the batch's tensors have different first dims, it
-    is None. ``note`` names the work that ``seconds`` excludes, or is empty. ``tokens_per_second``
-    is the speed of one rank, and ``most_tokens_per_second`` its speed with the largest batch.
+    these settings. ``code`` describes them, where possible as Python code. ``peak_nbytes`` is the
+    peak memory of a step, in bytes. ``seconds`` is the time of a step, or None if the plan has no
+    hardware. ``fits`` is True if the peak is within the budget. ``batch`` is the size of the first
+    dim of the largest batch that fits, up to 65536. It is set if ``changes`` reduces the batch, and
+    on the first suggestion if this suggestion fits. Otherwise, or if the batch's tensors have
+    different first dims, it is None. ``note`` names the work that ``seconds`` excludes, or is
+    empty. ``tokens_per_second`` is the throughput of one rank, and ``most_tokens_per_second`` its
+    throughput with the largest batch.
     """
 
     changes: Mapping[str, Any] = field(repr=False)
@@ -81,7 +82,7 @@ class Suggestion:
 
     @property
     def name(self) -> str:
-        """A short name: the number of rows of another batch, otherwise ``code``."""
+        """A short name: the number of rows if only the batch differs, otherwise ``code``."""
         return f"batch {self.batch}" if list(self.changes) == ["batch"] else self.code
 
     def __str__(self) -> str:
@@ -104,10 +105,10 @@ Predict = Callable[[dict[str, Any]], StepPlan]
 @dataclass
 class Search:
     """A search over settings, cheap ones first; ``found`` is called with each planned suggestion.
-    ``may_offload``: whether policies can still be set. ``memory``: the plan's own setting.
-    ``machine``: activations and states are offloaded only from a device. ``sharding``: values of
-    ``shard`` to try without ``CPUOffloadPolicy``. ``fused``: creates the optimizer with
-    ``fused=True``, which does not copy all gradients, or None if this is not supported."""
+    ``may_offload``: whether ``offload_policy`` can still be set. ``memory``: the plan's own
+    setting. ``machine``: offloading activations and states is tried only if this is a device.
+    ``sharding``: values of ``shard`` to try without ``CPUOffloadPolicy``. ``fused``: creates the
+    optimizer with ``fused=True``, which avoids a copy of all gradients; None if unsupported."""
 
     batch: Any
     budget: int
@@ -156,7 +157,7 @@ class Search:
         return tried
 
     def _roomier(self, fitting: Sequence[Suggestion]) -> Iterator[Suggestion]:
-        """Try faster memory settings where a setting fits and was tried only with ``low``."""
+        """For each fitting setting that was tried only with ``low``, try faster memory settings."""
         for one in fitting:
             if one.changes.get("memory") == "low" and len(one.changes) > 1:
                 yield from self._each(*({**one.changes, "memory": each} for each in MEMORY[:-1]))
@@ -209,7 +210,7 @@ class Search:
                 yield {**AGAIN, "optimizer": self.fused, **own}
 
     def _smaller(self) -> Iterator[Suggestion]:
-        """Find the largest batch that fits, smaller than the plan's own, by bisection."""
+        """Find, by bisection, the largest batch that fits and is smaller than the plan's own."""
         rows = rows_of(self.batch)
         if rows is None or rows < 2:
             return
@@ -251,10 +252,10 @@ def largest_batch(
     batch: object, step: StepPlan, budget: int, predict: Predict, changes: dict[str, Any]
 ) -> tuple[int, StepPlan] | None:
     """Return the largest number of rows with which a step fits, and that step. ``step`` is the step
-    with ``batch``, and fits. Memory at each event is usually linear in the number of rows. Two
-    sizes thus predict how many rows fit at each event; the lowest number is tried first.
-    Further guesses interpolate between a size that fits and one that does not. Every third guess is
-    the midpoint, in case memory is not linear."""
+    with ``batch``, and must fit. Memory at each event is usually linear in the number of rows, so
+    the steps with two batch sizes predict how many rows fit at each event. The lowest of these
+    numbers is tried first. Further guesses interpolate between a size that fits and a size that
+    does not. Every third guess is the midpoint, in case memory is not linear."""
     rows = rows_of(batch)
     if rows is None:
         return None
@@ -292,7 +293,7 @@ def _peaks(step: StepPlan) -> list[int]:
 
 
 def budget_of(plan: Prediction, who: str, budget: object) -> int | None:
-    """Return the budget in bytes: the given one, or the hardware's memory if it is known."""
+    """Return ``budget`` in bytes; by default, the hardware's memory, or None if that is unknown."""
     if budget is not None:
         return size_of(f"Plan.{who}", "budget", budget)
     return None if plan.hardware is None else plan.hardware.memory_nbytes
@@ -303,7 +304,7 @@ def search_of(
     budget: str | int | None,
     found: Callable[[Suggestion], None] = lambda suggestion: None,
 ) -> Search:
-    """Return the search for ``Plan.suggest``, or raise its errors. ``found`` gets suggestions."""
+    """Return the search for ``Plan.suggest``, or raise its errors. ``found``: as for ``Search``."""
     plan.step_for("suggest")
     nbytes = budget_of(plan, "suggest", budget)
     if nbytes is None:
@@ -328,7 +329,7 @@ def search_of(
 
 
 def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | None:
-    """Return a factory of a torch optimizer with ``fused=True``, or None if it is unsupported."""
+    """Return a factory that sets ``fused=True`` on a torch optimizer; None if unsupported."""
     if machine is None or machine.device_type == "cpu" or not isinstance(optimizer, type):
         return None
     is_torchs = optimizer.__module__.startswith("torch.optim.")

@@ -32,8 +32,8 @@ READS_ROWS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 
 class Clock:
     """The time of one rank, in seconds, and its spans. ``label`` names the current compute. A link
-    is a FIFO queue of transfers; links inside a node and between nodes work in parallel.
-    ``products`` is the time of matmuls, excluding recomputed ones."""
+    is a FIFO queue of transfers; links inside a node work in parallel with links between
+    nodes. ``products`` is the time of matmuls, excluding recomputed ones."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -49,7 +49,7 @@ class Clock:
         self._free_at: dict[float, float] = {}  # time when a link becomes idle, keyed by bandwidth
 
     def compute(self, seconds: float, product: float = 0.0) -> None:
-        """Advance by an operation's time. ``product``: the part of it that matmuls take."""
+        """Advance by an operation's time. ``product``: the part of this time that matmuls take."""
         if self.label != self._labelled:
             self._end_compute()
             self._labelled = self.label
@@ -64,7 +64,7 @@ class Clock:
     def send(
         self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
     ) -> Sent:
-        """Queue a collective on its link. On a host, several ``pieces`` take as long as one."""
+        """Queue a collective on its link. On a host, the number of ``pieces`` has no effect."""
         link = bandwidth_of(self.hardware, ranks, stride)
         began = max(self._free_at.get(link, 0.0), self.seconds)
         ended = began + seconds_of(self.hardware, kind, nbytes, ranks, stride)
@@ -110,7 +110,7 @@ class Sent:
 
 
 class ComputeTime(DispatchMode):
-    """Advances a clock by the time of operations, computed from matmul FLOPs and bytes."""
+    """Advances a clock by the time of operations, computed from their matmul FLOPs and bytes."""
 
     def __init__(self, clock: AnyClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -132,7 +132,7 @@ class ComputeTime(DispatchMode):
         if torch_dtensor.is_among(types):
             return NotImplemented  # DTensor's operations on local tensors are timed instead
         kwargs = kwargs or {}
-        # skip ``func`` if it has ``out``: with fake tensors it would compute unused padded chunks
+        # do not run the ``out`` op: on fake tensors, it would compute padded chunks in vain
         fills = func is torch_tensors.CHUNK_CATS[1]
         made = kwargs["out"] if fills else func(*args, **kwargs)
         if not func.is_view:

@@ -7,13 +7,14 @@ issued it, and the events that its stream waits for have occurred. In addition:
 
 - A process group is one communicator: its collectives start in the order of issue, regardless of
   their streams, each after the previous one has ended.
-- A link carries one collective at a time. (In parallel, the transfers of two groups would take the
-  same total time.)
+- A link carries one collective at a time. (If two groups used the link in parallel, their transfers
+  would take the same total time.)
 - A collective in a stream without priority starts when the running kernel ends, because the
   kernel's blocks occupy the device. In a high-priority stream it starts immediately.
 
 The host issues work asynchronously, so nothing is simulated until the host waits or the step ends.
-Then items start in order of time, and a wait advances the host's clock to the event.
+Items then start in the order of their earliest possible start, and a wait advances the host's clock
+to the event.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class HostWait:
 
 
 class DeviceClock:
-    """One device, its streams, and the host, in seconds. ``is_urgent``: whether a stream has high
-    priority. ``straggler``: seconds by which the other ranks of a collective are late."""
+    """Clocks of one device, its streams, and the host, in seconds. ``is_urgent``: whether a stream
+    has high priority. ``straggler``: seconds by which the other ranks of a collective are late."""
 
     def __init__(self, is_urgent: Callable[[int], bool], straggler: float = 0.0) -> None:
         self._is_urgent = is_urgent
@@ -94,12 +95,12 @@ class DeviceClock:
         self._add(Ran(stream, self.host, mark=mark))
 
     def hold_back(self, stream: int, mark: int) -> None:
-        """Make a stream's later work wait for an event, if it was recorded in this step."""
+        """Make a stream's later work wait for an event, if the event was recorded in this step."""
         if mark in self._recorded:
             self._add(Ran(stream, self.host, mark=mark, waits=True))
 
     def wait_for(self, mark: int) -> None:
-        """Make the host wait for an event, if it was recorded in this step."""
+        """Make the host wait for an event, if the event was recorded in this step."""
         if mark not in self._recorded:
             return
         while mark not in self._moments and self._start_next():
@@ -114,7 +115,7 @@ class DeviceClock:
         self._wait_until(max((self._free_at.get(one, 0.0) for one in streams), default=0.0))
 
     def finish(self) -> float:
-        """Simulate all items. Return the time at which both device and host have finished."""
+        """Simulate all items. Return the time at which the device and the host have finished."""
         while self._start_next():
             pass
         assert not any(self._queues.values()), "a stream waits for an event that is never recorded"
@@ -136,7 +137,7 @@ class DeviceClock:
         return item.number
 
     def _start_next(self) -> bool:
-        """Start the item with the earliest possible start. Return False if no item can start."""
+        """Start the item that can start first. Return False if no item can start."""
         self._settle_events()
         best: Ran | None = None
         first = (math.inf, False, 0)

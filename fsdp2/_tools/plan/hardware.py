@@ -1,5 +1,5 @@
-"""Machines for the timelines of plans: ``Hardware`` describes one, ``hardware.json`` lists known
-ones with their sources, and ``measure`` measures the current one."""
+"""Machines for the timelines of plans: ``Hardware`` describes a machine, ``hardware.json`` lists
+known machines with their sources, and ``measure`` measures the current machine."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class Hardware:
             ``torch.float32`` is required; its rate is the default for missing dtypes.
         memory_bandwidth: bytes read and written per second.
         near: bytes per second that one rank sends, and simultaneously receives, inside a node.
-        far: bytes per second of one rank's share of the links between nodes: its own port, or an
-            eighth of a port that eight ranks share.
+        far: bytes per second of one rank's share of the links between nodes (its own port, or an
+            eighth of a port that eight ranks share).
         ranks_per_node: the number of ranks on a node.
-        latency: seconds of one hop. A collective over N ranks takes ``ceil(log2(N))`` hops, an
-            all-reduce twice as many.
-        memory_nbytes: bytes of one device, as reported by ``torch.cuda.mem_get_info``, which is
-            less than a data sheet states. None if unknown.
+        latency: seconds of one hop. A collective over N ranks takes ``ceil(log2(N))`` hops;
+            an all-reduce takes twice as many.
+        memory_nbytes: memory of one device in bytes, as reported by ``torch.cuda.mem_get_info``
+            (less than a data sheet states). None if unknown.
         device_type: a device type of ``torch.device``. The plan sends large parameters as the
             engine does on such a device.
         source: the source of the figures.
-        compute_share: ``flops`` as a fraction of the machine's peak, after ``scaled``. MFU is
+        compute_share: ``flops`` as a fraction of the machine's peak, as set by ``scaled``. MFU is
             relative to the peak.
 
     Raises:
-        ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` without
-            float32; an unknown device type.
+        ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` lacks
+            float32; the device type is unknown.
     """
 
     name: str
@@ -109,8 +109,8 @@ class Hardware:
         memory: float = 1.0,
         links: float = 1.0,
     ) -> Hardware:
-        """Return a copy with scaled rates: for example, with the fractions of the peaks that
-        your kernels reach.
+        """Return a copy with scaled rates, for example by the fractions of the peaks that your
+        kernels reach.
 
         Args:
             compute: factor on ``flops``.
@@ -169,10 +169,10 @@ def seconds_of_kernel(
 
 
 def bandwidth_of(machine: Hardware, ranks: int, stride: int) -> float:
-    """Return a rank's send bandwidth in rings of ranks with distance ``stride``. If a group spans
+    """Return a rank's send bandwidth in rings whose ranks are ``stride`` apart. If a group spans
     nodes, NCCL divides the bytes among several rings, and each rank of a node is the gateway of one
-    ring: a group with all 8 ranks of a node uses 8 ports, a group with one rank per node (replicas)
-    uses one. A port of 400 Gb/s reaches 46 to 48 GB/s (NVIDIA/nccl-tests#290)."""
+    ring. A group with all 8 ranks of a node therefore uses 8 ports; a group with one rank per node
+    (replicas) uses one port. A port of 400 Gb/s reaches 46 to 48 GB/s (NVIDIA/nccl-tests#290)."""
     if ranks * stride <= machine.ranks_per_node:
         return machine.near
     together = max(1, machine.ranks_per_node // stride)
@@ -200,10 +200,10 @@ _FILE = Path(__file__).with_name("hardware.json")
 HARDWARE = {
     one["name"]: Hardware.from_values(one) for one in json.loads(_FILE.read_text(encoding="utf-8"))
 }
-"""Machines that ``plan`` accepts by name, for each device the most common one first. The latency
-of 3e-6 is from public NCCL tests of small messages, which took 2 to 10 us. Memory is as torch
-reports it: 79.1 to 79.6 GiB for an A100 or H100 with "80 GB", depending on board and driver. The
-minimum is from error messages of the CUDA allocator ("a total capacity of 79.11 GiB")."""
+"""Machines that ``plan`` accepts by name. For each device, the most common machine is first. The
+latency of 3e-6 is from public NCCL tests of small messages, which took 2 to 10 us. Memory is as
+torch reports it: 79.1 to 79.6 GiB for an A100 or H100 with "80 GB", depending on board and driver.
+The minimum is from error messages of the CUDA allocator ("a total capacity of 79.11 GiB")."""
 
 
 def hardware_for(found: object) -> Hardware | None:
@@ -225,7 +225,7 @@ def hardware_for(found: object) -> Hardware | None:
 
 
 def _read(path: str) -> Hardware:
-    """Read a machine from a file written by ``fsdp2 doctor --json``, or with ``to_values``."""
+    """Read a machine from a file written by ``fsdp2 doctor --json``, or made with ``to_values``."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -246,7 +246,7 @@ def measure(name: str = "measured") -> Hardware:
     bandwidth. Takes about a second.
 
     Returns:
-        A ``Hardware`` with equal ``near`` and ``far``: one link is measured, over all ranks.
+        A ``Hardware`` with equal ``near`` and ``far``, because one link over all ranks is measured.
     """
     device = torch.device(default_device_type())
     rates = [_product_rate(dtype, device) for dtype in (FP32, BF16, FP16)]
@@ -284,7 +284,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
-    """Return the latency of a hop and the bandwidth, computed from the slowest rank's two times."""
+    """Return the latency of a hop and the bandwidth, from the slowest rank's time for each size."""
     took = []
     for nbytes in GATHERED:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)

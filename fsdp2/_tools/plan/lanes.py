@@ -1,5 +1,5 @@
-"""Simulated lanes of a device, which replace the engine's streams and take time on a device clock.
-Tensors are fake. Operations are recorded, and simulated when the host waits or the step ends."""
+"""Simulated lanes of a device, which replace the engine's streams. Tensors are fake. Operations are
+recorded first; a device clock simulates them when the host waits or the step ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUT, BACK = 4, 5
 LEAST_WAIT = 1e-9
 """Waits that are shorter than this many seconds are rounding errors."""
 MIN_NBYTES = 1 << 18
-"""Minimum bytes of an offloaded tensor, as in ``offload_activations``."""
+"""Minimum size of an offloaded tensor in bytes, as in ``offload_activations``."""
 
 
 class LaneClock(DeviceClock):
@@ -84,7 +84,7 @@ class LaneClock(DeviceClock):
         issue: Callable[[], object],
         after: int | None = None,
     ) -> int:
-        """Issue work in a lane, after compute or after a mark. Return a mark at the work's end."""
+        """Issue work in a lane, after compute or after a mark. Return a mark at its end."""
         self.hold_back(lane, self.mark(KERNELS) if after is None else after)
         with self.on(lane):
             issue()
@@ -98,7 +98,7 @@ class LaneClock(DeviceClock):
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of the step: compute merged by label, its waits, and collectives."""
+        """The spans of the step: compute (merged by label), waits of compute, and collectives."""
         return [*_joined(self.ran), *(_span_of(ran) for ran in self.ran if ran.group >= 0)]
 
 
@@ -247,7 +247,7 @@ class ImaginedCopies(CopyLanes):
 
 
 class ImaginedActivations(Activations):
-    """Offloaded activations without memory, on a simulated device."""
+    """Offloads activations on a simulated device, without allocating memory."""
 
     def __init__(
         self,

@@ -41,33 +41,33 @@ class Plan(Prediction):
 
     ``mesh`` is the mesh shape, ``ranks`` the number of ranks, and ``rank`` the described rank.
     ``groups`` has a ``GroupPlan`` for each group. ``step`` is a ``StepPlan``, or None without a
-    batch. A plan keeps a copy of the model without memory, to predict the effect of other settings.
-    All methods run on the calling rank only, without communication.
+    batch. A plan keeps a copy of the model, without memory for its tensors, to predict the effect
+    of other settings. All methods run on the calling rank only, without communication.
     """
 
     def suggest(self, budget: str | int | None = None) -> list[Suggestion]:
         """Find settings with which a step fits into the memory of a rank.
 
         Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
-        around each unit, and a chunked loss are tried, separately and together. If the hardware is
-        a device, offloading activations is tried next, then offloading optimizer states too.
-        CPU offload is tried last, unless the model is already sharded. For the best setting, the
-        largest batch that fits is determined. Each trial is a plan, so the search takes as long as
-        several plans. Settings with the same result as an earlier one are omitted. With several
-        micro-batches, values of ``shard`` are also tried, unless a keyword of the plan controls
-        when parameters are unsharded.
+        around each unit, and a chunked loss are tried separately, then the last two together. If
+        the hardware is a device, offloading activations is tried next, then offloading optimizer
+        states as well. CPU offload is tried last, unless the model is already sharded. For the best
+        setting, the search also determines the largest batch that fits. Each trial is a plan, so
+        the search takes as long as several plans. A setting with the same result as an earlier
+        setting is omitted. With several micro-batches, values of ``shard`` are also tried, unless
+        a keyword argument of the plan controls when parameters are unsharded.
 
         Args:
             budget: bytes per rank, as an int or as text, such as ``"70GB"`` or ``"64GiB"``. None:
                 the hardware's memory.
 
         Returns:
-            The settings that were tried. Those that fit come first, sorted by time per row of the
-            batch, or by peak memory without hardware. The others follow, sorted by peak memory.
+            The settings that were tried. Settings that fit come first, sorted by time per row of
+            the batch (without hardware, by peak memory). The others follow, sorted by peak memory.
 
         Raises:
-            ConfigError: the plan has no batch; no budget, and no hardware with a known memory size;
-                an invalid budget.
+            ConfigError: the plan has no batch; the budget is invalid, or it is None and the
+                hardware's memory is unknown.
         """
         return search_of(self, budget).run()
 
@@ -79,7 +79,7 @@ class Plan(Prediction):
                 verdict's ``fits`` is None.
 
         Raises:
-            ConfigError: the plan has no batch; an invalid budget.
+            ConfigError: the plan has no batch; the budget is invalid.
         """
         found = verdict_of(self.step_for("verdict"), budget_of(self, "verdict", budget))
         if found.fits is not False:
@@ -91,9 +91,9 @@ class Plan(Prediction):
         return replace(found, way_out=f"{way_out.name} fits ({peak})")
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
-        """Return problems with these settings, each with a figure and an improvement.
+        """Return problems with the plan's settings, each with a figure and an improvement.
 
-        Each gain is predicted by another plan, so this takes as long as several plans.
+        Another plan predicts the gain of each improvement, so this takes as long as several plans.
 
         Args:
             budget: as for ``suggest``. If it is None and the hardware's memory is unknown, there is
@@ -108,7 +108,7 @@ class Plan(Prediction):
         return tuple(advise(self, budget_of(self, "advice", budget)))
 
     def page(self, budget: str | int | None = None) -> Page:
-        """Return the contents of ``html`` as plain values, for programs with their own rendering.
+        """Return the contents of the ``html`` page as plain values, for programs that render them.
 
         Raises:
             ConfigError: an invalid budget.
@@ -123,7 +123,7 @@ class Plan(Prediction):
         return page_of(self, steps, self.advice(budget), limit, verdict)
 
     def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
-        """Write an HTML page: units, memory over a step by setting, timeline, advice.
+        """Write an HTML page: units, memory over a step for each setting, timeline, advice.
 
         The page is one file, which needs neither a server nor a network, and is written atomically.
         Call this on one rank only, because ranks that use the same path replace each other's page.
@@ -198,26 +198,26 @@ def plan(
             the shards of one rank.
         memory: the argument of ``set_memory``.
         hardware: the name of a machine in ``fsdp2.plan.hardware``, a ``fsdp2.plans.Hardware``, or
-            the path of a JSON file that ``python -m fsdp2 doctor --json`` wrote on such a machine.
+            the path of a JSON file from ``python -m fsdp2 doctor --json`` on the target machine.
             None: the plan has no times.
         activation_checkpointing: recompute activations of the units below the root in backward, as
-            with ``torch.utils.checkpoint`` around each of them.
+            with ``torch.utils.checkpoint`` around each unit.
         loss_chunks: count logits (tensors whose last dim is the vocabulary size of an embedding) as
-            if head and loss ran on this many chunks of the tokens, one after another.
+            if head and loss processed the tokens in this many chunks, one after another.
         offload_activations: offload the tensors that units below the root save for backward, except
             those of the last unit, as ``fsdp2.offload_activations`` does. Has an effect only if
             ``hardware`` is a device.
         offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
             does. Has an effect only if ``hardware`` is a device.
         rank: the rank whose shards and memory the plan describes. None: the first rank, which
-            stores the most; for a sharded model, this rank.
+            stores the most; for a sharded model, the calling rank.
         micro_batches: the number of backwards in a step, each with ``batch``. Only the last one
             synchronizes gradients.
         fully_shard_kwargs: other keywords of ``fully_shard``, such as ``mp_policy``,
             ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
     Returns:
-        A ``Plan``: groups, and for a step its collectives, events, memory and time, in order.
+        A ``Plan``: the groups; for a step, the collectives, events, memory and time, in order.
 
     Raises:
         ConfigError: an invalid argument; errors of ``shard_model``.
@@ -225,7 +225,8 @@ def plan(
             computes on a device.
 
     Memory includes tensors only. It excludes allocator rounding, library workspaces, and memory
-    that the allocator cannot reuse yet because of streams. The simulated mesh is a CPU mesh.
+    that the allocator cannot reuse yet because another stream may use it. The simulated mesh is a
+    CPU mesh.
     """
     check_module("plan", "model", model)
     given = {"mesh": mesh, "policy": policy, **fully_shard_kwargs}

@@ -36,16 +36,16 @@ from fsdp2.wrap import shard_model
 
 MAX_RANKS = 1 << 20
 MOST_READY = 2
-"""Number of cached sharded copies, usually the original plan's and the most recent other one."""
+"""Maximum number of cached sharded copies, usually for the original plan and the latest variant."""
 OF_A_STEP = frozenset({"batch", "loss_chunks", "activation_checkpointing"})
-"""Arguments that may change for an existing sharded copy; all others need a new copy. For
-``memory`` see ``Setup.of_a_step``. Steps with several micro-batches or offloaded activations need a
-new copy too, because they depend on the state that earlier steps left."""
+"""Arguments that may change for an existing sharded copy. A change of any other argument needs a
+new copy; for ``memory``, see ``Setup.of_a_step``. Steps with several micro-batches or offloaded
+activations also need a new copy, because they depend on the state that earlier steps left."""
 
 Found = tuple[tuple[GroupPlan, ...], StepPlan | None]
 """The result of a run: groups and a step."""
 Listener = Callable[[str], None]
-"""Receives progress reports, because planning a large model takes seconds."""
+"""A function that receives progress reports: planning a large model takes seconds."""
 _listeners: list[Listener] = []
 
 
@@ -78,7 +78,7 @@ class Template:
             self.model = without_memory(model)
 
     def run(self, setup: Setup, what: str) -> Found:
-        """Return the result of a setup, which is cached for advice, pages and suggestions."""
+        """Return the result of a setup. Results are cached for advice, pages and suggestions."""
         key = setup.key()
         if key not in self._known:
             tell(what)
@@ -94,7 +94,7 @@ class Template:
         own = setup.of_a_step
         key = setup.key(own)
         with self._mode, torch_dtensor.without_traces_in_the_log():
-            run = self._ready.pop(key, None) or self._start(setup)  # not cached again if it fails
+            run = self._ready.pop(key, None) or self._start(setup)  # dropped if the run fails
             run.choose(setup.memory, setup.activation_checkpointing, setup.loss_chunks)
             step = None
             if setup.batch is not None:
@@ -153,14 +153,14 @@ class Setup:
 
     @property
     def of_a_step(self) -> frozenset[str]:
-        """Arguments that may change for an existing sharded copy; empty if it cannot be reused."""
+        """Arguments that may change for a sharded copy; empty if the copy cannot be reused."""
         if self.micro_batches > 1 or self.offload_activations:
             return frozenset()
         # the original settings of a sharded model cannot be restored
         return OF_A_STEP if self.memory is None else OF_A_STEP | {"memory"}
 
     def check(self) -> None:
-        check_function("plan", "loss", self.loss, "a function of the output or None")
+        check_function("plan", "loss", self.loss, "a function of the output, or None")
         for name in ("activation_checkpointing", "offload_activations", "offload_states"):
             check_flag("plan", name, getattr(self, name))
         check_count("plan", "loss_chunks", self.loss_chunks)
@@ -194,7 +194,7 @@ P = TypeVar("P", bound="Prediction")
 
 @dataclass(frozen=True)
 class Prediction:
-    """The result of a setup. ``changed`` plans the same model with another setup."""
+    """The prediction for a setup. ``changed`` plans the same model with another setup."""
 
     mesh: tuple[int, ...]
     rank: int
@@ -251,7 +251,7 @@ class Prediction:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model was already sharded, so that its units cannot be changed."""
+        """Whether the model was already sharded, in which case its units cannot be changed."""
         return self.template.is_sharded
 
     def step_for(self, who: str) -> StepPlan:
@@ -259,8 +259,8 @@ class Prediction:
         if self.step is None:
             raise ConfigError(
                 "FS901",
-                f"Plan.{who}: found a plan without a batch, so there is no step. Pass batch to "
-                "plan: the inputs of one rank's forward.",
+                f"Plan.{who}: found a plan without a batch, so there is no step. Pass the inputs "
+                "of one rank's forward to plan as batch.",
             )
         return self.step
 
@@ -277,7 +277,7 @@ def _code_of_optimizer(made: Any) -> str:
 
 
 def rows_of(batch: object) -> int | None:
-    """Return the size of the first dim of a batch, or None if its tensors differ."""
+    """Return the size of a batch's first dim, or None if it differs between tensors."""
     found = {one.shape[0] if one.dim() else 0 for one in tensors_in(batch)}
     return found.pop() or None if len(found) == 1 else None
 
@@ -287,13 +287,13 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "shard": lambda shard: f"fully_shard(..., shard={shard!r})",
     "offload_policy": lambda _: "fully_shard(..., offload_policy=CPUOffloadPolicy())",
     "activation_checkpointing": lambda on: on and "torch.utils.checkpoint around each unit",
-    "loss_chunks": lambda n: f"head and loss in {n} chunks of the tokens" if n > 1 else "",
+    "loss_chunks": lambda n: f"head and loss computed in {n} chunks of tokens" if n > 1 else "",
     "offload_activations": lambda on: on and "fsdp2.offload_activations around each unit",
     "offload_states": lambda on: on and "fsdp2.optim.offload_states(optimizer)",
     "optimizer": _code_of_optimizer,
     "memory": lambda memory: f"model.set_memory({memory!r})",
 }
-"""Texts that describe changed arguments; empty if a value has no effect."""
+"""Texts that describe changed arguments. A text is empty if the value has no effect."""
 
 
 def check_mesh(mesh: object) -> tuple[int, ...]:
@@ -326,8 +326,8 @@ def refuse_torchs_own(model: nn.Module) -> None:
             raise UnsupportedError(
                 "FS907",
                 f"plan: {name or 'the model'} was sharded by torch's own fully_shard, which plan "
-                "does not support. Plan the model before sharding, or shard it with "
-                "fsdp2.fully_shard (fsdp2.replace_torch() replaces torch's).",
+                "does not support. Plan the model before sharding it, or shard it with "
+                "fsdp2.fully_shard (fsdp2.replace_torch() replaces torch's function).",
             )
 
 

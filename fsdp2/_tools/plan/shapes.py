@@ -25,7 +25,7 @@ class Shape:
     kv_heads: int
     hidden: int
     vocabulary: int
-    head: int = 0  # elements of a head; 0: the width divided by the heads
+    head: int = 0  # elements of a head; 0: the width divided by the number of heads
     is_tied: bool = False
     bias: bool = False
     head_norm: bool = False

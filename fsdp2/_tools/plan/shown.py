@@ -25,22 +25,22 @@ PLACES = {
     "prefetch": "the gather of {}",
 }
 MOST_NAMES = 3
-"""Maximum number of names of equal groups in a row."""
+"""Maximum number of names in a table row for several equal groups."""
 UNIT_COLUMNS = ("parameters", "whole", "shard", "padding", "gathered", "reduced")
 MOODS = {True: "good", False: "bad", None: ""}
 LIMITS = (
-    "Memory counts tensors only, without allocator rounding and library workspaces.",
-    "Host time is zero, and kernels run at the machine's peak rates: see Hardware.scaled.",
+    "Memory includes only tensors, not allocator rounding or library workspaces.",
+    "Host time counts as zero, and kernels run at the machine's peak rates: see Hardware.scaled.",
 )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a step fits into the memory of a rank. ``print`` shows it as one line.
+    """Whether a step fits into the memory of a rank. ``print`` shows a verdict as one line.
 
-    ``peak_nbytes`` is the peak of a step's memory, ``capacity_nbytes`` the available memory, or
+    ``peak_nbytes`` is the peak memory of the step. ``capacity_nbytes`` is the available memory, or
     None if unknown. ``place`` describes where in the step the peak occurs. ``fits`` is None if the
-    capacity is unknown. ``way_out`` describes a setting that fits, or is empty without a search.
+    capacity is unknown. ``way_out`` is the result of a search for a setting that fits, or empty.
     """
 
     peak_nbytes: int
@@ -81,7 +81,7 @@ def place_of(step: StepPlan) -> str:
 
 
 def place_before(label: str) -> str:
-    """Describe the event in which a peak occurred, from the label that was recorded after it."""
+    """Describe the event in which a peak occurred, given the label recorded after the event."""
     phase, _, rest = label.partition(": ")
     kind, _, unit = rest.partition(" ")
     if kind not in PLACES:
@@ -90,7 +90,7 @@ def place_before(label: str) -> str:
 
 
 def of_each(peak: int, capacity: int) -> tuple[str, str]:
-    """Format two sizes in the second size's unit. A much smaller first size gets its own unit."""
+    """Format two sizes in the unit of the second, or in separate units if the first is much smaller."""
     unit, name = next(((unit, name) for unit, name in UNITS if capacity >= unit), (1 << 10, "KiB"))
     first = f"{peak / unit:.1f}" if 10 * peak >= unit else nbytes_text(peak)
     return first, f"{capacity / unit:.1f} {name}"
@@ -121,7 +121,7 @@ def unit_rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, ...]]:
 
 
 def lines(plan: Prediction) -> Iterator[str]:
-    """Yield a table that fits 100 columns. Consecutive equal groups share a row."""
+    """Yield the lines of a plan, at most 100 columns wide. Consecutive equal groups share a row."""
     yield f"{headline(plan)}, as on rank {plan.rank}"
     yield from replicas(plan.mesh)
     yield ""
@@ -222,7 +222,7 @@ def page_of(
 
 
 def memory_tab(name: str, step: StepPlan, limit: int | None) -> content.MemoryTab:
-    """Return memory over a step: the current bytes at each event, and the peak before it."""
+    """Return a step's memory over time: the bytes at each event, and the peak before the event."""
     is_timed = step.seconds is not None
     moments = []
     for number, point in enumerate(step.memory):
@@ -234,7 +234,7 @@ def memory_tab(name: str, step: StepPlan, limit: int | None) -> content.MemoryTa
 
 
 def planned(step: StepPlan) -> Planned:
-    """Return the planned values that the page of a recording draws over measured ones."""
+    """Return the planned values that a recording's page plots over the measured values."""
     places = [step.kinds.index(kind) for kind in content.MEASURED]
     moments = tuple(
         Moment(point.time, point.label, (sum(point.by_kind[place] for place in places),))

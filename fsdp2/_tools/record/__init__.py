@@ -1,1 +1,1 @@
-"""Recordings: ``record`` (one rank, during the run), ``read_recordings`` (all ranks, later)."""
+"""``record`` records a rank during the run; ``read_recordings`` reads all ranks' files later."""

@@ -7,11 +7,12 @@ a collective before all ranks of its axis have begun it. A collective recorded o
 
   begin of q - end of r  <=  ahead  <=  end of q - begin of r
 
-Together, all collectives leave a narrow range. A collective also ends at about the same time on all
-ranks. The estimate is the median difference of exact end times (of a wait, or from a device event),
-clamped to the range. The accuracy is the distance of the estimate from the ends of the range, which
-is typically the time of a fast collective: 0.1 to 1 ms. Clocks drift, so each minute has its own
-estimate; values in between are interpolated. Unit, kind and last backward identify a collective.
+Together, the limits of all collectives leave a narrow range. A collective also ends at about the
+same time on all ranks. The estimate is the median difference of exact end times (of a wait, or from
+a device event), clamped to the range. The accuracy is the distance from the estimate to the farther
+end of the range, typically the time of a fast collective: 0.1 to 1 ms. Clocks drift, so each minute
+has its own estimate; values in between are interpolated. A collective is identified by its unit,
+its kind, the last backward, and the number of such collectives since then.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ClockOffset:
     """A rank's average clock offset relative to the first rank's clock, and its accuracy.
 
     ``ahead_s`` and ``accuracy_s`` are seconds. ``accuracy_s`` is infinite if no recorded collective
-    connects the rank with the first one.
+    connects the rank to the first rank.
     """
 
     rank: int
@@ -50,7 +51,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A rank's late arrivals: it was the last one in ``last`` of ``counted`` collectives.
+    """A rank's late arrivals: the rank arrived last in ``last`` of ``counted`` collectives.
 
     A collective counts if its last rank was late by more than the accuracy of the clocks, and by at
     least 0.1 ms. ``expected`` is the number of collectives in which the rank would be last by
@@ -98,7 +99,7 @@ class Shift:
 @dataclass(frozen=True)
 class Delay:
     """The time that a collective waited for ``rank``: from the second-to-last arrival to the last,
-    in nanoseconds since the epoch on the first rank's clock. ``ranks`` are those of the axis."""
+    in nanoseconds since the epoch on the first rank's clock. ``ranks``: all ranks of the axis."""
 
     rank: int
     kind: str
@@ -180,7 +181,7 @@ class Aligned:
 
 
 def collectives_of(file: RankFile) -> dict[Key, Met]:
-    """Return a rank's collectives by keys that are equal on all ranks and start with the axis."""
+    """Return a rank's collectives; keys are the same on all ranks, and begin with the axis."""
     groups = {group["name"]: group for group in file.header["groups"]}
     axes, epoch = file.header["axes"], file.header["epoch_ns"]
     counts: Counter[Key] = Counter()
@@ -194,7 +195,7 @@ def collectives_of(file: RankFile) -> dict[Key, Met]:
         name = (axis, kind, row["unit"], row["round"])
         counts[name] += 1
         if axis and row["end_ns"] is not None and row["begin_ns"] is not None:
-            found[name + (counts[name],)] = Met(  # noqa: RUF005  # mypy reads a star as new syntax
+            found[name + (counts[name],)] = Met(  # noqa: RUF005  # a star is 3.11 syntax to mypy
                 epoch + row["begin_ns"], epoch + row["end_ns"], "is_exact" in row
             )
     return found
@@ -237,7 +238,7 @@ def _keep_comparable(raw: Mapping[int, dict[Key, Met]]) -> None:
 
 
 def _compare(known: Mapping[Key, Met], other: Mapping[Key, Met], accuracy: float) -> Shift:
-    """Return how far ``other`` is ahead of ``known``, whose times are known to ``accuracy``."""
+    """Return how far ``other`` is ahead of ``known``, whose times have this ``accuracy``."""
     windows: dict[int, list[tuple[Met, Met]]] = defaultdict(list)
     common = sorted(known.keys() & other.keys(), key=lambda key: known[key].begin)
     first = known[common[0]].begin

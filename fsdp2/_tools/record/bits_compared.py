@@ -33,8 +33,8 @@ class Key(NamedTuple):
 class SameBits:
     """The result of ``fsdp2.debug.same_bits``: true if both runs have the same bits.
 
-    ``step``, ``slot``, ``unit`` and ``what`` describe the first difference, and are None if there
-    is none. ``slot`` is also None if the difference is in the sum over slots or in an update.
+    ``step``, ``slot``, ``unit`` and ``what`` describe the first difference, and are None if the
+    runs are equal. ``slot`` is also None if the difference is in the sum over slots or an update.
     ``compared`` is the number of equal digests before the difference. ``notes`` lists differences
     between the programs, such as versions or numbers of threads.
     """
@@ -84,7 +84,7 @@ class _Run:
             raise _unreadable(file, printable(error)) from error
 
     def digests(self, key: Key) -> set[int]:
-        """Return the distinct digests of all replicas: a single one if replicas are equal."""
+        """Return the distinct digests of all replicas: a single digest if replicas are equal."""
         return set(self._sums.get(key, {}).values())
 
     @property
@@ -134,7 +134,7 @@ def same_bits(
     first, second = runs
     slots = [run.header.get("slots") for run in runs]
     if slots[0] != slots[1]:
-        raise _unreadable(second.folder, f"it has {slots[1]} slots, the other run {slots[0]}")
+        raise _unreadable(second.folder, f"it has {slots[1]} slots, the other run has {slots[0]}")
     steps = first.steps & second.steps
     if not steps:
         raise _unreadable(second.folder, "the runs have no common step")

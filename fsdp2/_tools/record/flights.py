@@ -2,8 +2,9 @@
 
 [Note: completion of collectives]
 On a device, an event in the lane records the completion. On a CPU, a rank observes the completion
-in a wait, or earlier in a poll (some gloo works report it only in a wait). The recorded end may
-therefore be late, by up to the rank's compute time before the next wait or poll.
+in a wait, or earlier in a poll (the ``Work`` of some gloo collectives reports completion only in a
+wait). The recorded end may therefore be late, by up to the rank's compute time before the next wait
+or poll.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from fsdp2._tools.record.ledger import Ledger, Row
 from fsdp2._tools.record.memory import Entry
 
 SMALLER = ',"collective":"all_gather","is_smaller":true'
-"""Columns for an all-gather over the smaller mesh of a group's shards after forward."""
+"""Columns for an all-gather over the smaller mesh to which a group reshards after forward."""
 EXACT = ',"is_exact":true'
 """Column for a collective whose completion was observed immediately."""
 EXACT_NS = 20_000
-"""A wait of at least this length ends with its collective; a shorter wait may end later."""
+"""A wait of at least this length ends when its collective ends; a shorter wait may end later."""
 
 
 class Flown:
-    """A launched collective that records the waits for it."""
+    """Records the waits for a launched collective."""
 
     __slots__ = ("entry", "flight", "flights", "is_ahead", "kind", "row", "wait", "was_done")
 
@@ -111,7 +112,7 @@ class Flights:
             begin = end = None
             if ledger.clock.is_host:
                 if after is not None:
-                    after.wait()  # wait before reading the clock: this is not part of the launch
+                    after.wait()  # before reading the clock: this wait is not part of the launch
                 begin = ledger.clock.now()
                 flight = launch(lane, issue, *args, after=after)
             else:
@@ -131,10 +132,10 @@ class Flights:
         begin: Any,
         end: Any,
     ) -> InFlight:
-        """Write a launched collective's row, now or when it completes, and observe waits for it."""
+        """Observe waits for a launched collective; write its row, now or when it completes."""
         entry = flown.entry
         heard = ObservedFlight(flight, flown)
-        if flown.kind == "store":  # waits for it are attributed to the reduction's last collective
+        if flown.kind == "store":  # its waits count as waits for the reduction's last collective
             flown.kind = "all_reduce" if entry.group.data.summed.size > 1 else "reduce_scatter"
             return heard
         nbytes = sum(buffer.nbytes for buffer in flight.buffers)
@@ -180,7 +181,7 @@ class Flights:
             self.ledger.end(row, end, extra)
 
     def finish(self) -> None:
-        """Stop recording. Rows of collectives that are still in flight get no end."""
+        """Stop recording. Rows of collectives that are still in flight have no end time."""
         self.look()
         self.is_on = False
         for flown in tuple(self._running):
@@ -203,6 +204,6 @@ class _Timed:
     def __call__(self, *args: Any) -> InFlight:
         self.begin = self._ledger.clock.now()
         flight = self._issue(*args)
-        flight.wait()  # a user-supplied collective may return a work even if none was requested
+        flight.wait()  # a user-supplied collective may return a ``Work`` that was not requested
         self.end = self._ledger.clock.now()
         return flight

@@ -1,11 +1,12 @@
 """``Ledger``: rows with begin and end times, which may become known later, and sums per step.
 
 [Note: times of a device]
-An event in a stream has a time only after the stream reaches it. The host does not wait for this:
-the moment is queried again when another step begins. Differences between events are fp32
-milliseconds, which become too coarse after minutes. So each step has an *anchor*: an event from
-which its moments are measured. An anchor's time is the previous anchor's time plus the difference
-between both events. The host waits only for the first anchor.
+An event in a stream has a time only after the stream reaches it. The host does not wait for this
+time, but queries the event again when a root's forward begins and when a step ends. The time
+between two events is in fp32 milliseconds, which become too coarse after minutes. Each forward of a
+root therefore sets an *anchor*: an event from which later moments are measured. An anchor's time is
+the previous anchor's time plus the time between the two anchors. The host waits only for the first
+anchor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._start = time.perf_counter_ns()
-        # the mean of the performance counter before and after this call counts as its time
+        # assumes that this call runs halfway between the two reads of the performance counter
         epoch = time.time_ns()
         self.epoch_ns = epoch - (time.perf_counter_ns() - self._start) // 2
 
@@ -41,7 +42,7 @@ class Clock:
         return time.perf_counter_ns() - self._start
 
     def now(self) -> Any:
-        """Return the current moment, in the current stream."""
+        """Return the current moment of the current stream."""
         return time.perf_counter_ns() - self._start
 
     def begin_step(self) -> None:
@@ -100,7 +101,7 @@ class DeviceClock(Clock):
                 return None
             passed_ms = moment.anchor.event.elapsed_time(moment.event)
             moment.time_ns = start + round(passed_ms * 1e6)
-            moment.anchor = None  # otherwise each anchor keeps all earlier ones alive
+            moment.anchor = None  # otherwise each anchor keeps all earlier anchors alive
         return moment.time_ns  # type: ignore[no-any-return]  # an int or None
 
     def settle(self) -> None:
@@ -112,7 +113,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 Account = Callable[[int, int], str]
-"""Called with the begin and the end of a row; returns additional columns."""
+"""Called with the begin and end times of a row; returns additional columns."""
 
 
 class Row:
@@ -122,7 +123,7 @@ class Row:
     account: Account | None
 
     def __init__(self, text: str, begin: Any, step: Step) -> None:
-        self.text = text  # the row's JSON except its times
+        self.text = text  # the row's JSON without the times
         self.begin = begin
         self.step = step
         self.range: Any = None  # the row's range in a running profiler's trace
@@ -141,7 +142,7 @@ class Ledger:
         self.memory = memory
         self.writer = writer
         self.step = Step(0)
-        self.round = 0  # the last backward's number in the run, so it is equal on all ranks
+        self.round = 0  # number of the last backward in the run; equal on all ranks
         self.profiles = False  # True while a profiler runs
         self.numbers = itertools.count(1)
         self._allocator = allocator
@@ -197,7 +198,7 @@ class Ledger:
             self._unknown.append(row)
 
     def mark(self, kind: str, unit: str, phase: str, nbytes: int) -> None:
-        """Write a row without duration, timed by the host's clock."""
+        """Write a row without a duration, timed by the host's clock."""
         now = self.clock.host_now()
         text = self._columns(kind, unit, phase, nbytes)
         if not self.clock.is_host:
@@ -239,11 +240,11 @@ class Ledger:
         self.resolve()
 
     def resolve(self) -> None:
-        """Write the rows whose times are known by now, and end the steps without other rows."""
+        """Write the rows whose times are known by now; end the steps that have no other rows."""
         unknown, when = self._unknown, self.clock.when
         while unknown:
             row = unknown[0]
-            end_ns = when(row.end)  # query the end first: if it is known, so is the begin
+            end_ns = when(row.end)  # query the end first: if it is known, so is the beginning
             begin_ns = None if end_ns is None else when(row.begin)
             if begin_ns is None or end_ns is None:
                 break

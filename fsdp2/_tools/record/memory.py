@@ -34,7 +34,7 @@ class Entry:
     gather_nbytes: int = 0  # buffers of the all-gather in flight
     unshard_event: Event | None = None  # set until the collective is launched
     reduce_event: Event | None = None
-    needs: bool = False  # True while a caller waits for the parameters to compute
+    needs: bool = False  # True while computation waits for the parameters
 
 
 class Memory:
@@ -108,7 +108,7 @@ class Allocator:
         return 0 if self._ask is None else self._ask(self._device)
 
     def as_text(self) -> str:
-        """Return a column of a row, or "" if the last query is too recent."""
+        """Return the allocator's column of a row, or "" if the last query was too recent."""
         if self._ask is None or (begin := time.perf_counter_ns()) < self._next:
             return ""
         nbytes = self.nbytes

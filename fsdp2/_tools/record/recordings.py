@@ -19,7 +19,7 @@ from fsdp2._tools.record.rows import RankFile, files_in, read_file, write_beside
 
 
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
-    """Read folders or single files that ``fsdp2.record`` wrote, of any number of ranks.
+    """Read folders or single files that ``fsdp2.record`` wrote on any number of ranks.
 
     Recordings of a run that is still running, or has crashed, can be read too. All files must be
     from one run.
@@ -49,8 +49,8 @@ class Recordings:
     """Recordings of some or all ranks of a run. Created by ``read_recordings``.
 
     ``ranks`` are the recorded ranks. ``clocks`` has a ``ClockOffset`` for each rank. ``arrivals``
-    has an ``Arrivals`` for each rank, the worst first. ``stragglers`` has the ``Arrivals`` of the
-    ranks that the others wait for.
+    has an ``Arrivals`` for each rank, with the worst rank first. ``stragglers`` has the
+    ``Arrivals`` of the ranks that other ranks wait for.
     """
 
     def __init__(self, files: tuple[RankFile, ...]) -> None:
@@ -91,9 +91,9 @@ class Recordings:
 
     @property
     def steps(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """The figures of each complete step by rank, as dicts with the names of ``RecordedStep``.
+        """Figures of each rank's complete steps, as dicts keyed by the names of ``RecordedStep``.
 
-        Each dict also has the number of the step as ``step``, and its ``begin_ns`` and ``end_ns``.
+        Each dict also contains the step's number (``step``), ``begin_ns`` and ``end_ns``.
         """
         return {file.rank: file.steps for file in self._files}
 
@@ -150,7 +150,7 @@ class Recordings:
         return found
 
     def rows(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows of all ranks as JSON lines on one clock, in a form that pandas reads.
+        """Write the rows of all ranks, on one clock, as JSON lines, which pandas can read.
 
         Each row has its ``rank``, and times in nanoseconds since the first recording began.
 
@@ -180,10 +180,10 @@ class Recordings:
         step: int | None = None,
         planned: Planned | None = None,
     ) -> Page:
-        """Return the contents of ``html`` as plain values, for programs that draw them differently.
+        """Return the contents of the ``html`` page as plain values, for other programs to draw.
 
         Args:
-            step: the step whose timeline and memory are shown, by default the last complete one.
+            step: the step whose timeline and memory are shown; by default, the last complete step.
             planned: the result of ``Plan.planned()``, to be drawn over the measurements.
 
         Raises:

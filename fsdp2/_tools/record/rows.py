@@ -1,10 +1,10 @@
-"""Format, writing and reading of a rank's file, which has JSON lines: a header, then rows.
+"""Format, writing and reading of a rank's file of JSON lines: a header, then rows.
 
 [Note: file contents after a crash]
-Lines are buffered, and written when a step ends, when the buffer is full, and before the host
-blocks in a wait, when writing costs no time. The last line before a wait is of kind ``waiting``,
-so the file of a hanging rank ends with the collective that it waits for. A crash can truncate only
-the last line. Readers skip a truncated line.
+Lines are buffered. They are written when a step ends, when the buffer is full, and before the host
+blocks in a wait, because writing costs no time at that point. The last line before a wait is of
+kind ``waiting``, so the file of a hanging rank ends with the collective that the rank waits for. A
+crash can truncate only the last line. Readers skip a truncated line.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MANY = 1024
 """Maximum number of buffered lines."""
 WAITS_FOR = ("wait_for_unshard", "wait_for_reduce")
 EVENTS = ("unshard", "reshard", "reduce", "prefetch", "adopt", "recover", *WAITS_FOR)
-"""Kinds of rows that are events of the engine, with the engine's names and numbers."""
+"""Kinds of rows that record engine events; ``kind`` and ``nbytes`` are those of the event."""
 
 FORMAT = 1
 MOST = 1 << 62
-"""Upper bound of every number in a recording, so that sums stay finite."""
+"""Upper bound on every number in a recording, so that sums stay finite."""
 MOST_RANKS = 1 << 20
 
 # The format of headers and rows. A file is validated once, before its values are used.
@@ -131,7 +131,7 @@ def check_row(row: Any) -> None:
 
 def _require(found: Any, form: Mapping[str, Check]) -> None:
     if type(found) is not dict:
-        raise ValueError("a line is not an object")
+        raise ValueError("a line is not a JSON object")
     for name, check in form.items():
         if name not in found:
             raise ValueError(f"{name} is missing")
@@ -147,7 +147,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: list[str] = []
-        self._lock = threading.Lock()  # the backward of a device runs in a separate thread
+        self._lock = threading.Lock()  # on a device, backward runs in a separate thread
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # unbuffered: a forked process (a data loader) would write Python's buffer again
@@ -180,11 +180,11 @@ class Writer:
             try:
                 while data:
                     data = data[os.write(self._file, data) :]
-            except OSError as error:  # do not raise on one rank: the others would wait
+            except OSError as error:  # do not raise on one rank: other ranks would wait
                 self.is_broken = True
                 warn(
                     "FS919",
-                    f"fsdp2.record: {self.path} can no longer be written ({error}); later "
+                    f"fsdp2.record: {self.path} can no longer be written to ({error}); later "
                     "rows are not recorded. The run continues.",
                     RuntimeWarning,
                 )
@@ -242,7 +242,7 @@ def read_file(path: Path) -> RankFile:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, except a truncated last one. Raise OSError if the file cannot be
+    """Yield the lines of a file, except a truncated last line. Raise OSError if the file cannot be
     read or is not a regular file, and ValueError if a line is too long."""
     with open_regular(path) as file:
         if is_hollow(os.fstat(file.fileno())):
@@ -254,7 +254,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def files_in(folders: Sequence[Path]) -> list[Path]:
-    """Return the given files, and those in folders. Raise ConfigError for a folder without any."""
+    """Return the given files and the files in folders. Raise ConfigError if a folder has none."""
     found: list[Path] = []
     for folder in folders:
         inside = sorted(folder.glob("rank*.jsonl")) if folder.is_dir() else [folder]
@@ -269,7 +269,7 @@ def files_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def write_beside(path: Path, text: str, inputs: Sequence[Path], who: str) -> None:
-    """Write a file atomically. Raise ConfigError if it is an input, or cannot be written."""
+    """Write a file atomically. Raise ConfigError if the file is an input or cannot be written."""
     if any(path.exists() and path.samefile(one) for one in inputs):
         raise ConfigError(
             "FS915",
