@@ -158,7 +158,7 @@ NAMED = {
     "other_version": ("versions", WRONG, "rank 1 has 2.12.1+other"),
     "mixed_folders": ("package", WRONG, "on rank 1 modules come from different folders"),
     "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),
-    "other_arithmetic": ("same arithmetic", WRONG, "rank 1 computes the unsharded model differ"),
+    "other_arithmetic": ("same arithmetic", WRONG, "losses of the unsharded model on rank 1"),
     "corrupting_link": (
         "collectives",
         WRONG,
@@ -354,7 +354,7 @@ def test_slow_links_are_told_from_slow_ranks() -> None:
     assert [one.status for one in well] == [OK, OK]
     one_pair = list(machine.judge_pairs(found({(9, 3)})))
     assert [one.status for one in one_pair] == [OK, WRONG]
-    assert "slow between hosts: 9 to 3 (0.125 GB/s, the median is 1)" in one_pair[1].said
+    assert "slow between hosts: 9 to 3 (0.125 GB/s; median: 1 GB/s)" in one_pair[1].said
     (near, far) = machine.judge_pairs(found({(s, 5) for s in range(16)}))
     assert near.said.endswith(": all links to rank 5")
     assert far.said.endswith(": all links to rank 5")
