@@ -12,7 +12,7 @@ import sys as _sys
 import typing as _typing
 
 if _sys.argv[:2] == ["-m", "explain"] and "fsdp2" in _sys.orig_argv:
-    # `python -m fsdp2 explain` runs without importing torch, which takes seconds
+    # `python -m fsdp2 explain` does not need torch, whose import takes seconds
     _importlib.import_module("fsdp2._core.base.paragraphs").main(_sys.argv[2:])
     _sys.exit()
 

@@ -406,8 +406,8 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = f"parameter {dealt[0]}, so ranks send different amounts"
     elif group.settings.sharding != PARAMETERS:
         found = (
-            f"it has {group.settings.sharding.name}, but a compiled step always gathers for "
-            "backward"
+            f"it has {group.settings.sharding.name}, which keeps state between steps, but a "
+            "compiled step does not"
         )
     elif not group.wire.carries:
         found = "debug.without_communication is on"

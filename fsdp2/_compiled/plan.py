@@ -1,10 +1,10 @@
-"""The collectives of a group in a graph, and the layouts of their payloads.
+"""The collectives of one group in a compiled graph, and the layouts of their payloads.
 
 Owns ``TracedPlan`` and the keys by which graphs refer to plans. Independent of tensors, groups and
 units.
 
-Legend: W = ranks of the shard axis; a *piece* is the payload of one collective. A large parameter
-is a separate piece: collectives write the parameter and read its gradient directly, without copies.
+Legend: W = number of ranks of the shard axis; a *piece* is the payload of one collective. A large
+parameter is a separate piece: collectives write it and read its gradient directly, without copies.
 Small parameters share a piece, which is packed and unpacked.
 """
 
@@ -26,8 +26,9 @@ from fsdp2._core.params.layout import GatherItem, GatherLayout, ReduceLayout, Sh
 SOURCE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
-# On a CPU, a parameter is small if it is below both the zero-copy size and 1/SMALL_SHARE of its
-# group, because copies are slow. On a device, only the former counts, because launches are slow.
+# On a CPU, a parameter is small if its size is below both the zero-copy size and 1/SMALL_SHARE of
+# its group's size, because copies are slow. On a device, kernel launches are slow, so only the
+# zero-copy size counts.
 SMALL_SHARE = 32
 
 
@@ -62,8 +63,8 @@ class ReducePiece:
     """Payload of one reduce-scatter: gradients of *members*, a group's trainable parameters."""
 
     layout: ReduceLayout
-    positions: tuple[int, ...]  # the members' positions among all members
-    counts: int  # trailing elements, one per member, that count the ranks with its gradient
+    positions: tuple[int, ...]  # indices of the piece's members in ``TracedPlan.members``
+    counts: int  # number of trailing elements; each counts the ranks that have a member's gradient
 
     @cached_property
     def numel(self) -> int:
@@ -76,14 +77,14 @@ class Neighbours:
 
     size: int
     rank: int
-    outer_group: str  # ranks that keep the same rows; empty: gather over the shard axis instead
+    outer_group: str  # ranks that keep the same rows; if empty, gather over the shard axis
     inner_group: str
 
 
 @dataclass(frozen=True)
 class Joining:
     dtype: torch.dtype
-    wire_dtype: torch.dtype  # the dtype of exchanged rows; they are summed in ``dtype``
+    wire_dtype: torch.dtype  # dtype in which ranks exchange rows; sums are computed in ``dtype``
     scale: tuple[float, float]  # factors before and after the reduction
     op: str
 
@@ -101,15 +102,15 @@ class TracedPlan:
     recompute: bool
     trainable: tuple[bool, ...]  # per parameter; the layout may have a tail after the parameters
     # Per parameter: a dtype wider than its compute dtype, or None. ``unshard`` returns parameters
-    # in this dtype, so autograd also uses it to sum gradients over the parameters' own axes.
+    # in this dtype, so autograd also sums gradients over the parameters' own axes in this dtype.
     widened: tuple[torch.dtype | None, ...]
     reduction: Joining
-    grad_dtypes: tuple[torch.dtype, ...]  # per member, as after one backward in eager mode
+    grad_dtypes: tuple[torch.dtype, ...]  # dtype of each member's gradient after one eager backward
     counts_used: bool  # False: unused parameters get zero gradients
     overlap: Overlap
     bucketed: bool = True
     syncs: bool = True  # False: the graph returns unreduced gradients
-    added: tuple[bool, ...] = ()  # members with an unreduced gradient to add; (): none
+    added: tuple[bool, ...] = ()  # per member: True if it adds an unreduced gradient; (): none
 
     @property
     def size(self) -> int:
@@ -117,8 +118,8 @@ class TracedPlan:
 
     @cached_property
     def signature(self) -> str:
-        """All properties that must be equal on all ranks for their collectives to match. ``added``
-        is excluded, because each rank adds its unreduced gradients before it sends."""
+        """All properties that must be equal on all ranks, so that collectives match. ``added`` is
+        excluded, because each rank adds its unreduced gradients before the reduction."""
         alike = {"rank": 0, "device": "", "shard_group": "", "replicate_group": "", "added": ()}
         neighbours = self.neighbours and self.neighbours.size
         return f"{replace(self, **alike, neighbours=None)} {neighbours}"  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ class TracedPlan:
 
     @cached_property
     def sinks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shapes and dtypes of sinks: one per piece (without sync: per member), and one empty."""
+        """Shapes and dtypes of sinks: one per piece (per member without sync), and an empty one."""
         rows = [((piece.numel,), self.reduction.dtype) for piece in self.reduces]
         pairs = zip(self.shards, self.grad_dtypes, strict=True)
         wholes = [(shard.shape, dtype) for shard, dtype in pairs]
@@ -200,7 +201,7 @@ class TracedPlan:
 
     @property
     def _row_nbytes(self) -> int:
-        """Alignment of a row in bytes, as in eager mode, or 1 on a host."""
+        """Alignment of a row, in bytes: 1 on a host, otherwise the same as in eager mode."""
         return 1 if capabilities(torch.device(self.device)).is_host else ROW_NBYTES
 
     def _goes_alone(self, item: GatherItem, least: int) -> bool:
@@ -239,8 +240,8 @@ _keys: dict[TracedPlan, str] = {}
 
 def key_of(plan: TracedPlan) -> str:
     """Return the key by which graphs refer to a plan. It is a string, because compilers never make
-    strings dynamic. It is a hash of the plan's contents, so equal units share a key, restored
-    settings restore the key, and an on-disk cache never maps the key to a different plan."""
+    strings dynamic. It is a hash of the plan's contents, so equal units share a key,
+    restoring settings restores the key, and an on-disk cache never maps a key to another plan."""
     if plan not in _keys:
         _keys[plan] = hashlib.sha256(f"{SOURCE} {plan}".encode()).hexdigest()[:16]
         plans[_keys[plan]] = plan

@@ -48,7 +48,7 @@ from fsdp2._core.params.placement import ParamPlacement
 from fsdp2._core.params.registration import Site
 
 PLACE = "fsdp2._pickles"
-"""The module name in pickles. ``fsdp2`` registers this module under it; there is no such file."""
+"""The module name in pickles. ``fsdp2`` registers this module under this name; no file has it."""
 
 LATER: Mapping[str, str] = {
     "Activations": "fsdp2._core.api.activations",

@@ -8,8 +8,9 @@ files.
    description with its own model and optimizer. Values in memory are validated too.
 2. *Read.* The optimizer's values, and all values from files, are read into separate buffers, which
    are as large as the rank's shards and do not count towards ``max_bytes``.
-3. *Agree.* All ranks raise unless every rank has all of its values. Then user code runs
-   (``load_state_dict``, ``set_extra_state``). If user code raises, its changes are undone.
+3. *Agree.* All ranks raise unless every rank has all of its values. User code
+   (``load_state_dict``, ``set_extra_state``) runs only after this check. If it raises, its changes
+   are undone.
 4. *Write.* Values are copied into the model, from the separate buffers or from a state in memory.
 A load that raises in steps 1 to 3 therefore leaves all state unchanged; step 4 only copies values.
 """
@@ -121,9 +122,9 @@ def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
                     "FS606",
                     f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
                     "share memory, so one of them has the other's values. If torch's FSDP1 created "
-                    "the state, use FullOptimStateDictConfig(offload_to_cpu=False) or "
-                    "StateDictType.SHARDED_STATE_DICT there. If the sharing is intended, clone one "
-                    "of the two tensors.",
+                    "the state, recreate it with FullOptimStateDictConfig(offload_to_cpu=False) or "
+                    "StateDictType.SHARDED_STATE_DICT. If the sharing is intended, clone one of "
+                    "the two tensors.",
                 )
             seen[place] = key
 
@@ -135,7 +136,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names. A tied tensor needs one name, an empty one none."""
+    """Compare shapes and, if ``strict``, names (one per tied tensor; empty tensors need none)."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -215,10 +216,9 @@ def state_like(
 ) -> Tensor:
     """Return an empty tensor with the shape and dtype of ``told``, a value of an optimizer state.
 
-    The result has the placements of ``current`` if the shapes are equal, or else those of ``param``
-    if the shapes are equal. Otherwise, it is a plain tensor, on the CPU if 0-dim. A number
-    (``is_number``) never has the placements of ``param``: a 0-dim parameter and its step count have
-    equal shapes.
+    The result is placed like ``current`` or else like ``param``, if that has the same shape.
+    Otherwise, the result is a plain tensor, on the CPU if 0-dim. A number (``is_number``) is never
+    placed like ``param``: a 0-dim parameter and its step count have the same shape.
     """
     like: Tensor | None = None if is_number else param
     if isinstance(current, Tensor) and current.shape == told.shape:
@@ -328,13 +328,12 @@ def load_full_state(
         strict: require equal names in model and state. One name of a tied parameter suffices.
 
     Returns:
-        The model's names that the state lacks, and vice versa. Both are empty if ``strict``.
+        Names that the state lacks, and names that the model lacks (both empty if ``strict``).
 
     Raises:
-        ConfigError: names, shapes or the optimizer's class differ; the state has no optimizer; or
-            an integer dtype cannot represent a value. Nothing was changed.
-        StateError: called inside a forward or backward; or a value could not be read. Nothing was
-            changed.
+        ConfigError: names, shapes or the optimizer's class differ; the optimizer's state is
+            missing; or an integer dtype cannot represent a value. Nothing was changed.
+        StateError: called in a forward or backward; or reading a value failed. Nothing was changed.
     """
     what = "load_full_state"
     flags = {"from_rank0": from_rank0, "strict": strict}
@@ -361,7 +360,7 @@ class Source:
         return told
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
-        """Add non-tensor values. Called if everything matches. ``extra``: the model's values."""
+        """Add non-tensor values; called only if everything matches. ``extra``: the model's own."""
         return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
@@ -492,7 +491,7 @@ def _scatter(
     source: Source,
     in_optimizer: bool,
 ) -> None:
-    """Fill shards from the first rank. If one of its reads fails, all raise after the scatter."""
+    """Fill shards from the first rank. If its reads fail, all ranks raise after the scatter."""
     error: Exception | None = None
 
     def read(held: LocalShard) -> Tensor:
@@ -548,7 +547,7 @@ def load_sharded_state(
 
     Raises:
         ConfigError: as for ``load_full_state``, or placements differ. Nothing was changed.
-        StateError: called inside a forward or backward.
+        StateError: called in a forward or backward.
     """
     return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
 
@@ -628,14 +627,14 @@ def _require_same_place(
         raise ConfigError(
             "FS621",
             f"{what}: {name} has full shape, start and size {here} on this rank, but "
-            f"{layout.get(name)} in the state. A rank-local state loads only on the same ranks and meshes; use the "
-            "sharded state otherwise. Nothing was changed.",
+            f"{layout.get(name)} in the state. A rank-local state loads only on the same ranks and "
+            "meshes; use the sharded state otherwise. Nothing was changed.",
         )
     if tuple(value.shape) != held.own.sizes:
         raise ConfigError(
             "FS621",
             f"{what}: {name} has size {held.own.sizes} on this rank, but {tuple(value.shape)} in "
-            "the state. Load the state that local_state returned on this rank. Nothing was changed.",
+            "the state. Load this rank's result of local_state. Nothing was changed.",
         )
 
 

@@ -10,18 +10,20 @@ that of the last save. If locks are inconclusive (another host, a file system wi
 saves' folders are kept for an hour. Without locks, a save retries if another save interferes.
 
 [Note: atomic saves]
-When every rank has reported its part, the first rank checks that it sees all files with the sizes
-that were written. It then renames the existing checkpoint to ``.NAME.old-TOKEN`` and the new one to
-``NAME``. Files in the old folder that do not belong to a checkpoint are moved to the new folder,
-and the old folder is removed. If a save is interrupted before the renames, the old checkpoint keeps
-its name. If it is interrupted between the renames, ``load`` finds ``.NAME.old-TOKEN``.
+When every rank has reported its part, the first rank checks that all files are visible to it, and
+have the sizes that were written. It then renames the existing checkpoint to ``.NAME.old-TOKEN`` and
+the new one to ``NAME``. Files in the old folder that do not belong to a checkpoint are moved to the
+new folder, and the old folder is removed. If a save is interrupted before the renames, the old
+checkpoint keeps its name. If a save is interrupted between the renames, ``load`` finds
+``.NAME.old-TOKEN``.
 
 [Note: series]
-Checkpoints saved to one parent folder with ``keep_last`` are a series; each contains an empty file
-``.series``. After the rename of a new checkpoint, the symlink ``latest`` next to it is updated, and
-the oldest checkpoints of the series are removed. Each is renamed before its files are deleted, so a
-checkpoint under its own name is complete. Checkpoints saved without ``keep_last`` are kept. Folders
-of dead saves are removed too, because a restarted program may never save to their places again.
+Checkpoints saved to one parent folder with ``keep_last`` form a series. Each checkpoint of a series
+contains an empty file ``.series``. After the rename of a new checkpoint, the symlink ``latest``
+next to it is updated, and the oldest checkpoints of the series are removed. A checkpoint is renamed
+before its files are deleted, so any checkpoint under its original name is complete. Checkpoints
+saved without ``keep_last`` are kept. Folders of dead saves are removed too, because a restarted
+program may never save to their places again.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ OLD = "old"  # infix in the names of checkpoints that are being replaced
 GONE = "gone-fsdp2"  # infix in the names of checkpoints that a series is removing
 LATEST = "latest"  # the link to the newest checkpoint of a series
 SERIES = ".series"
-RENAMES = 100  # maximum attempts to rename while other saves rename concurrently
+RENAMES = 100  # maximum number of attempts to rename while other saves also rename
 
 
 def neighbour(place: Path, suffix: str) -> Path:
@@ -94,14 +96,14 @@ class Workspace:
         self._lock = own(self.path / OWNER)
 
     def release(self) -> None:
-        """Remove the owner's file and lock, right before the folder is renamed to its place."""
+        """Remove and unlock the owner's file, right before the folder is renamed to its place."""
         if self._lock is not None:
             (self.path / OWNER).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
     def remove(self) -> None:
-        """Rename, then remove the folder, so that ranks still writing cannot create files in it."""
+        """Remove the folder. Rename it first, so that ranks still writing cannot add files."""
         self.release()
         gone = self.path.with_name(f"{self.path.name}.gone")
         with contextlib.suppress(OSError):
@@ -119,7 +121,7 @@ def _host() -> str:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file. BlockingIOError if it is locked, OSError if locks are unsupported."""
+    """Lock a file. Raise BlockingIOError if it is locked, OSError if locks are unsupported."""
     if fcntl is None:
         raise OSError("locks are unsupported")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,8 +129,8 @@ def _lock(descriptor: int) -> None:
 
 def own(path: Path) -> int:
     """Create and lock an owner's file; return its descriptor. The file is renamed to ``path`` once
-    it is locked and contains the host, so its owner is dead if another process can lock it. On a
-    file system without locks, the file is empty."""
+    it is locked and contains the host, so if another process can lock the file, its owner is dead.
+    On a file system without locks, the file is empty."""
     unnamed = path.with_name(f"{path.name}.new")
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o644)
     with contextlib.suppress(OSError):
@@ -173,7 +175,7 @@ def is_old(folder: Path, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def exclusive(place: Path) -> Iterator[None]:
-    """Hold the rename lock of a place. StateError if another process holds it for too long."""
+    """Hold a place's rename lock. Raise StateError if another process holds the lock too long."""
     path = neighbour(place, "lock")
     descriptor = _acquire(path)
     try:
@@ -204,8 +206,8 @@ def _acquire(path: Path) -> int | None:
         if time.monotonic() > deadline:
             raise StateError(
                 "FS614",
-                f"save: {path} has been locked for {LOCK_WITHIN_S:.0f} s by another save, which is "
-                "renaming its files. End that process, or save to another path.",
+                f"save: {path} has been locked for {LOCK_WITHIN_S:.0f} s by another process, which "
+                "is renaming the files of its save. End that process, or save to another path.",
             )
         time.sleep(0.01)
 
@@ -248,15 +250,15 @@ def plain_name(name: Any, where: str) -> str:
     ):
         raise ConfigError(
             "FS617",
-            f"{where}: found {name!r} as the name of a file, which is not a plain file name. The "
+            f"{where}: found {name!r}, which is not a plain file name, in its list of files. The "
             "list was edited manually or is damaged; no file outside the folder is used.",
         )
     return name
 
 
 def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path:
-    """Return the path of a file in a folder. ConfigError if its name or a link leads outside. Links
-    in a Hugging Face cache may point to the folder ``blobs`` next to ``snapshots``."""
+    """Return the path of a file in a folder. Raise ConfigError if its name or a link points outside
+    the folder. Links in a Hugging Face cache may point to ``blobs`` next to ``snapshots``."""
     path = folder / plain_name(name, where)
     if trust or not path.is_symlink():
         return path
@@ -268,7 +270,7 @@ def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path
     raise ConfigError(
         "FS617",
         f"{where}: {name} is a link to {real}, outside its folder. Pass trust=True if you created "
-        "it, or copy the file.",
+        "the link, or copy the file.",
     )
 
 
@@ -323,7 +325,7 @@ def require_written(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def give_name(workspace: Workspace, place: Path) -> None:
-    """Rename a checkpoint to its place; retry if a save interferes. See [Note: atomic saves]."""
+    """Rename a checkpoint to its place; retry if another save interferes. [Note: atomic saves]"""
     sync(workspace.path)
     with exclusive(place):
         workspace.release()
@@ -354,8 +356,8 @@ def give_name(workspace: Workspace, place: Path) -> None:
 
 
 def retire(old: Path, heir: Path) -> None:
-    """Remove a replaced checkpoint, after moving other files in its folder to ``heir``, the new
-    one. Without locks, another save may do so too, or rename ``heir``; ``old`` is then kept."""
+    """Remove ``old``, a replaced checkpoint. First move other files in its folder to ``heir``, the
+    new one. Without locks, another save may do so too or rename ``heir``; then ``old`` is kept."""
     try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith((METADATA, SERIES)) or entry.suffix == ".distcp"
@@ -394,7 +396,7 @@ def require_series(place: Path) -> None:
 
 
 def keep_newest(place: Path, count: int, token: str) -> None:
-    """Point ``latest`` to a new checkpoint; remove all but the newest ``count`` of the series."""
+    """Point ``latest`` to a new checkpoint; remove all but the ``count`` newest of the series."""
     folder = place.parent
     with exclusive(folder / LATEST):
         link = neighbour(folder / LATEST, f"new-{token}")
@@ -413,7 +415,7 @@ def keep_newest(place: Path, count: int, token: str) -> None:
 
 
 def candidates(folder: Path) -> list[str]:
-    """Return the names of a folder's checkpoints, newest first, or ``.`` if it is one itself."""
+    """Return a folder's checkpoints by name, newest first, or ``.`` if the folder itself is one."""
     here = folder.resolve()
     if (here / METADATA).exists() or any(neighbours(here, OLD)):
         return ["."]

@@ -1,4 +1,4 @@
-"""Optimizers that step on local shards instead of DTensors, flat where possible (``_runs``)."""
+"""Optimizers that step on local shards instead of DTensors, joined where possible (``_runs``)."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from fsdp2.optim._wrapped import (
     write_back,
 )
 
-# Steps all runs of a param group with one call of torch's fused Adam kernel and one counter.
+# Steps all runs of a param group with one call of torch's fused Adam kernel and one step counter.
 
-VARIANTS = (torch.optim.Adam, torch.optim.AdamW)  # classes whose fused step is this kernel
+VARIANTS = (torch.optim.Adam, torch.optim.AdamW)  # classes whose fused step runs this kernel
 
 
 class FusedAdam:
@@ -172,16 +172,16 @@ def local(
     The result is an instance of ``cls``, with its arguments, param groups, hooks and state, so
     learning-rate schedulers, ``GradScaler`` and checkpoints work as with the plain optimizer.
     Parameters of one param group that are adjacent in their unit's flat buffer step as one tensor
-    (or one tensor per distinct value of ``step``); others step individually on their local tensors.
-    Parameters, gradients and states remain DTensors for the user. ``state`` and ``state_dict()``
-    return views of the memory that steps update, with the parameters' placements. 0-dim states such
-    as ``step`` are copied whenever ``state`` is read. The next step uses all changes made through
-    ``state``.
+    (or one tensor per distinct value of ``step``). All other parameters step individually, on their
+    local tensors. Parameters, gradients and states remain DTensors for the user. ``state`` and
+    ``state_dict()`` return views of the memory that steps update, with the parameters' placements.
+    0-dim states such as ``step`` are copied whenever ``state`` is read. The next step uses all
+    changes made through ``state``.
 
     Results are bitwise equal to those of ``cls`` on the DTensors with the same arguments (for a
-    user-defined class on a CPU, if its kernels round the same at any position). If ``foreach`` is
-    None, parameters step in a loop, as torch does for DTensors. If torch has no ``DTensor`` kernels
-    (fused SGD and Adagrad, Rprop), results are equal to those on plain local tensors.
+    user-defined class on a CPU, if rounding in its kernels is independent of element positions). If
+    ``foreach`` is None, parameters step in a loop, as in torch for DTensors. If torch has no
+    ``DTensor`` kernels (fused SGD, fused Adagrad, Rprop), results equal those on local tensors.
 
     Args:
         cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
@@ -189,14 +189,15 @@ def local(
         params: as for ``cls``; sharded, tensor-parallel and plain parameters of any dtype.
         elementwise: declares that a user-defined or third-party class is element-wise. The class
             must update each element from its own value, gradient and states alone, and keep no data
-            about parameters between steps except its states. Its first step runs parameter by
-            parameter. If its states are plain tensors that are 0-dim or have the parameter's shape,
-            adjacent parameters step as one tensor afterwards. Other states (codes and scales of an
-            8-bit optimizer's blocks) are saved for the full parameter if no shard boundary splits a
-            block, which ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)`` ensures. To find
-            their layout, the class steps once on zeros of a shard's shape. If a block is split, the
-            states are valid for this rank's shards only, and ``state_dict()`` raises an error: save
-            them with ``local_state_dict()`` or ``fsdp2.checkpoint.local_state``.
+            about parameters between steps except its states. The first step updates each parameter
+            separately. If all states are plain tensors that are 0-dim or have the parameter's
+            shape, later steps update adjacent parameters as one tensor. Other states (codes and
+            scales of an 8-bit optimizer's blocks) are saved for the full parameter if no shard
+            boundary splits a block, which ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)``
+            ensures. To find the layout of such states, fsdp2 runs one step of the class on zeros of
+            a shard's shape. If a block is split, the states are valid for this rank's shards only,
+            and ``state_dict()`` raises an error: save them with ``local_state_dict()`` or
+            ``fsdp2.checkpoint.local_state``.
         kwargs: the arguments of ``cls``.
 
     Raises:
@@ -218,7 +219,7 @@ def local(
     except FSDPError:
         raise
     except Exception as error:
-        if cls not in ELEMENTWISE:  # errors of user-defined classes pass unchanged
+        if cls not in ELEMENTWISE:  # errors of user-defined classes are not translated
             raise
         raise translated(f"{who}: {cls.__name__} rejected its arguments", error) from error
     return optimizer
@@ -230,16 +231,16 @@ def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
     if not is_vouched_for or cls in MIXING:
         known = ", ".join(c.__name__ for c in ELEMENTWISE)
         way = (
-            "elementwise=True does not change that."
+            f"elementwise=True does not make {cls.__name__} element-wise."
             if cls in MIXING
-            else "or, for a class that is element-wise, pass elementwise=True."
+            else f"If {cls.__name__} is element-wise, pass elementwise=True."
         )
         raise ConfigError(
             "FS702",
             f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, but on local "
             "shards only element-wise optimizers give the same results as on full parameters. Use "
             f"one of {known}; fsdp2.optim.whole, if {cls.__name__} steps parameters independently; "
-            f"{cls.__name__} itself on the DTensors; {way}",
+            f"or {cls.__name__} itself on the DTensors. {way}",
         )
     if needs_closure(cls):
         raise UnsupportedError(
@@ -295,9 +296,9 @@ class LocalOptimizer(Wrapped):
         self._place_scalars()
 
     def _place_scalars(self) -> None:
-        """Place states of 0-dim parameters like the parameters, because torch's checkpoints load
-        them as plain tensors. Counters stay plain. In a known class, these are the states in
-        ``COUNTERS``; in others, all states that are never DTensors.
+        """Give states of 0-dim parameters the placements of their parameters, because torch's
+        checkpoints load such states as plain tensors. Counters stay plain: ``COUNTERS`` in a known
+        class, and all states that are never DTensors in any other class.
         """
         entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
         if not entries:
@@ -330,7 +331,7 @@ class LocalOptimizer(Wrapped):
             for plan in plans or ():
                 plan.publish(self._table)
                 self._known |= plan.storages()
-        if len(self._table) != known:  # plans are in the order of runs
+        if len(self._table) != known:  # plans add states in the order of runs
             self._table = in_order(self._table, self.param_groups)
 
     def _settle(self) -> None:
@@ -344,7 +345,7 @@ class LocalOptimizer(Wrapped):
         """Perform a step. ``closure`` recomputes the loss and gradients; its result is returned.
 
         Raises:
-            UnsupportedError: a param group has ``capturable`` or ``differentiable``.
+            UnsupportedError: a param group enables ``capturable`` or ``differentiable``.
         """
         loss = loss_of(closure)
         groups = self.param_groups
@@ -366,7 +367,7 @@ class LocalOptimizer(Wrapped):
     def state_dict(self) -> dict[str, Any]:
         """Return the plain optimizer's ``state_dict``, with DTensors.
 
-        States in blocks are saved as their plain tensors, each over the full parameter: see
+        States in blocks are saved as plain tensors that each cover the full parameter; see
         [Note: states in blocks] in ``_blocks``.
 
         Raises:
@@ -393,8 +394,8 @@ class LocalOptimizer(Wrapped):
                     "FS704",
                     f"fsdp2.optim.local({self._plain_class.__name__}).state_dict: {', '.join(odd)} "
                     "have neither the parameter's shape nor one element. They belong to this "
-                    f"rank's shard, {tuple(torch_dtensor.local_tensor(param).shape)}, but a full "
-                    "or sharded checkpoint would load them on other ranks. Save "
+                    f"rank's shard of shape {tuple(torch_dtensor.local_tensor(param).shape)}, but "
+                    "a full or sharded checkpoint would load them on other ranks. Save "
                     "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",
                 )
         return state
@@ -409,7 +410,7 @@ class LocalOptimizer(Wrapped):
         given = check_mapping("load_state_dict", "state_dict", state_dict)
         groups, values = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list | tuple) or not isinstance(values, Mapping):
-            expected = "a dict with 'param_groups', a list, and 'state', a dict"
+            expected = "a dict that contains a list 'param_groups' and a dict 'state'"
             raise wrong_value("load_state_dict", "state_dict", expected, given)
         reduced, in_blocks = dict(values), dict[Tensor, State]()
         pairs = zip(params_of(groups), params_of(self.param_groups), strict=False)
@@ -429,7 +430,7 @@ class LocalOptimizer(Wrapped):
         key: str,
         shape: tuple[int, ...],
     ) -> Tensor | None:
-        """Allocate the tensor that a state in blocks is loaded into, or return None for others."""
+        """Allocate the tensor for loading a state in blocks, or return None for any other state."""
         if self._plain_class in ELEMENTWISE or not isinstance(param, DTensor):
             return None
         if param.device_mesh.size() == 1 or (shape == tuple(param.shape) and "." not in key):
@@ -441,9 +442,10 @@ class LocalOptimizer(Wrapped):
         if tuple(room.shape) != shape:
             raise UnsupportedError(
                 "FS704",
-                f"{_name_of(param)}: found {key} of shape {shape}, expected the total of this "
-                f"model's shards, {tuple(room.shape)}. Save and load with fsdp2.Aligned in "
-                "shard_placement_fn, so that no shard splits a block of the optimizer's states.",
+                f"{_name_of(param)}: found {key} of shape {shape}, expected "
+                f"{tuple(room.shape)}, the total over this model's shards. Save and load with "
+                "fsdp2.Aligned in shard_placement_fn, so that no shard splits a block of the "
+                "optimizer's states.",
             )
         return room
 
@@ -456,7 +458,7 @@ class LocalOptimizer(Wrapped):
             return StatesInBlocks.of(name, param, self._probe_for(param))
         except FSDPError:
             raise
-        except Exception:  # any type: schedulefree raises in evaluation mode
+        except Exception:  # any exception, for example from schedulefree in evaluation mode
             return None
 
     def _probe_for(self, param: Tensor) -> Probe:
@@ -494,7 +496,7 @@ class LocalOptimizer(Wrapped):
         targets = [t for plan in plans for t in plan.targets[: len(plan.runs)]]
         try:
             for target, grad in zip(targets, grads, strict=True):
-                if target.grad_dtype is not grad.dtype:  # the user set it on the parameter
+                if target.grad_dtype is not grad.dtype:  # the user set grad_dtype on the parameter
                     target.grad_dtype = grad.dtype
                 target.grad = grad
             self._step_inside(plans, groups)
@@ -508,7 +510,7 @@ class LocalOptimizer(Wrapped):
         groups: Groups,
         grads: list[Tensor],
     ) -> bool:
-        """Run one fused kernel per param group if this is equivalent; return whether it ran."""
+        """Run one fused kernel per param group, if equivalent; return True if the kernels ran."""
         if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
             return False
         # attributes that GradScaler sets on a fused optimizer
@@ -558,7 +560,7 @@ class LocalOptimizer(Wrapped):
         return plans, grads
 
     def _place_states(self, groups: Groups) -> None:
-        """Place states like their parameters, in the same order on all ranks (plans may differ)."""
+        """Place states like their parameters; ranks use the same order even if plans differ."""
         with named("step of an optimizer: a state placed differently"), carrying():
             for param in params_of(groups):
                 entry = self._table.get(param)
@@ -667,4 +669,4 @@ def _granule(is_fused: bool, tensor: Tensor) -> int:
         return 1 if tensor.is_floating_point() else 0
     if tensor.dtype not in (torch.float32, torch.float64):
         return 0
-    return CACHE_LINE_NBYTES if is_fused else 1  # a fused kernel's chunks start at cache lines
+    return CACHE_LINE_NBYTES if is_fused else 1  # a fused kernel's chunks are cache-line aligned

@@ -1,17 +1,18 @@
-"""Optimizer states in host memory, which are copied to the device only while their unit steps.
+"""Optimizer states in host memory; each is copied to the device only while its unit steps.
 
 Independent of optimizer classes; ``_core/api/host_memory`` orders the copies.
 
 [Note: states that travel]
-A *batch* is the parameters of one unit, or of several small ones. Its states are in one block of
-pinned memory, and move in one copy. The class's step runs once per batch, with the param groups
-reduced to the batch's parameters. While one batch steps, the next one's states are copied in and
-the previous one's are copied out. Thus at most three batches are on the device during a step, and
-none between steps. With ``max_bytes``, which replaces this limit, a copy in starts when backward
-has computed the batch's gradients, and the last copies out overlap with the next forward.
+A *batch* consists of the parameters of one unit, or of several small units. Its states are in one
+block of pinned memory, and one copy moves all of them. The step of the optimizer's class runs once
+per batch, with param groups that contain only the batch's parameters. While one batch steps, the
+states of the next batch are copied in, and those of the previous batch are copied out. The device
+thus has the states of at most three batches during a step, and of none between steps. ``max_bytes``
+replaces this limit: a batch's states are then copied in when backward has computed the batch's
+gradients, and the last copies to the host overlap with the next forward.
 
 Between steps, the user sees host tensors with unchanged placements: DTensors whose local parts are
-views of the pinned memory. Reading them waits for the copies. Counters stay where they are.
+views of the pinned memory. Reading the states waits for the copies. Counters stay where they are.
 
 [Note: states of runs that travel]
 ``fsdp2.optim.local`` keeps states per run, in its plans. Each batch has separate plans. Between
@@ -65,7 +66,7 @@ from fsdp2.optim._wrapped import (
 
 LEAVING = 2  # number of batches that may be copied out while another one is copied in
 LEAST_NBYTES = 1 << 25
-"""Units with fewer bytes of local parameters step with the next units, to amortise the copies."""
+"""Units with fewer bytes of local parameters join the next units' batch, to amortise the copies."""
 ALIGNMENT = 128
 BY_THEMSELVES = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon)
 """Classes that step each parameter independently of the others."""
@@ -76,36 +77,37 @@ def offload_states(
 ) -> OptimizerT:
     """Keep an optimizer's states in pinned host memory between its steps.
 
-    The step runs on the device, unit by unit: while one unit steps, the next one's states are
-    copied to the device, and the previous one's back to the host. Parameters and gradients stay on
-    the device, and results are bitwise equal. ``param_groups``, hooks and ``state_dict()`` work as
-    before. States remain DTensors, with local parts on the host. Reading ``state`` waits for copies
-    in flight. Loading a state dict temporarily needs device memory for all states, because torch
-    loads them to the device.
+    The step runs on the device, unit by unit: while one unit steps, the states of the next unit are
+    copied to the device, and those of the previous unit back to the host. Parameters and gradients
+    stay on the device, and results are bitwise equal to those without offloading. ``param_groups``,
+    hooks and ``state_dict()`` work as before. States remain DTensors, with local parts on the host.
+    Reading ``state`` waits for copies in flight. Loading a state dict temporarily needs device
+    memory for all states, because torch loads them to the device.
 
     On a CPU, and for parameters on the host (``CPUOffloadPolicy``), states stay where they are.
     With ``max_bytes``, states copied in during backward stay on the device until a step has run. If
-    a step is skipped, for example because of a non-finite gradient, they stay until the next one.
+    a step is skipped, for example because of a non-finite gradient, they stay until the next step.
 
     Args:
         optimizer: a ``torch.optim`` optimizer, or one from ``fsdp2.optim.local``, before or after
             its first step. It is changed in place: its class is replaced by a subclass.
-        max_bytes: upper bound on the bytes of states on the device at a time. None means three
-            units, during the step only. With a number, a unit's states are copied in during
-            backward, once its gradients exist, and the last copies out overlap with the next
-            forward. To keep peak memory unchanged, pass the memory that backward frees in total:
-            activations minus gradients. At least two units are on the device during the step.
+        max_bytes: upper bound on the bytes of states that are on the device at the same time. None:
+            the states of three units, during the step only. With a number, a unit's states are
+            copied in during backward, once its gradients exist, and the last copies to the host
+            overlap with the next forward. To keep peak memory unchanged, pass the number of bytes
+            that backward frees in total: activations minus gradients. The states of at least two
+            units are on the device during the step, even if the bound is smaller.
         by_itself: declares that a user-defined or third-party class steps each parameter
-            independently, and keeps no data about parameters except its states.
+            independently, and keeps no data about parameters except in their states.
 
     Returns:
         The optimizer.
 
     Raises:
-        ConfigError: a class that is not known to step each parameter independently;
+        ConfigError: the class is not known to step each parameter independently;
             ``optimizer.step`` was replaced (except by a learning-rate scheduler).
-        UnsupportedError: an optimizer that requires a closure, or was made by
-            ``fsdp2.optim.whole``, and keeps states on owners.
+        UnsupportedError: the optimizer requires a closure, or was made by ``fsdp2.optim.whole``,
+            which keeps states on owners.
     """
     who = "fsdp2.optim.offload_states"
     if check_optimizer(who, optimizer) is None:
@@ -150,7 +152,7 @@ def offload_states(
 
 
 class Home(NamedTuple):
-    """A state's offset in its batch's memory, in bytes, and its layout."""
+    """A state's layout, and its offset in bytes in the batch's memory."""
 
     offset: int
     dtype: torch.dtype
@@ -190,11 +192,11 @@ class Batch:
         self.plans: Any = None  # the plans of ``fsdp2.optim.local``
         self.buffer: HostBuffer | None = None
         self.flat: Tensor | None = None  # all states, on the device
-        self.event: torch.Event | None = None  # recorded after the last copy in or out
+        self.event: torch.Event | None = None  # recorded after the last copy from or to the host
         self._stream: Any = None  # the stream that ``flat`` was allocated on
 
     def __del__(self) -> None:
-        if self.event is not None:  # the step was skipped: the copy in may still be running
+        if self.event is not None:  # the step was skipped: the copy may still be running
             self._stream.wait_event(self.event)
 
     def bring(
@@ -216,7 +218,7 @@ class Batch:
             slot.put(home.view(flat))
 
     def _home_of(self, part: Tensor) -> Home | None:
-        """Return a state's home in the batch's host memory, or None if it is elsewhere."""
+        """Return a state's home in the batch's host memory, or None if the state is elsewhere."""
         if self.buffer is None or part.device.type != "cpu" or not part.numel():
             return None
         offset = part.data_ptr() - self.buffer.data.data_ptr()
@@ -239,7 +241,7 @@ class Batch:
         self.flat = None
 
     def leave(self, lanes: CopyLanes) -> None:
-        """Release the device memory without waiting; it is reused only after the copy."""
+        """Release the device memory without waiting; it is not reused before the copy is done."""
         if self.flat is not None:
             lanes.free_behind(self.flat)
         self.flat = self.event = None
@@ -254,7 +256,7 @@ class Batch:
         memory: HostMemory,
         lanes: CopyLanes,
     ) -> None:
-        """Start copying the states to the host. ``state`` has the host copies from now on."""
+        """Start copying the states to the host. ``state`` contains the host copies from now on."""
         moving = [slot for slot in slots if _can_travel(slot.value)]
         parts = [slot.part for slot in moving]
         homes, nbytes = _laid_out(parts)
@@ -306,7 +308,7 @@ class OffloadedStates:
         self._most: int | None = None  # bytes allowed on the device at a time (``max_bytes``)
         self._ahead: list[Batch] = []  # batches copied in during backward, in order
         self._handles: list[Any] = []
-        # removed with the optimizer: hooks on gradients make the model wait for reductions earlier
+        # remove hooks with the optimizer: they make the model wait for reductions earlier
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         self._states: Any = defaultdict(dict)
 
@@ -375,7 +377,7 @@ class OffloadedStates:
         self._is_stepping = True
         stepped: dict[int, dict[str, Any]] = {}
         leaving: deque[Batch] = deque()
-        # step in order of arrival: the first batches leave while the last are still in flight
+        # step in order of arrival: the first batches are copied out while the last are copied in
         ahead, self._ahead = [batch for batch in self._ahead if batch.flat is not None], []
         order = ahead + [batch for batch in batches if batch not in ahead]
         try:
@@ -404,7 +406,7 @@ class OffloadedStates:
         return loss
 
     def _bring_more(self, following: Sequence[Batch], leaving: deque[Batch]) -> None:
-        """Copy in the next batch, evicting others if necessary, and more batches if they fit."""
+        """Copy in the next batch, evicting others if necessary, then more batches if they fit."""
         for place, batch in enumerate(following):
             if batch.flat is not None:
                 continue
@@ -437,7 +439,7 @@ class OffloadedStates:
         return own
 
     def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
-        """Copy states that the user loaded or assigned on another device to the batch's device."""
+        """Copy states to the batch's device if the user loaded or assigned them elsewhere."""
         device = batch.device
         with torch.no_grad():
             for slot in self._slots(batch):
@@ -449,7 +451,7 @@ class OffloadedStates:
         return False
 
     def _drop_published(self, batch: Batch) -> None:
-        """Remove the states that are in plans from the table of ``fsdp2.optim.local``."""
+        """From the table of ``fsdp2.optim.local``, remove the states that plans contain."""
         for plan in batch.plans or ():
             for run in plan.runs:
                 for member in run.members:

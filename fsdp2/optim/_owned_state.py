@@ -3,12 +3,12 @@
 ``bring`` moves states from the checkpoint form to the owners, and ``give_back`` moves them back.
 
 [Note: states of owners]
-An owner's optimizer may keep any state for a matrix: tensors of its shape (momentum) or of other
-shapes (Shampoo's factors) and numbers, in any containers. In the checkpoint form, tensors are
-DTensors on the parameter's mesh. Those of the parameter's shape have the parameter's placements;
-others are sharded by rows over the first axis along which the parameter is sharded. 0-dim tensors
-and all other values are the same on every rank. The states of a batch of matrices are stacked. A
-loaded state may also consist of plain tensors, unsharded on every rank.
+An owner's optimizer may keep any state for a matrix: tensors of the matrix's shape (momentum) or of
+other shapes (Shampoo's factors) and numbers, in any containers. In the checkpoint form, tensors are
+DTensors on the parameter's mesh. Tensors of the parameter's shape have the parameter's placements.
+Tensors of other shapes are sharded by rows over the first axis along which the parameter is
+sharded. 0-dim tensors and all other values are the same on every rank. The states of a batch of
+matrices are stacked. A loaded state may also consist of plain tensors, unsharded on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdp2.optim._wrapped import Table
 
 @dataclass(eq=False)
 class Owned:
-    """A parameter, or matrix ``lead`` of a batch. ``whole`` and ``inner`` are set on its owner."""
+    """A parameter, or matrix ``lead`` of a batch. ``whole`` and ``inner`` are set on the owner."""
 
     name: str
     param: Tensor
@@ -48,7 +48,7 @@ class Owned:
     cargo: Cargo
     whole: nn.Parameter | None = None
     inner: Optimizer | None = None
-    printed: Tensor | None = None  # this rank's fingerprint when it last matched the owner
+    printed: Tensor | None = None  # fingerprint of this rank's part after the last step
     _cargos: dict[torch.dtype, Cargo] = field(default_factory=dict)
 
     def make_whole(self) -> nn.Parameter:
@@ -96,7 +96,7 @@ class Owned:
         return self.whole.grad
 
     def gradient_cargo(self, wire: torch.dtype | None) -> Cargo:
-        """Return the gradient's cargo. Floating-point gradients are sent in ``wire``, if set."""
+        """Return the gradient's cargo. Floating-point gradients use ``wire`` as dtype, if set."""
         dtype = self.param.dtype if self.param.grad is None else self.param.grad.dtype
         if wire is not None and dtype.is_floating_point:
             dtype = wire
@@ -109,7 +109,7 @@ class Owned:
         return bit_sum(part_of(self.cargo.cut, self.param, rank))
 
     def identity(self) -> tuple[object, ...]:
-        """Return a key that in-place writes to the owner's copy do not change."""
+        """Return a key that stays the same if the owner's copy is written to in place."""
         assert self.whole is not None
         storage = torch_tensors.number_of(self.whole.untyped_storage())
         return storage, tuple(self.whole.shape), self.whole.dtype
@@ -128,7 +128,7 @@ def _weights(device: torch.device, count: int, seed: int) -> Tensor:
 
 
 def bit_sum(part: Tensor) -> Tensor:
-    """Return a hash ``[1]`` of the bits: a randomly weighted sum of integers, with wraparound."""
+    """Hash the bits to a tensor ``[1]``: a randomly weighted sum of integers, with wraparound."""
     flat = part.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -156,11 +156,11 @@ def bit_sum(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Represents tensor number ``place`` of a state in the description that its owner sends."""
+    """Represents tensor number ``place`` of a state in the description that the owner sends."""
 
     place: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # matmuls round differently for other strides
+    stride: tuple[int, ...]  # the rounding of matmuls depends on strides
     dtype: torch.dtype
 
 
@@ -197,7 +197,7 @@ def _same_field(one: Any, other: Any) -> bool:
 
 
 def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> None:
-    """Move the states of a table to the owners. Collective if the table has any."""
+    """Move the states of a table to the owners. Collective if there are states to move."""
     if not any(table.get(one.param) for one in owned):
         return
     cargos: list[Cargo] = []
@@ -238,7 +238,7 @@ def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> Non
 
 
 def _room(value: DTensor, cargo: Cargo) -> Tensor:
-    """Allocate a full state, with the strides that it had on its owner, if known."""
+    """Allocate a full tensor of a state, with the strides that it had on its owner, if known."""
     shape = cargo.cut.shape
     stride = dense_stride(shape, value.stride()[value.dim() - len(shape) :])
     device = torch_dtensor.local_tensor(value).device
@@ -253,7 +253,7 @@ def give_back(
 ) -> None:
     """Move the owners' states to a table. Collective."""
     told: dict[int, dict[str, Any]] = {}
-    values: dict[tuple[int, int], Tensor] = {}  # keyed by matrix number and place in its state
+    values: dict[tuple[int, int], Tensor] = {}  # key: number of the matrix, place in its state
     for number, one in enumerate(owned):
         if one.whole is None or one.inner is None or one.whole not in one.inner.state:
             continue
@@ -269,7 +269,7 @@ def give_back(
 
         told[number] = {key: map_tensors(describe, value) for key, value in one.state.items()}
     everywhere = {n: entry for some in peers.grid.collect(told) for n, entry in some.items()}
-    rooms: dict[tuple[int, int], Tensor] = {}  # keyed by parameter id and place in its state
+    rooms: dict[tuple[int, int], Tensor] = {}  # key: id of the parameter, place in its state
     cargos: list[Cargo] = []
     targets: list[Tensor] = []
     sources: list[Tensor | None] = []

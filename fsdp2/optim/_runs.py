@@ -1,14 +1,14 @@
-"""``Run`` and ``StepPlan`` determine which parameters of a param group step as one tensor.
+"""``Run`` and ``StepPlan`` determine which parameters of a param group are updated as one tensor.
 
 Optimizer state has two forms: per parameter (for users and checkpoints) and per run (for steps).
 
 [Note: runs]
-The shards of a group are adjacent, with padding, in its shard buffer; its gradients are in a
+A group's shards are adjacent, with padding, in the group's shard buffer; its gradients are in a
 gradient buffer in the same order. Adjacent parameters whose gradients are adjacent too, and whose
-scalar states (``step``) agree, form a *run*: they step as one tensor, including padding (whose
-values are unused). A parameter without such neighbours is a separate run, with its own shape.
+scalar states (``step``) agree, form a *run*. A run is updated as one tensor, including padding,
+whose values are unused. A parameter without such neighbours is a separate run with its own shape.
 
-A plan refers to parameters, shards and state. It must never refer to a gradient, its local tensor
+A plan holds references to parameters, shards and states, but never to a gradient, its local tensor
 or its storage (see [Note: reused gradients]); weak references identify the gradients that were
 already checked. A plan is valid while every gradient has the address that its run expects.
 """
@@ -35,7 +35,7 @@ from fsdp2._core.params.reduce import GradientBuffer
 from fsdp2.optim._wrapped import State, Table
 
 Granule = Callable[[Tensor], int]
-"""Byte alignment at which a run may continue after a local tensor, or 0 if it must end there."""
+"""Returns the byte alignment for a run to continue after a local tensor, or 0 if it must end."""
 
 get_grad = attrgetter("grad")
 referent = methodcaller("__call__")
@@ -86,7 +86,7 @@ class Member:
 
 
 class Run:
-    """Members that step as one tensor. ``starts``: offsets in elements (0 for empty members)."""
+    """Members updated as one tensor. ``starts``: offsets in elements (0 for empty members)."""
 
     def __init__(self, members: Sequence[Member], known: set[int]) -> None:
         self.members = members
@@ -127,7 +127,7 @@ class Run:
         return self.members[0].part(value).view(self.tensor.shape)
 
     def _join(self, key: str, known: set[int]) -> Any:
-        """Join the members' states of this name. ``known``: storage addresses of joined states."""
+        """Join the members' states named ``key``. ``known``: storage addresses of joined states."""
         values = [member.entry[key] for member in self.members]
         if not isinstance(values[0], Tensor):
             return values[0]
@@ -181,7 +181,7 @@ class Run:
         )
 
     def has_parts(self) -> bool:
-        """Return True if every tensor state is 0-dim, or a plain tensor of the run's shape."""
+        """Return True if every tensor state is a plain tensor, 0-dim or of the run's shape."""
         return all(
             type(value) is Tensor and (not value.dim() or value.shape == self.tensor.shape)
             for value in self.state.values()
@@ -243,7 +243,7 @@ class _Seen:
         return True
 
     def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
-        """View the gradient of each run, starting at its first member with rows."""
+        """Return a view of each run's gradient, from the run's first nonempty member on."""
         if self._joined:
             return list(map(referent, self._joined))
         joined = []
@@ -288,7 +288,7 @@ class StepPlan:
         ]
         self._flat_tensors = [run.tensor for run in self.flat]
         self._seen = _Seen([])
-        # tensors written through views: autograd and the sharded module read their versions
+        # written through views: autograd and the sharded module read the version counters
         self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
 
@@ -348,8 +348,8 @@ class StepPlan:
 
 def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
     chains: list[list[Member]] = []
-    signature: list[Any] | None = None  # the last member's; None: no member may follow it
-    grad_end: tuple[int, int] | None = None  # storage and address of the next gradient
+    signature: list[Any] | None = None  # of the last member; None: no member may follow
+    grad_end: tuple[int, int] | None = None  # storage and address that the next gradient must have
     for member in members:
         grad, local, span = member.local_gradient(), member.local, member.span
         fits = (
@@ -382,7 +382,7 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
 
 
 def _follows(previous: Member, member: Member, granule: Granule) -> bool:
-    """Return True if ``member`` directly follows ``previous``, and one kernel may step both."""
+    """Return True if ``member`` directly follows ``previous``, and one kernel may update both."""
     before, span = previous.span, member.span
     if before is None or span is None or before.flat is not span.flat:
         return False
@@ -393,7 +393,7 @@ def _follows(previous: Member, member: Member, granule: Granule) -> bool:
 
 
 def _signature(member: Member) -> list[Any] | None:
-    """Return the values that a run's members must share, or None if they cannot be compared."""
+    """Return the values that must be equal in a run, or None if they cannot be compared."""
     items: list[Any] = []
     for key, value in member.entry.items():
         if isinstance(value, DTensor):

@@ -1,4 +1,4 @@
-"""The layout of an engine's tensors, as the caller describes it: in boxes, or by rules.
+"""The layout of an inference engine's tensors, which the caller describes by boxes or rules.
 
 Uses integers and names only. Independent of communication and load balancing.
 """
@@ -39,11 +39,11 @@ def ints_of(who: str, name: str, value: object) -> Shape:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular region of a trainer's full parameter.
+    """A rectangular region of a full parameter of the trainer.
 
     Args:
-        name: the parameter's name, without wrapper prefixes. None means zeros (for example, the
-            padding of a vocabulary).
+        name: the parameter's name, without wrapper prefixes. With None, the box contains zeros (for
+            example, the padding of a vocabulary).
         start: the first index in each dim of the parameter.
         shape: the number of elements in each dim of the parameter.
         transposed: the engine stores the box with its last two dims exchanged.
@@ -62,7 +62,7 @@ class Box:
         object.__setattr__(self, "start", ints_of("Box", "start", start))
         check_flag("Box", "transposed", self.transposed)
         if len(self.start) != len(self.shape) or (self.transposed and len(self.shape) < 2):
-            expected = f"{len(self.shape)} ints, one per dim of shape (2 or more to transpose)"
+            expected = f"{len(self.shape)} ints, one per dim of shape (2 or more if transposed)"
             raise wrong_value("Box", "start", expected, self.start)
 
     @property
@@ -101,7 +101,7 @@ class Spec:
             raise wrong_type("Spec", "dtype", "a torch.dtype", self.dtype)
         for part in self.boxes if isinstance(self.boxes, Sequence) else [None]:
             if not isinstance(part, Box | Spec):
-                raise wrong_type("Spec", "boxes", "a list of Box and Spec", self.boxes)
+                raise wrong_type("Spec", "boxes", "a list of Box and Spec objects", self.boxes)
         object.__setattr__(self, "boxes", tuple(self.boxes))
         ndim = max(len(self.shape), 1)
         if check_count("Spec", "dim", self.dim, -ndim) >= ndim:
@@ -121,7 +121,7 @@ def layouts_of(destination: object) -> list[Layout]:
     """Check a destination, and return its layouts."""
     who = "weights.plan"
     if not isinstance(destination, list | tuple):
-        expected = "a list with a dict for each engine rank"
+        expected = "a list of dicts, one per engine rank"
         raise wrong_type(who, "destination", expected, destination)
     for layout in destination:
         for name, spec in check_mapping(who, "each item of destination", layout).items():
@@ -150,12 +150,12 @@ class Cut:
     Args:
         name: name of the trainer's parameter. ``*`` matches any text without a dot; ``#`` matches
             the number of an expert, and all experts are stacked.
-        dim: the dim to split, as ``torch.chunk`` does: 0 for column-parallel matrices, 1 for
-            row-parallel ones. None: every rank has the full parameter.
+        dim: the dim to split, as by ``torch.chunk``: 0 for column-parallel matrices, 1 for
+            row-parallel matrices. None: every rank has the full parameter.
         heads: the number of heads in the dim, or the name of the config attribute with this number.
-            Heads are not split; if there are fewer heads than ranks, neighbouring ranks share one.
-        pad: rows are padded with zeros to a multiple of this number (for vocabularies).
-        parts: the number of equally large matrices that are concatenated along the dim (such as
+            Heads are not split. With fewer heads than ranks, neighbouring ranks share a head.
+        pad: pad the rows with zeros to a multiple of this number (for vocabularies).
+        parts: the number of matrices of equal size that are concatenated along the dim (such as
             gate and up in one parameter). Each rank gets a part of each matrix.
     """
 
@@ -174,7 +174,7 @@ class Cut:
 
 
 Rules = Mapping[str, "Cut | Sequence[Cut]"]
-"""Maps each engine tensor to its Cut, or to Cuts to fuse. All names have equally many ``*``."""
+"""Maps engine tensors to a Cut, or to Cuts to fuse. Names in one rule have equally many ``*``."""
 
 
 def tensor_parallel(
@@ -185,22 +185,22 @@ def tensor_parallel(
     dtype: torch.dtype = torch.bfloat16,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Layout]:
-    """Return the layout of an engine with tensor parallelism, for ``weights.plan``.
+    """Return the layout of a tensor-parallel engine, for ``weights.plan``.
 
     For several replicas of the engine, repeat the list: ``tensor_parallel(...) * 2``.
 
     Args:
-        model_or_config: a model, whose ``config`` has the numbers of heads that rules refer to, or
-            a transformers config.
+        model_or_config: a transformers config, or a model. The config, or the model's ``config``,
+            must have the numbers of heads to which the rules refer.
         size: the number of ranks over which the tensors are divided, at most 4096.
         rules: mapping from each of the engine's tensor names to the tensor's ``Cut``, or to a list
             of Cuts to fuse.
         dtype: dtype of floating-point tensors on the engine.
-        shapes: shapes of the parameters by name; None uses those of the model. If only a config is
+        shapes: shapes of the parameters by name; None uses the model's shapes. If only a config is
             given, transformers builds the model on the meta device.
 
     Raises:
-        ConfigError: a parameter matches no rule; heads cannot be divided.
+        ConfigError: a parameter matches no rule, or heads cannot be divided over the ranks.
     """
     if check_count(RULES, "size", size) > MOST_RANKS:
         raise wrong_value(RULES, "size", f"at most {MOST_RANKS} ranks", size)
@@ -237,7 +237,7 @@ def _shapes_of(model_or_config: object) -> dict[str, Shape]:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(model_or_config)
     if not isinstance(model, nn.Module):
-        expected = "an nn.Module or a config of transformers"
+        expected = "an nn.Module or a transformers config"
         raise wrong_type(RULES, "model_or_config", expected, model_or_config)
     return {name: tuple(param.shape) for name, param in named_parameters(model).items()}
 

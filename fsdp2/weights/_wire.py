@@ -47,7 +47,7 @@ BLOCK = 256
 _AT_ONCE = 512
 
 WHOLE, PART, STOPPED = 0, 1, 2
-"""Kinds of buffers: complete; only changed blocks; no more buffers, because the sender failed."""
+"""Contents of buffers: all data; only changed blocks; no data, because the sender failed."""
 
 
 class Head(NamedTuple):
@@ -62,7 +62,7 @@ class Head(NamedTuple):
 
 
 class Rooms:
-    """Memory for the buffers of two rounds; ``rounds`` has each round's buffers by peer."""
+    """Memory for the buffers of two rounds; ``rounds`` maps peers to buffers, per round."""
 
     def __init__(self, buffers: Mapping[int, Sequence[Buffer]], device: torch.device) -> None:
         self.rounds = [
@@ -73,7 +73,7 @@ class Rooms:
 
     @functools.cached_property
     def slabs(self) -> Tensor:
-        """Memory for two rounds, each as large as the largest one: ``[rounds, bytes]``."""
+        """Memory for two rounds, each with the size of the largest: ``[rounds, bytes]``."""
         sizes = [[align(one.nbytes, ALIGNED) for one in due.values()] for due in self.rounds]
         most = max(map(sum, sizes), default=0)
         return torch.empty(len(self.rounds[:2]), most, dtype=torch.uint8, device=self._device)
@@ -121,8 +121,9 @@ def _factors(device: torch.device) -> Tensor:
 def digests_of(buffer: Tensor) -> Tensor:
     """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
 
-    The sum, modulo 2**64, of 32-bit words times random odd numbers. It detects any change of one
-    word. It misses changes of several with probability 2**-33, or far less if low bits differ.
+    It is the sum, modulo 2**64, of 32-bit words times random odd numbers. It detects any change of
+    one word. It misses a change of several words with probability 2**-32, or with a far smaller
+    probability if low bits differ.
     """
     found = []
     for part in buffer.split(_AT_ONCE * BLOCK):  # in parts, to limit temporary memory
@@ -137,9 +138,9 @@ def digests_of(buffer: Tensor) -> Tensor:
 
 
 def pack_changed(buffer: Tensor, changed: Tensor) -> int:
-    """Move the changed blocks to the start of a buffer, in place, followed by the bytes after the
-    last full block and a map of the changed blocks. Return the total bytes: 0 if nothing changed,
-    the buffer's size if packing saves too little.
+    """Move the changed blocks to the start of a buffer, in place. Append the bytes after the last
+    full block, and a map of the changed blocks. Return the total number of bytes: 0 if nothing
+    changed, or the buffer's size if packing saves too little.
     """
     if not changed.any():
         return 0
@@ -188,7 +189,7 @@ class Row(NamedTuple):
 
 
 Messages = Mapping[int, Tensor]
-"""Byte buffers by the number of the peer."""
+"""The byte buffer for each peer number."""
 Flight = list[tuple[list[int], Any, object]]
 """Sends and receives in flight: numbers of the peers, works, and tensors to keep alive."""
 
@@ -196,8 +197,8 @@ Flight = list[tuple[list[int], Any, object]]
 class Link:
     """The synchronous connection of one rank to the others, over the caller's ``Transport``.
 
-    ``number`` is this rank's number in the transfer. ``lost`` maps the numbers of ranks that can no
-    longer be reached to the errors.
+    ``number`` is this rank's number in the transfer. ``lost`` maps the number of each rank that can
+    no longer be reached to the error.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[int], *ranks: int) -> None:
@@ -211,26 +212,26 @@ class Link:
         getattr(group, "begin", lambda _: None)(self._names[number])
 
     def meet(self, row: Row) -> list[Row]:
-        """Exchange rows; return the received ones and this rank's own. Collective. If plans differ,
-        every rank that received these rows raises StateError.
+        """Exchange rows; return the received rows and this rank's own. Collective. If the plans in
+        the rows differ, every rank that received them raises StateError.
         """
         rows = self._exchange(row)
         plans = sorted({each.plan for each in rows})
         if len(plans) > 1:
             raise StateError(
                 "FS634",
-                f"weights: expected the same plan on all ranks, found plans {plans}. Give "
-                "engine ranks the to_json() of the trainers' plan.",
+                f"weights: expected the same plan on all ranks, found plans {plans}. Pass the "
+                "to_json() of the trainers' plan to the engine ranks.",
             )
         return rows
 
     def post(self, sends: Messages, receives: Messages | None = None) -> Flight:
-        """Start sends and receives, except to and from lost ranks; ``wait`` for them later."""
+        """Start sends and receives, except to and from lost ranks. Call ``wait`` later."""
         due: list[tuple[Any, int, Tensor]] = [(dist.isend, *one) for one in sends.items()]
         due += [(dist.irecv, *one) for one in (receives or {}).items()]
         due = [each for each in due if each[1] not in self.lost and each[2].numel()]
         flight: Flight = []
-        # a device's backend starts a batch together; single calls on the host show which one failed
+        # a device's backend starts a batch at once; on the host, single calls show which failed
         for some in [[each] for each in due] if self.device.type == "cpu" else [due] if due else []:
             others = [other for _, other, _ in some]
             try:
@@ -253,11 +254,11 @@ class Link:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device).view(torch.uint8)
 
     def tell(self, numbers: Sequence[int], others: Iterable[int]) -> None:
-        """Send a few ints to others."""
+        """Send a few ints to each of the others."""
         self.wait(self.post(dict.fromkeys(others, self.ints(numbers))))
 
     def hear(self, count: int, others: Iterable[int]) -> dict[int, list[int]]:
-        """Receive a few ints from each of the others; omit those that are lost."""
+        """Receive a few ints from each of the others; the result omits lost ranks."""
         rooms = {o: torch.zeros(count, dtype=torch.int64, device=self.device) for o in others}
         self.wait(self.post({}, {o: room.view(torch.uint8) for o, room in rooms.items()}))
         return {o: room.tolist() for o, room in rooms.items() if o not in self.lost}
@@ -279,7 +280,7 @@ class Link:
         return [row, *rows]
 
     def _start(self, messages: Sequence[tuple[Any, int, Tensor]]) -> Sequence[Any]:
-        """Start messages (``dist.isend`` or ``dist.irecv``), and return the works to wait for."""
+        """Start ``dist.isend`` or ``dist.irecv`` per message; return the works to wait for."""
         for act, other, data in messages:
             start = self._group.send if act is dist.isend else self._group.receive
             try:
@@ -290,7 +291,7 @@ class Link:
 
 
 class GroupLink(Link):
-    """A link over a process group of exactly the ranks of the transfer."""
+    """A link over a process group that contains exactly the ranks of the transfer."""
 
     def _exchange(self, row: Row) -> list[Row]:
         ranks = dist.get_process_group_ranks(self._group)
@@ -310,8 +311,9 @@ class GroupLink(Link):
                 "FS634",
                 f"weights: the group has the ranks {ranks}, but the plan has "
                 f"{len(self.trainers)} trainers and {len(self.engines)} engine ranks (found: "
-                f"{self._names}). On all ranks, pass a group of exactly the planned ranks. Pass as "
-                "`receivers` the global rank of each engine rank, in the order of the destination.",
+                f"{self._names}). On all ranks, pass a group that contains exactly the planned "
+                "ranks. As `receivers`, pass the global rank of each engine rank, in the order of "
+                "the destination.",
             )
         return found
 

@@ -158,7 +158,7 @@ NAMED = {
     "other_version": ("versions", WRONG, "rank 1 has 2.12.1+other"),
     "mixed_folders": ("package", WRONG, "on rank 1 modules come from different folders"),
     "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),
-    "other_arithmetic": ("same arithmetic", WRONG, "losses of the unsharded model on rank 1 differ from those on rank"),
+    "other_arithmetic": ("same arithmetic", WRONG, "losses of the unsharded model on rank 1"),
     "corrupting_link": (
         "collectives",
         WRONG,

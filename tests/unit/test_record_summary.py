@@ -97,18 +97,18 @@ def recording(rank: int, *, compute: int, late: int = 0, link: int = 1, gap: int
 
 CAUSES: dict[str, tuple[dict[str, int], list[str], str]] = {
     "a slow rank": ({"compute": 200, "late": 100}, ["rank 1"], "rank 1: the others waited 1."),
-    "a slow link": ({"compute": 20, "link": 30}, ["the links", "a"], "the links: 60 % of the time"),
+    "a slow link": ({"compute": 20, "link": 30}, ["the links", "a"], "the links: 60 % of the step"),
     "a host between the units": (
         {"compute": 20, "gap": 30},
         ["between the units", "a"],
-        "between the units: 59 % of the time of steps is neither compute",
+        "between the units: 59 % of the step time is neither compute",
     ),
     "a link, and a slower host": (
         {"compute": 10, "link": 30, "gap": 40},
         ["between the units", "the links", "a"],
-        "between the units: 50 % of the time",
+        "between the units: 50 % of the step time",
     ),
-    "compute alone": ({"compute": 500}, [], "compute: 99.8 % of the time of steps"),
+    "compute alone": ({"compute": 500}, [], "compute: 99.8 % of the step time"),
 }
 
 

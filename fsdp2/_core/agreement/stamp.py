@@ -1,7 +1,7 @@
-"""Stamps: numbers that collectives send after their data, and the check of received numbers.
+"""Stamps: numbers that collectives send after their data, and that receivers check.
 
 Contains the agreement code that runs in every step; see [Note: agreement] in ``agreement``. Issues
-no collectives: owners of buffers call ``Stamp.register``.
+no collectives: the owners of the buffers issue them, and call ``Stamp.register``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ NO_NUMBER = -2
 
 
 class Stamp:
-    """The number of one operation of a param group, and the check of received numbers. ``group``
-    returns all stamps of the group: a rank that gives up reports this in all its operations."""
+    """The number of one operation of a param group; also checks the numbers received. ``group``
+    returns all stamps of the group, because a rank that gives up reports this in all of them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Stamp:
         self.operation: Operation | None = None  # as registered
         self.code = [0.0] * (GATHER_STAMP_NUMEL if kind == "gather" else STAMP_NUMEL)
         self._group = group
-        # for a gather: this rank's row and its length, received rows, bytes expected from each rank
+        # for a gather: the row to send and its length, rows received, bytes expected from each rank
         self._row = torch.empty(0, dtype=torch.float32, device=HOST)
         self._width = 0
         self._landed = torch.empty(0, dtype=torch.uint8, device=HOST)
@@ -72,12 +72,12 @@ class Stamp:
         self.agreement.members.add(self)
 
     def beside(self) -> Iterable[Stamp]:
-        """Return all stamps of the group; none if the group was deleted."""
+        """Return all stamps of the group, or none if the group was deleted."""
         stamps = None if self._group is None else self._group()
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:
-        """Number and name the operation. All ranks must do this in the same order."""
+        """Number and name the operation. All ranks must call this in the same order."""
         self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
         self.number = self.agreement.number(self.name)
         self.code = stamp_of(self.kind, self.number)
@@ -149,7 +149,7 @@ class Stamp:
     # Stamps of gathers.
 
     def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """Set the row to send and to expect: the current number, zero-padded to ``numel``."""
+        """Set the row that ranks send and expect: the current number, zero-padded to ``numel``."""
         row = torch.zeros(numel, dtype=torch.float32, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         self._row, self._dtype, self._width = row, dtype, numel
@@ -160,7 +160,7 @@ class Stamp:
     def write(self, row: Tensor) -> None:
         """Write the number into the row ``[numel]`` that this rank sends."""
         if self._row.device != row.device:
-            self._row = self._row.to(row.device)  # once, because the host waits for this copy
+            self._row = self._row.to(row.device)  # only once: the host waits for this copy
         row.copy_(self._row)
 
     def landing(self, nbytes: int, device: torch.device) -> Tensor:
@@ -177,15 +177,15 @@ class Stamp:
         """Compare the stamps received in a gather. On a device, they are compared later."""
         if self.seen is not None:
             return
-        expected = self._expected * self.axis.size  # not cached: large with many ranks
+        expected = self._expected * self.axis.size  # not cached: large if there are many ranks
         # string_at takes a fifth of the instructions of torch.equal
         if string_at(self._landed.data_ptr(), len(expected)) != expected:
             self.check(self._landed.view(self._dtype).view(self.axis.size, -1))
 
     def _look_late(self) -> Tensor:
-        """Return device memory for a gather's stamps ``[W, numel]``, which is checked later."""
+        """Return device memory ``[W, numel]`` for a gather's stamps, which are checked later."""
         shape = self.axis.size, self._width
-        # copied from the host, synchronously: gathers may be in flight in a lane
+        # copied synchronously from the host, because gathers may be in flight in a lane
         row = torch.zeros(self._width, dtype=self._dtype, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         if self.seen is None or (self.seen.dtype, self.seen.shape) != (self._dtype, shape):
@@ -195,24 +195,24 @@ class Stamp:
         return self.seen
 
     def check(self, seen: Tensor) -> None:
-        """Check the stamps ``[W, n]`` of a gather, some of which differ from this stamp."""
+        """Check a gather's stamps ``[W, n]``, some of which differ from this stamp."""
         if self.is_checked:
             numbers = [number_of_digits(row) for row in seen[:, :GATHER_STAMP_NUMEL].tolist()]
             self.agreement.compare(self.number, numbers, self.axis)
 
     def check_sum(self, seen: Tensor, number: int | None = None) -> None:
         """Check a sum of stamps ``[n]`` that differs from the expected one. ``number``: this
-        stamp's number at the time, if it has changed since."""
+        stamp's number at the time of the reduction, if the number has changed since then."""
         if self.is_checked:
             known = self.number if number is None else number
             self.agreement.compare_sum(known, seen.tolist(), self.axis)
 
     def see_sum(self, total: Tensor) -> None:
-        """On a device, schedule a check of the sum of stamps of a step's last reduction."""
+        """On a device, schedule a check of the summed stamps of a step's last reduction."""
         self.agreement.look_late().see_sum(self, self.number, total)
 
     def silence(self, is_silent: bool) -> bool:
-        """Disable or enable checks on the process group; return True if they were disabled."""
+        """Disable or enable checks on the process group; return True if they had been disabled."""
         before, self.agreement.is_silent = self.agreement.is_silent, is_silent
         return before
 
@@ -220,17 +220,17 @@ class Stamp:
         return self.agreement.lose(self.number, error)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Inform the ranks that wait for this one that it has stopped."""
+        """Inform the ranks that wait for this rank that it has given up."""
         return self.agreement.give_up(why, word)
 
 
 class ReductionStamps:
-    """The stamps of a group's reduce-scatter and all-reduce, if ranks exchange real data."""
+    """Stamps of a group's reduce-scatter and all-reduce; none if ranks exchange no real data."""
 
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
-        self.numel = len(self.all) * STAMP_NUMEL  # elements, which follow the gradient counts
-        # converters for errors raised by the two collectives
+        self.numel = len(self.all) * STAMP_NUMEL  # number of elements, after the gradient counts
+        # convert errors raised by the reduce-scatter and by the all-reduce
         self.failed = self.all[0].failed if self.all else None
         self.failed_sum = self.all[-1].failed if self.all else None
         self._joined = b""  # the expected sum of all ranks' stamps, as bytes
@@ -268,9 +268,9 @@ class ReductionStamps:
         reduction: Any,
         pieces: tuple[int, ...] = (),
     ) -> None:
-        """Register how reductions are sent. ``scattered``: elements of ``sent_as`` per rank, for
-        each collective of a reduce-scatter; the first ends with the stamps. An all-reduce
-        sends the ``numel`` passed to ``expect``. ``pieces``: see ``Operation``."""
+        """Register how reductions are sent. ``scattered``: for each collective of a reduce-scatter,
+        the elements per rank, in dtype ``sent_as``; the first collective ends with the stamps. An
+        all-reduce sends the ``numel`` elements set by ``expect``. ``pieces``: see ``Operation``."""
         numel, dtype = self._sum
         for position, stamp in enumerate(self.all):
             start = position * STAMP_NUMEL - self.numel
@@ -294,7 +294,7 @@ class ReductionStamps:
             self.all[-1].before()
 
     def arrived(self, reduced: Tensor) -> None:
-        """Compare the stamps at the end of reduced data ``[numel]``, unless it is on a device."""
+        """Compare the stamps at the end of reduced data ``[numel]``. Skip data on a device."""
         if not self.all or not reduced.is_cpu:
             return
         joined = self._joined
@@ -303,11 +303,11 @@ class ReductionStamps:
         seen = reduced[-self.numel :]
         if self.all[0].is_checked:
             for position, stamp in enumerate(self.all):
-                # other bytes may be valid too: a sum over several backwards
+                # other bytes may be valid too, if several backwards were summed
                 stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def arrived_late(self, reduced: Tensor) -> None:
-        """On a device, check the sum over replicas later: stamps of gathers do not cover it."""
+        """On a device, check the sum over replicas later: gather stamps do not cover replicas."""
         if self.all and not reduced.is_cpu:
             self.all[-1].see_sum(reduced[-STAMP_NUMEL:])
 
@@ -318,7 +318,7 @@ class CollectiveIds:
     def __init__(self, data: DataMesh, device: torch.device) -> None:
         self._device = device
         self.fqn: str | None = None  # None until ``enroll`` numbers the stamps
-        self.gather = self.make(data.shard, "gather")  # None: the axis is not covered
+        self.gather = self.make(data.shard, "gather")  # None if the axis is not covered
         self.gather_smaller: Stamp | None = None  # over the smaller mesh, after forward
         self.reductions = ReductionStamps()
         self.renew_reductions(data)
@@ -330,7 +330,7 @@ class CollectiveIds:
 
     @property
     def agreements(self) -> list[Agreement]:
-        """The agreements of all axes that the group communicates over."""
+        """The agreements of all axes over which the group communicates."""
         return [stamp.agreement for stamp in self.all]
 
     @property
@@ -369,7 +369,7 @@ class CollectiveIds:
         self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])
 
     def enroll(self, fqn: str) -> None:
-        """Number all stamps, and name them for errors. All ranks must do this in the same order."""
+        """Number all stamps, and name them for errors. Ranks must call this in the same order."""
         self.fqn = fqn
         for stamp in self.all:
             stamp.enroll(fqn)

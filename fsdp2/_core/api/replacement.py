@@ -1,14 +1,15 @@
-"""``replace_torch``: redirect torch's FSDP2 names to ours for software that imports them.
+"""``replace_torch``: rebind torch's FSDP2 names to fsdp2's objects for software that imports them.
 
 [Note: what is rebound]
 Names are rebound in torch's public modules (``torch_modules.HOMES``), so that later imports get our
-objects. Earlier imports bound torch's objects to names elsewhere. We find these names by object
-identity in all loaded modules except torch's and ours, and in their classes, and rebind them.
-Other torch modules keep their bindings: they operate on the results of torch's ``fully_shard``. The
-module that implements torch's FSDP2 (``torch_modules.INNER_HOME``) also keeps its bindings, for its
-own functions, but its class becomes ``_Shown``, so that imports from it get our objects. (Policies
-imported from their defining modules, and policies in default arguments, closures and containers
-cannot be rebound; ``_core.base.policy.ours`` converts them when they are passed to us.)
+objects. Modules loaded earlier may have bound torch's objects to names of their own. We find these
+names by object identity in all loaded modules except torch's and ours, and in the classes of these
+modules, and rebind them. Torch's other modules keep their bindings, because they operate on the
+results of torch's ``fully_shard``. The module that implements torch's FSDP2
+(``torch_modules.INNER_HOME``) also keeps its bindings, which its own functions use, but its class
+becomes ``_Shown``, so that imports from it get our objects. (Policies imported from their defining
+modules, and policies in default arguments, closures and containers cannot be rebound;
+``_core.base.policy.ours`` converts them when they are passed to us.)
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Replacement:
         for holder in (*homes, *_others()):
             self._bound += _rebind(holder, _by_torchs)
         inner = sys.modules[torch_modules.INNER_HOME]
-        self._shows = type(inner) is ModuleType  # otherwise another replacement changed its class
+        self._shows = type(inner) is ModuleType  # False if another replacement changed its class
         if self._shows:
             inner.__class__ = _Shown
         if self.names:
@@ -86,7 +87,7 @@ class Replacement:
     def undo(self) -> None:
         """Restore torch's objects wherever this replacement bound ours.
 
-        This includes modules that were loaded later, unless they import fsdp2 themselves. Models
+        Modules that were loaded later are included, unless they import fsdp2 themselves. Models
         that are already sharded do not change. Idempotent.
         """
         for holder, name, theirs, ours in self._bound:
@@ -115,13 +116,14 @@ class Replacement:
 def replace_torch() -> Replacement:
     """Make software that imports torch's FSDP2 use fsdp2 instead, without changes to its code.
 
-    The names are ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``,
-    ``CPUOffloadPolicy``, ``DataParallelMeshDims``, ``register_fsdp_forward_method``,
-    ``share_comm_ctx``, ``UnshardHandle`` and ``GradientReductionHandle``, in all of torch's public
-    modules that have them. Earlier imports are also rebound: if an attribute of a loaded module or
-    class is one of torch's objects, it is replaced by ours. The logger ``fsdp2`` lists the rebound
-    attributes at level ``INFO``. Torch's internal modules and FSDP1 do not change. Call it
-    again to rebind later imports. ``python -m fsdp2 program`` calls it before the program runs.
+    The rebound names are ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``,
+    ``OffloadPolicy``, ``CPUOffloadPolicy``, ``DataParallelMeshDims``,
+    ``register_fsdp_forward_method``, ``share_comm_ctx``, ``UnshardHandle`` and
+    ``GradientReductionHandle``, in all of torch's public modules that have them. Earlier imports
+    are also rebound: every attribute of a loaded module or class that refers to one of torch's
+    objects is rebound to ours. The logger ``fsdp2`` lists rebound attributes at level ``INFO``.
+    Torch's internal modules and FSDP1 do not change. Call this function again to rebind later
+    imports. ``python -m fsdp2 program`` calls it before the program runs.
 
     Returns:
         An object with the rebound ``names`` and a method ``undo()``. As a context manager, it
@@ -141,7 +143,7 @@ def replace_torch() -> Replacement:
 
 
 class _Shown(ModuleType):
-    """Class of torch's inner module during a replacement: its attributes are our objects."""
+    """Class of torch's inner module during a replacement: attribute access returns our objects."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -158,7 +160,7 @@ def _sharded_by_torch() -> str | None:
             return None
         name = type(found).__mro__[2].__name__
         del found
-        gc.collect()  # the model may be unreachable, but in a reference cycle
+        gc.collect()  # a reference cycle may keep an unreachable model alive
     return name if kinds else None
 
 

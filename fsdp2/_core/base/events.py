@@ -1,14 +1,15 @@
-"""Engine events for tests, the profiler and the log, and observers of methods.
+"""Engine events (for tests, the profiler and the log), and observers of method calls.
 
 Call sites guard every ``emit`` with ``if listeners``, so an unobserved event costs one truth test.
 
 [Note: observers]
-Events report operations when they are issued, in an order that tests and plans compare. A recording
-also needs to know when a collective completed, which units waited, and when a unit's own code ran.
-A truth test for each of these would slow down every run. Instead, an observed object gets an
-instance attribute for each observed method, which shadows the class's method and is deleted
-afterwards. So these methods must be called through the object (``self.reduce(unit)``). Several
-observers may observe one object, and be removed in any order. The latest one is outermost.
+An event is emitted when an operation is issued. Tests and plans compare the order of events. A
+recording also needs to show when a collective completed, which units waited, and when a unit's own
+code ran. A truth test at each of these points would slow down every run. Instead, an observed
+object gets an instance attribute for each observed method. The attribute shadows the class's method
+and is deleted afterwards. Observed methods must therefore be called through the object
+(``self.reduce(unit)``). Several observers may observe one object, and may be removed in any order.
+The latest one is outermost.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Observable:
         return any(isinstance(value, _Observed) for value in vars(self).values())
 
     def leave(self, observer: Observer) -> None:
-        """Remove an observer. Removing the last one restores the class's methods."""
+        """Remove an observer. Removing the last observer restores the class's methods."""
         for method in self.observed_as.values():
             observed = vars(self)[method.__name__]
             observed.observers.remove(observer)

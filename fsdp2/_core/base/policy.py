@@ -125,7 +125,7 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
         gather_scale: ``"row"`` for one scale per row of a rank's shard, ``"tensor"`` for one scale
             per shard. Scales are 2-byte powers of two, sent in the same collective as the matrices.
 
-    The last seven are keyword-only; torch's class has only one, ``param_dtype_override_fn``.
+    The last seven are keyword-only; torch's class has only ``param_dtype_override_fn`` of them.
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
@@ -325,7 +325,7 @@ class Whole:
     hooks raise an error that names the parameter.
 
     Args:
-        owner: the owner's rank on the shard axis. ``None`` chooses it automatically.
+        owner: the owner's rank on the shard axis. If ``None``, ``fully_shard`` chooses the owner.
 
     Source: fsdp2; torch has no equivalent placement.
     """

@@ -16,7 +16,7 @@ import torch
 
 
 def graphs_of(device: torch.device) -> Any:
-    """Return torch's module for a device, such as ``torch.cuda``, or None if it lacks graphs."""
+    """Return a device's torch module, such as ``torch.cuda``; None if the module has no graphs."""
     module = torch.get_device_module(device.type)
     return module if hasattr(module, "CUDAGraph") else None
 

@@ -1,4 +1,4 @@
-"""Private torch API for the memory of tensors, tensors in files, and kernels for lists of tensors.
+"""Private torch APIs: memory of tensors, tensors in files, and kernels for lists of tensors.
 
 Comments say why each name is needed. Tested: torch 2.11.0, 2.13.0, 2.15.0. No unit or group code.
 """
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 chunk_cat: Callable[..., object] = torch._chunk_cat
-"""``(tensors, 0, size, out=)``: split dim 0 of each tensor into ``size`` padded chunks, write them
-to rows of ``out``, and cast. One kernel on CUDA; ``chunk`` and ``cat`` launch one per tensor."""
+"""``(tensors, 0, size, out=)``: split dim 0 of each tensor into ``size`` padded chunks, cast them,
+and write them to rows of ``out``. On CUDA, this op is one kernel, whereas ``chunk`` and ``cat``
+launch one kernel per tensor."""
 
 CHUNK_CATS = (torch.ops.aten._chunk_cat.default, torch.ops.aten._chunk_cat.out)
-"""The same op, as dispatch modes see it. On a CPU it also allocates temporary memory."""
+"""The overloads of the op, as seen by dispatch modes. On a CPU, they also use temporary memory."""
 
 DEVICE_OF = torch.ops.prim.device.default
 """The op that dispatch modes see when a tensor's device is read; it has no public name."""
 
 
 def device_of_fake(tensor: Tensor) -> torch.device:
-    """Return the device of a fake tensor from its attribute: reading ``device`` is dispatched."""
+    """Return a fake tensor's device from ``fake_device``: reading ``device`` is dispatched."""
     return getattr(tensor, "fake_device", None) or tensor.device
 
 
@@ -37,7 +38,7 @@ def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     return found
 
 
-# Kernels for lists of tensors of one device and dtype; on a device, a few launches per list.
+# Kernels for lists of tensors of one device and dtype. On a device, a list takes a few launches.
 
 norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 copy_all: Callable[..., object] = torch._foreach_copy_
@@ -49,7 +50,7 @@ fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
 
-# Reference counts, to check if a buffer is reusable. See [Note: reused gradients] in gradients.
+# Reference counts show whether a buffer is reusable. See [Note: reused gradients] in gradients.
 
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 owners_of: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
@@ -57,7 +58,7 @@ owners_of: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defi
 
 
 def count_owners(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return the number of each plain tensor's owners, in Python and in C++."""
+    """Return two counts for each plain tensor: its owners in Python and its owners in C++."""
     counts = []
     for tensor in tensors:
         counts.append(sys.getrefcount(tensor))
@@ -66,7 +67,7 @@ def count_owners(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""A storage's number, for ``use_count``; constant during the lifetime of the storage."""
+"""The number by which ``use_count`` identifies a storage; constant during its lifetime."""
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of tensors and objects that share the storage whose ``number_of`` is passed."""
@@ -75,7 +76,7 @@ use_count: Callable[[int], int] = torch._C._storage_Use_Count
 def clamped_quotients(
     values: Sequence[Tensor], divisors: Sequence[Tensor], most: float
 ) -> tuple[Tensor, ...]:
-    """Divide values by their divisors and clamp to ``[-most, most]``, in few kernel launches."""
+    """Divide values by their divisors and clamp to ``[-most, most]``, in a few kernel launches."""
     found = torch._foreach_div(list(values), list(divisors))
     torch._foreach_clamp_max_(found, most)
     torch._foreach_clamp_min_(found, -most)
@@ -83,7 +84,7 @@ def clamped_quotients(
 
 
 def storage_info(file: str, offset: int, nbytes: int) -> Any:
-    """Return a value's entry in checkpoint metadata, which only torch's own writer creates."""
+    """Return a value's entry in checkpoint metadata. Only torch's own writer creates this type."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import
 
     return _StorageInfo(file, offset, nbytes)

@@ -1,4 +1,4 @@
-"""Collectives for large buffers, which replace gloo's collectives where those are slower.
+"""Collectives for large buffers, built from sends and receives where gloo's versions are slower.
 
 gloo implements reduce-scatter as an all-reduce, which sends everything twice, and runs every
 collective in a separate thread. With few ranks, each rank sends each part directly to its

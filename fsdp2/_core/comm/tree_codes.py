@@ -4,10 +4,11 @@ Owns the message format: coded columns, which hold parameter rows, and exact col
 code for layouts; ``params.slot_sums`` rounds the sums within a rank with the same codes.
 
 [Note: rounded nodes]
-The number of ranks determines which sums of the tree are sent. Every sum except the final one is
-therefore rounded before it is added to its neighbour, even if it is not sent. A block of codes lies
-in one row of a parameter, and rows are not split between ranks, so blocks do not depend on the
-number of ranks. Rows of fewer than ``LEAST_WIDTH`` elements, such as biases, are sent unrounded.
+The number of ranks determines which sums of the tree are sent, but must not affect the result.
+Every sum except the final one is therefore rounded before it is added to its neighbour, even if it
+is not sent. A block of codes lies in one row of a parameter, and rows are not split between ranks,
+so blocks do not depend on the number of ranks. Rows of fewer than ``LEAST_WIDTH`` elements, such as
+biases, are sent unrounded.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class CodedTreeWire(TreeWire):
         axis: MeshAxis,
         async_op: bool,
     ) -> None:
-        """All-gather codes instead of the sum, which is not rounded and would take more bytes."""
+        """All-gather coded inputs and sum them locally: the unrounded sum would take more bytes."""
         packed = self._pack(tensor.view(1, -1))
         gathered = packed.new_empty((axis.size, packed.shape[1]))
         torch_comm.all_gather_single(gathered.view(-1), packed.view(-1), group=axis.pg)
@@ -105,7 +106,7 @@ class CodedTreeWire(TreeWire):
             end = last
 
     def _pack(self, rows: Tensor) -> Tensor:
-        """Return the message for each row ``[n, S]``, as bytes ``[n, nbytes]``."""
+        """Encode rows ``[n, S]`` as messages: one row of bytes ``[n, nbytes]`` for each row."""
         parts = []
         for first, last, width in self._parts(rows.shape[1]):
             part = rows[:, first:last]

@@ -49,7 +49,7 @@ def _added(first: Tensor, second: Tensor, kept: Tensor) -> Tensor:
 
 
 class TreeAllReduce:
-    """An all-reduce: each rank sums one part of ``tensor`` over all ranks, and sends all the sum.
+    """An all-reduce: each rank sums one part of ``tensor`` over ranks, and sends the sum to all.
 
     ``wait`` issues the all-gather, so all ranks must call ``wait`` at the same point. Reductions
     call it in the order of backward. ``is_completed`` must not depend on timing, because

@@ -3,49 +3,49 @@
 Owns the check that no step is in progress, and the ``state_dict`` and ``load_state_dict`` hooks
 that run it; the objects that other libraries get in place of torch's FSDP state; the error for an
 operation that mixes sharded parameters and plain tensors; and checks of optimizers. Contains no
-code for the sequence of a step.
+code that orders the operations of a step.
 
 [Note: the state for torch's getters]
 ``fully_shard.state(module)`` and torch's getters return a ``TorchState``. It derives from
 ``FSDPState``, because torch's getters return only this type. Since torch 2.15, a stage of
 ``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
 ``set_manual_backward_finalization``, ``finalize_backward``, and setters. With
-``defer_reduce_grad_wait``, it compares ``_get_fsdp_state()._comm_ctx`` between stages. Up to torch
-2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
-False before the backward of each microbatch, so gradients stay on the unsharded parameters. After
-the last backward, it sets all three to True, calls ``post_backward`` on each group under
-``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward runs at that
-time, so our hooks do not run either. The runtime chooses the order of reductions, so ``all_states``
-is empty, and the callback does all the work of the end of a backward.
+``defer_reduce_grad_wait``, ``_get_fsdp_state()._comm_ctx`` is compared between stages. Up to torch
+2.14, a stage sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync``
+to False before the backward of each microbatch, so gradients stay on the unsharded parameters.
+After the last backward, it sets all three to True, calls ``post_backward`` on each group under
+``_state_ctx.all_states``, and then calls ``_root_post_backward_final_callback``. No backward runs
+at that time, so our hooks do not run either. Our runtime chooses the order of reductions, so
+``all_states`` is empty, and the callback does all the work due at the end of a backward.
 
 [Note: attributes that tools may read]
 Torch's FSDP2 stores a state with parameter groups on each module, and programs read parts of it:
 the number of ranks that shard a parameter, the compute dtype of a unit, whether a module is already
 sharded (docs/clients.md lists the names and the programs). We support these reads. All other access
 to torch's internals, and every write, raises an error. As in torch, one group contains all
-parameters of a unit on one mesh, including the large parts of a root. The objects live as long as
-the unit, because programs use them as dict keys.
+parameters of a unit on one mesh, including the large parts of a root. The state and its groups
+live as long as the unit, because programs use these objects as dict keys.
 
 [Note: optimizer steps are counted]
-The versions of shards show whether unsharded parameters kept from an earlier step are valid. But
-torch's multi-tensor and fused kernels write to DTensors without incrementing the version of the
+The versions of shards show whether unsharded parameters kept from an earlier step are still valid.
+But torch's multi-tensor and fused kernels write to DTensors without incrementing the version of the
 DTensor or of its local tensor (torch 2.13.0). Every step of an optimizer that holds shards or their
 memory therefore counts as a write. Steps of other optimizers, such as a probe on one rank, do not
-count: whether a forward gathers may depend only on information that is the same on all ranks.
+count: the decision to gather may depend only on information that is the same on all ranks.
 
 [Note: an optimizer that trains nothing]
-An optimizer created at the wrong time holds parameters that never get a gradient: those from
-before ``fully_shard``, or unsharded parameters. Its first step raises an error on every rank.
+An optimizer created at the wrong time holds parameters that never get a gradient:
+unsharded ones, or those replaced by ``fully_shard``. Its first step raises an error on every rank.
 
 [Note: forgotten parameters]
 It is easy to forget ``fully_shard`` on the outermost module. Parameters in no unit are trained, but
 their gradients are not averaged over ranks, so ranks silently diverge. If an optimizer holds both
-such parameters and sharded ones, fsdp2 issues a warning at its first step.
+such parameters and sharded ones, fsdp2 issues a warning at the optimizer's first step.
 
 [Note: unreduced gradients at an optimizer step]
 Gradients of a backward without sync are reduced by the same root's next backward with sync. An
 optimizer step in between does not use them. This may be intended (one optimizer, several roots), so
-fsdp2 only warns, and only once. If gradients will never be reduced, it raises an error.
+fsdp2 only warns, and only once. If the gradients can never be reduced, fsdp2 raises an error.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def refuse_other_thread(module: object, what: str) -> None:
             raise StateError(
                 "FS301",
                 f"{what}: called outside the thread that runs the steps of "
-                f"{unit.fqn or '<root>'}. Collectives issued by two threads may have a different "
-                "order on each rank. Call it in the thread that runs steps, between steps.",
+                f"{unit.fqn or '<root>'}. Two threads may issue collectives in a different order "
+                "on each rank. Call it in the thread that runs the steps, between steps.",
             )
 
 
 def require_idle(module: object, what: str) -> list[Unit]:
     """Check that no step is in progress, and register sharded parameters; return the units."""
-    wait_for_copies()  # the caller may write to parameters
+    wait_for_copies()  # the caller may write to parameters that are being copied
     units = units_below(check_module(what, "the model", module))
     refuse_other_thread(module, what)
     for unit in units:
@@ -183,7 +183,7 @@ def _require_sharded(unit: Unit) -> None:
 
 def adopt_if_idle(unit: Unit) -> None:
     """Adopt parameters registered by ``load_state_dict(assign=True)`` immediately, so that a new
-    optimizer holds shards. Adopt a group only once none of its parameters is on the meta device."""
+    optimizer holds shards. Skip groups that still have a parameter on the meta device."""
     if unit.summoned_on:
         return
     if unit.runtime is None or unit.runtime.context.phase is IDLE:
@@ -194,7 +194,7 @@ def adopt_if_idle(unit: Unit) -> None:
 
 @dataclass(eq=False)
 class StateHooks:
-    """State-dict hooks of a unit's modules: an object, not closures, so that deepcopy copies it."""
+    """State-dict hooks of a unit's modules: an object, because deepcopy does not copy closures."""
 
     unit: Unit
 
@@ -231,7 +231,7 @@ class StateHooks:
 
 @contextlib.contextmanager
 def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
-    """Inside the context, restore the original dtypes of cast buffers, to load them."""
+    """Restore the original dtypes of cast buffers inside the context, to load values into them."""
     found = [unit.precision.buffers for unit in units]
     on = [buffers for buffers in found if buffers is not None and buffers.is_on]
     for buffers in on:
@@ -246,7 +246,7 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 def refuse_whole(
     params: Iterable[tuple[str, torch.Tensor | None]], state_dict: Mapping[str, Any], after: str
 ) -> None:
-    """Raise ConfigError for full tensors, which shards cannot load. ``after`` ends the message."""
+    """Raise ConfigError for full tensors in place of shards. ``after`` ends the message."""
     for name, param in params:
         value = state_dict.get(name, state_dict.get(clean(name)))
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
@@ -287,7 +287,7 @@ def finish(runtime: Runtime) -> None:
 
 
 def rest(runtime: Runtime) -> None:
-    """Wait for work in flight and for the optimizer, before a step without the engine."""
+    """Wait for work in flight and for the optimizer, before a step that does not use the engine."""
     if runtime.reductions:
         runtime.wait_for_reductions()
     event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
@@ -297,7 +297,7 @@ def rest(runtime: Runtime) -> None:
         event.wait()
 
 
-MIXED = "got mixed torch.Tensor and DTensor"  # part of the message in torch 2.11 to 2.15
+MIXED = "got mixed torch.Tensor and DTensor"  # part of torch's message, in torch 2.11 to 2.15
 
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 
@@ -432,7 +432,7 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _explain_uncaught() -> None:
-    """Explain uncaught errors too: calling an inner module directly does not run our code."""
+    """Explain uncaught errors too: a direct call of an inner module does not run our code."""
     before = sys.excepthook
 
     def hook(
@@ -453,11 +453,11 @@ ADVICE = (
 
 
 def missing(what: str, name: str, of: object) -> AttributeError:
-    """Return the error for a name that only torch's object has."""
+    """Return the error for an attribute that only torch's object has."""
     return AttributeError(
         coded(
             "FS910",
-            f"unlike torch's, the {what} of a module sharded by fsdp2 has no {name!r}. {ADVICE}",
+            f"unlike in torch, the {what} of a module sharded by fsdp2 has no {name!r}. {ADVICE}",
         ),
         name=name,
         obj=of,
@@ -469,7 +469,7 @@ class View:
 
     what = "state"
 
-    if not TYPE_CHECKING:  # otherwise type checkers accept misspelt names
+    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
             raise missing(self.what, name, self)
@@ -487,7 +487,7 @@ class View:
 
 
 class ParamView(View):
-    """One parameter, with the names of torch's ``FSDPParam``."""
+    """One parameter, with attributes named as in torch's ``FSDPParam``."""
 
     what = "parameter state"
     _param: FSDPParam
@@ -514,7 +514,7 @@ class ParamView(View):
 
 
 class GroupView(View):
-    """A unit's parameters on one mesh, with the names of torch's ``FSDPParamGroup``."""
+    """A unit's parameters on one mesh, with attributes named as in torch's ``FSDPParamGroup``."""
 
     what = "parameter group"
     data: DataMesh
@@ -547,7 +547,7 @@ class GroupView(View):
 
 
 class TorchState(View, torch_modules.FSDPState):
-    """A unit, with the names of torch's ``FSDPState`` that programs use."""
+    """A unit, with the attributes of torch's ``FSDPState`` that programs use."""
 
     _unit: Unit
     _views: dict[DataMesh, GroupView]
@@ -558,7 +558,7 @@ class TorchState(View, torch_modules.FSDPState):
 
     @property
     def _comm_ctx(self) -> Streams:
-        """The streams. Roots that share streams return the same object."""
+        """The unit's streams: the same object for all roots that share streams."""
         unit = self._unit
         if unit.runtime is not None:
             return unit.runtime.context.streams
@@ -675,8 +675,9 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _place_states(optimizer: Optimizer) -> None:
-    """Give states the placements of their parameters if either is dealt, so that torch's helpers
-    can load them. Optimizers without a ``state`` dict are fsdp2's own, and do this themselves."""
+    """Give states the placements of their parameter if any of these tensors is dealt, so that
+    torch's helpers can load the states. fsdp2's own optimizers, which have no ``state`` dict, place
+    their states themselves."""
     table = vars(optimizer).get("state")
     if table is None or _placed.get(optimizer) is table:
         return
@@ -704,8 +705,8 @@ def _tell_of_unreduced(optimizer: Optimizer) -> None:
             "FS710",
             f"{type(optimizer).__name__}: {', '.join(sorted(waiting))}: gradients were accumulated "
             "without sync, so this step does not use them. The next backward with sync reduces "
-            "them, if its forward begins at the same outermost unit. Run it before the step, or "
-            "call zero_grad() on the model to discard the gradients.",
+            "them, if its forward begins at the same outermost unit. Run such a backward "
+            "before the step, or call zero_grad() on the model to discard the gradients.",
         )
 
 
@@ -720,7 +721,7 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__}: {len(forgotten)} of its parameters belong to no unit "
             f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average their "
             "gradients over ranks. Call fully_shard on the outermost module, after the inner ones. "
-            "If other code averages them, such as DistributedDataParallel, pass the parameters as "
+            "If other code, such as DistributedDataParallel, averages them, pass the parameters as "
             "ignored_params.",
         )
 

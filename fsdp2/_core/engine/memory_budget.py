@@ -88,7 +88,7 @@ def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:
     inputs = sorted((sizes.reduced for unit in others for sizes in unit), reverse=True)
     gradients = max((sum(s.gradients for s in unit) for unit in others), default=0)
     ahead, running = 1 + overlap.prefetch, max(1, overlap.reductions)
-    forward = own + sum(wholes[: max(2, ahead)])  # gathered data and its full buffer
+    forward = own + sum(wholes[: max(2, ahead)])  # 2: gathered data and its copy
     backward = own + sum(wholes[:ahead]) + gradients + sum(inputs[:running])
     start = own + max((sizes.whole for sizes in root), default=0)
     parts = max((sizes.gradients + sizes.reduced for sizes in root), default=0)

@@ -49,8 +49,7 @@ backward is therefore complete. The view is a plain autograd view, so the module
 view of it, in place. Autograd would forbid this for a view from a custom ``autograd.Function``.
 
 An in-place update of the inserted view, or of another view of the same base, bypasses the mark: the
-base's new history leads from the update to the base's old node. After forward, we therefore mark
-that old node.
+base's new history leads from the update to the base's old node. We mark that node after forward.
 
 A backward with ``create_graph`` creates nodes that read parameters. A second backward enters these
 nodes through gradients that the module's nodes computed. Each node of the module therefore gets a

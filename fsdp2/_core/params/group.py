@@ -9,14 +9,14 @@ A group may still keep its unsharded parameters in memory for the next forward o
 of a setting, or because a recorded graph reads them). It then *shows* its shards: the shards are
 registered while the state stays WHOLE. Kept parameters are used by the backwards of the forward
 that gathered them. The next forward gathers again, because the shards may have new values: writes
-through ``.data``, a NumPy array or a local tensor do not increment a version. Kept parameters are
-only reused if the user requested this, by ``unshard()``; ``set_reshard_after_backward(False)``;
-``set_reshard_after_forward(False)``, from one forward without gradients to the next;
-``reshard_after_forward=False`` in a pipeline, which runs many forwards before their backwards; or
-``shard=``, until the next step ([Note: until the next step] in ``_core/engine/tree``). Even then, a
-forward gathers again if versions of shards have changed. Only a manual ``unshard()`` *holds*
-unsharded parameters: they stay registered until ``reshard()``, the unit's next forward, or the end
-of a backward of its root.
+through ``.data``, a NumPy array or a local tensor do not increment a version. A later forward
+reuses kept parameters only if the user requested this, by ``unshard()``;
+``set_reshard_after_backward(False)``; ``set_reshard_after_forward(False)``, from one forward
+without gradients to the next; ``reshard_after_forward=False`` in a pipeline, which runs many
+forwards before their backwards; or ``shard=``, until the next step ([Note: until the next step] in
+``_core/engine/tree``). Even then, a forward gathers again if versions of shards have changed. Only
+a manual ``unshard()`` *holds* unsharded parameters: they stay registered until ``reshard()``, the
+unit's next forward, or the end of a backward of its root.
 
 [Note: written while whole]
 A forward may write to its parameters in place: clamp a weight, renormalize an embedding, or update
@@ -89,7 +89,7 @@ class ParamGroup(Observable):
         self.data = data
         self.policy = policy
         self.residence = Residence(device, offload)
-        self.settings = Settings()  # the unit's settings: frozen, so changes replace them
+        self.settings = Settings()  # the unit's settings, frozen: a change replaces the object
         self.context = StepContext(Streams())  # replaced in the first forward
         self.fqn = ""  # the unit's name, for messages
         self.params: list[FSDPParam] = []  # in registration order, the same on all ranks
@@ -108,7 +108,7 @@ class ParamGroup(Observable):
     def rewire(self) -> None:
         """Apply changes to the wire. All ranks must call this between the same two steps."""
         self.drop_gather()  # one that the caller issued has the old number
-        self.context.streams.finish_host_reads()  # new numbers go to the shards' memory
+        self.context.streams.finish_host_reads()  # new numbers are written to the shards' memory
         self.buffers.number(self.wire)
         self.reducer.planner.current = None
 
@@ -120,8 +120,8 @@ class ParamGroup(Observable):
             self._plan(own_sources(self.params))
 
     def enroll(self, fqn: str) -> None:
-        """Set the unit's name in its tree, and number its collectives. Called in the first forward:
-        a copy of the model that exists on one rank only, and never runs, must not use numbers."""
+        """Set the unit's name in its tree, and number its collectives. Called in the first forward,
+        so that a copy of the model that exists on one rank only, and never runs, has no numbers."""
         # a copied group does not have the separate process group of the original
         if self.wire.is_separate and self.wire.scatter_group is None:
             self.reducer.planner.separate(True, self.wire)
@@ -134,7 +134,7 @@ class ParamGroup(Observable):
 
     def shard(self, params: Sequence[FSDPParam]) -> None:
         """Add parameters: copy this rank's rows to the flat buffer, and register the shards. Each
-        is unsharded (possibly tensor-parallel), or a shard that another group has released."""
+        parameter is unsharded (possibly tensor-parallel), or a shard released by another group."""
         sources = own_sources(self.params)
         for param in params:
             if param.local is None:
@@ -158,7 +158,7 @@ class ParamGroup(Observable):
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:
-        """Remove parameters that another group takes over. An empty group is not used again."""
+        """Remove parameters that another group takes over. A group left empty is not used again."""
         self.params[:] = [param for param in self.params if param not in params]
         if self.params:
             self._plan(own_sources(self.params))
@@ -230,7 +230,7 @@ class ParamGroup(Observable):
         changes = registration.detect_changes()
         if changes.toggled:
             self.reducer.toggle(changes.toggled, self.settings)
-        if changes.cast:  # the model's forward cast the unsharded parameters
+        if changes.cast:  # the model's forward has cast the unsharded parameters
             self.reshard()
             self.buffers.full = None
         if changes.replaced:
@@ -263,7 +263,7 @@ class ParamGroup(Observable):
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True if forward and backward need no gather; equal on all ranks."""
+        """Return True if forward and backward need no gather. The result is equal on all ranks."""
         return self.registration.state is WHOLE
 
     def _begin_use(self) -> None:
@@ -291,7 +291,7 @@ class ParamGroup(Observable):
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
-            # in a forward, versions are recorded at its end, if it keeps the parameters
+            # a forward that keeps the parameters records the versions at its end
             self.registration.note_values(Serves.FORWARDS)
         if events.listeners:
             nbytes = source.gathered_nbytes
@@ -311,7 +311,7 @@ class ParamGroup(Observable):
         self._gather = Gather(flight, source, came_from)
         self.registration.move(GATHERING, self.fqn)
         if self.residence.is_away:
-            streams.host_read = flight  # the last flight suffices: a lane runs in order
+            streams.host_read = flight  # waiting for the last flight suffices: a lane runs in order
 
     def wait_for_unshard(self) -> None:
         """Complete the all-gather, and register the unsharded parameters."""
@@ -385,9 +385,9 @@ class ParamGroup(Observable):
             buffer.free_gathered()
 
     def release_early(self, skips_backward: bool) -> None:
-        """Make the group count as sharded: [Note: released early] in ``buffers``.
-        ``skips_backward``: pre-backward hooks do not gather it until the next reshard."""
-        self.early.skips_backward |= skips_backward  # on all ranks, freed or not
+        """Make the group count as sharded; see [Note: released early] in ``buffers``.
+        ``skips_backward``: pre-backward hooks do not gather the group until the next reshard."""
+        self.early.skips_backward |= skips_backward  # set on all ranks, even if memory is not freed
         self.registration.values = None
         if self.registration.state is not WHOLE:
             return
@@ -412,7 +412,7 @@ class ParamGroup(Observable):
         return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
     def keep(self, serves: Serves) -> None:
-        """Copy in-place writes to the shards, and keep the parameters in memory for ``serves``."""
+        """Copy in-place writes to the shards; keep the parameters for the uses in ``serves``."""
         if self.registration.state is WHOLE:
             self.take_writes()
         self.registration.note_values(serves)

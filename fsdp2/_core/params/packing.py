@@ -1,7 +1,7 @@
 """View flat buffers, cast and encode shards for sending, and unpack gathered parameters.
 
 Pure tensor functions that launch a few kernels each. Independent of process groups, streams and
-modules. W: size of the shard axis; C: bytes (or wire elements) that a rank sends.
+modules. W: size of the shard axis; C: number of bytes (or wire elements) that a rank sends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp2._core.params.layout import (
     contiguous_stride,
 )
 
-EXPONENTS = (-120, 120)  # limits for scales, so that they are normal numbers in bf16
+EXPONENTS = (-120, 120)  # limits of a scale's exponent, so that the scale is normal in bf16
 
 
 class Codes(NamedTuple):
@@ -46,8 +46,9 @@ class Views:
     def at(
         self, start: int, shape: Sequence[int], room: Sequence[int], count: int = 1, step: int = 0
     ) -> Codes:
-        """View ``count`` shards of a shape, ``step`` bytes apart, from byte ``start`` on: codes
-        ``[n, *shape]`` and scales ``[n, S]``. ``room``: the shape reserved for a shard."""
+        """View ``count`` shards of the same shape that begin ``step`` bytes apart, the first at
+        byte ``start``: codes ``[n, *shape]`` and scales ``[n, S]``. ``room``: the shape for which
+        each shard has memory."""
         begin, size = self._start + start, SCALE_DTYPE.itemsize
         stride = (step, *contiguous_stride(shape))
         codes = self._codes.as_strided((count, *shape), stride, begin)
@@ -75,7 +76,7 @@ def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], 
 def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
     """Fill each target ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
     codes = [one.codes for one in made]
-    # scales of small fp16 values are too small for fp16
+    # fp16 cannot represent the scales of small fp16 values
     is_half = any(target.dtype is torch.float16 for target in targets)
     values = [one.to(torch.float32) for one in codes] if is_half else list(targets)
     if not is_half:
@@ -103,9 +104,9 @@ def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
-    """Return a rank's unpadded shard of a parameter. It aliases the shard buffer, but its storage
-    is separate: saving or copying it excludes other parameters. Its storage offset is 0, which
-    torch requires to copy or pickle a DTensor."""
+    """Return a rank's unpadded shard of a parameter. The shard aliases the shard buffer, but has a
+    separate storage, so saving or copying it does not include other parameters. Its storage offset
+    is 0, which torch requires to copy or pickle a DTensor."""
     item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
     numel = math.prod(shape)
@@ -175,8 +176,9 @@ def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> No
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View the unsharded tensors, with their original strides, in the full buffer. Writes to the
-    buffer do not increment their versions, so autograd accepts saved parameters after a gather."""
+    """View the unsharded tensors in the full buffer, with their original strides. Writes to the
+    buffer do not increment the views' versions, so autograd accepts parameters that were saved
+    before a gather."""
     views = []
     for item, start in zip(layout.items, layout.full_offsets, strict=True):
         if item.is_tail:
@@ -189,7 +191,7 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
 def gather_targets(
     full: Tensor, layout: GatherLayout, indices: Sequence[int], tail: Tensor | None = None
 ) -> list[Tensor]:
-    """View the destinations of shards: rows ``[n, C_i]`` in wire dtype if one copy is sufficient,
+    """View the destinations of shards: rows ``[n, C_i]`` in the wire dtype if one copy suffices,
     else the full tensor. ``n`` is from ``ranks_of``. ``tail``: memory that receives the tail."""
     targets = []
     for index in indices:
@@ -208,7 +210,7 @@ def gather_targets(
 
 
 def landing_in(full: Tensor, layout: GatherLayout) -> Tensor | None:
-    """View the part of the full buffer that receives all ranks' pieces; None: separate memory."""
+    """View the part of the full buffer that receives all pieces. None: separate memory does."""
     if layout.landing.start is None:
         return None
     return typed(full, layout.landing.start, layout.landing_numel, layout.wire_dtype)
@@ -321,7 +323,7 @@ class Decoding:
         room: Sequence[int],
         step: int,
     ) -> None:
-        """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, from byte ``start`` on."""
+        """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, the first at ``start``."""
         views = self._views.get(how)
         if views is None:
             views = self._views[how] = Views(self._gathered.view(torch.uint8), how)
@@ -351,7 +353,7 @@ def decode_padded(
     shard: ShardLayout,
     how: Coding,
 ) -> None:
-    """Decode all ranks' padded shards from bytes ``[W, nbytes]``, as a part of a traced graph."""
+    """Decode all ranks' padded shards from bytes ``[W, nbytes]``, as part of a traced graph."""
     codes, scales = parts(rows, how, shard.padded_shape)
     for first, part in _shards_in(target, shard):
         count = how.scale_count(part.shape[1:])
@@ -360,7 +362,7 @@ def decode_padded(
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
-    """Yield each run of ranks with equal row counts: its first rank and a view ``[n, *shard]``."""
+    """Yield the first rank and ``[n, *shard]`` view of each run of ranks with equal row counts."""
     assert shard.dim is not None
     dim, chunk = shard.dim, shard.rows(0)
     whole, rest = divmod(shard.shape[dim], chunk)

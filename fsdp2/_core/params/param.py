@@ -295,7 +295,7 @@ class FSDPParam(Forms):
         self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
         """Set ``local`` as the local tensor of ``registered``, which an optimizer may hold, or of a
-        new parameter (None). ``span``: position of ``local`` in the group's flat buffer."""
+        new parameter if it is None. ``span``: position of ``local`` in the group's flat buffer."""
         if registered is None:
             made = torch_dtensor.new_dtensor(local, self.placement.sharded_spec(local.dtype))
             self.sharded = self._parameter(made, self.sharded)

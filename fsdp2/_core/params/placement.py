@@ -111,8 +111,8 @@ class ParamPlacement:
 def place(
     param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
 ) -> ParamPlacement:
-    """Shard a parameter along ``dim`` (None: replicate it) over the shard axis of ``data``, by
-    chunks or by ``deal``. ConfigError: the parameter's own mesh or placements do not match."""
+    """Shard a parameter along ``dim`` (None: replicate) over the shard axis of ``data``, in chunks
+    or by ``deal``. ConfigError: the parameter's mesh or placements do not match the data mesh."""
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
     annotation = torch_dtensor.annotation_of(param, fqn, data.full, named)
     if annotation is not None or isinstance(param, DTensor):

@@ -5,32 +5,34 @@ reductions. Independent of units and hooks; the caller decides when to reduce.
 
 [Note: reduce is constant]
 On every rank, a group reduces the gradients of all trainable parameters, used or not. Collectives
-thus match even if ranks take different branches. The buffer's last elements count the ranks that
-had each gradient, so that an unused parameter keeps ``grad is None``. Only a rank that lacks a
-gradient reads these counts; on a device, the host must wait for them in ``Reduction.wait``.
+thus match even if ranks take different branches. The buffer's last elements contain, for each
+gradient, the number of ranks that computed it, so that ``grad`` of an unused parameter stays None.
+Only a rank that lacks a gradient reads these counts; on a device, the host must wait for them in
+``Reduction.wait``.
 
 [Note: what waits for a reduction]
 Gradients of backwards without sync accumulate in ``grad`` of the unsharded parameters, in the
-reduce dtype or, without one, in the dtype of the parameter's gradient. If this dtype is no wider
-than the compute dtype, autograd casts each gradient to it (``grad_dtype`` of the unsharded
+reduce dtype if there is one, else in the dtype of the parameter's gradient. If this dtype is no
+wider than the compute dtype, autograd casts each gradient to it (``grad_dtype`` of the unsharded
 parameter). If it is wider, we cast the first gradient that is not reduced immediately, and autograd
-adds later ones to it in place; with sync in every backward, we cast nothing. An optimizer's step
-checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or raises if no
-backward will ever reduce them (``_core.engine.between_steps``).
+adds later gradients to the result in place; if sync is on in every backward, we cast nothing. An
+optimizer's step checks the reducers that may hold unreduced gradients (``may_hold``): it warns, or
+raises an error if no backward will ever reduce them (``_core.engine.between_steps``).
 
 On a CPU, the three calls of a reduction (``start``, ``advance``, ``finish``) may be far apart, with
-compute between them; on a device they are enqueued immediately, and streams wait. ``wait`` makes
-compute wait for the result before it sets ``grad``, because autograd may add to ``grad`` in the
-same backward (a loss term that depends on the shards). The host waits too if gradients are stored
-in host memory, or if it must read the counts.
+compute between them; on a device, all three are enqueued immediately, and streams wait. ``wait``
+makes compute wait for the result before it sets ``grad``, because autograd may add to ``grad`` in
+the same backward (for example, if a loss term depends on the shards). The host also waits if
+gradients are stored in host memory, or if it must read the counts.
 
 [Note: reused gradients]
-Creating a DTensor for each gradient in every step costs more than reducing it. A group therefore
-keeps the gradients of its last reduction, and refills the same memory if nothing else refers to the
-DTensors (``p.grad``, a user's list, autograd's saved tensors), their local tensors, or the storage
-(views). Otherwise it allocates a new buffer, so a ``p.grad`` that the user keeps across steps keeps
-its values. On a device, an unreferenced buffer is *released* when a forward begins: its memory
-would be idle while the step needs the most memory, and reallocating it costs almost nothing.
+Creating a DTensor for each gradient in every step costs more than the reduction. A group therefore
+keeps the gradients of its last reduction, and refills the same memory if there is no other
+reference to the DTensors (``p.grad``, a user's list, autograd's saved tensors), their local
+tensors, or the storage (views). Otherwise it allocates a new buffer, so a ``p.grad`` that the user
+keeps across steps does not change. On a device, an unreferenced buffer is *released* when a forward
+begins: its memory would be idle while the step needs the most memory, and reallocating it costs
+almost nothing.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class GradientBuffer:
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         self._numbers = list(map(torch_tensors.number_of, self._storages))
-        local = view = None  # otherwise they would count as references
+        local = view = None  # these variables would count as references
         self._lent: dict[tuple[int, int, int], Tensor] = {}  # key: storage index, offset, size
         self._held = self._references()
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -159,8 +161,8 @@ class GradientBuffer:
         return buffer
 
     def lend(self, first: Tensor, numel: int) -> Tensor:
-        """View ``numel`` elements of the buffer, beginning with the gradient ``first``. The
-        view is cached and also shows later gradients: do not use it after the buffer is dropped."""
+        """View ``numel`` elements of the buffer, beginning with the gradient ``first``. The view is
+        cached and also shows later gradients. Do not use it after the buffer is dropped."""
         local = torch_dtensor.local_tensor(first)
         at = local.untyped_storage().data_ptr()
         index = [storage.data_ptr() for storage in self._storages].index(at)
@@ -182,7 +184,7 @@ class GradientBuffer:
         return list(reduced.split(self.layout.output_sizes))
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
-        """Copy reduced values ``[numel]`` to the gradients, and return these for ``deliver``."""
+        """Copy reduced values ``[numel]`` to the gradients; return gradients for ``deliver``."""
         for flat in self._flats.values():
             if flat is not reduced:
                 narrows = reduced.is_complex() and not flat.is_complex()
@@ -237,7 +239,7 @@ class Reducer(Observable):
         for param in params:
             param.toggle()
         self.planner.current = None
-        self.prepare(settings)  # now, because other ranks may issue placeholders for it
+        self.prepare(settings)  # now: other ranks may issue placeholders for the new plan
 
     def forget(self, param: FSDPParam) -> None:
         if param.unsharded is not None:
@@ -245,7 +247,7 @@ class Reducer(Observable):
 
     @property
     def has_unreduced(self) -> bool:
-        """Return True if this rank has unreduced gradients, alone or in partial sums."""
+        """Return True if this rank has unreduced gradients, local or as part of partial sums."""
         return self.has_local_gradients or self.unreduced.own_sums > 0
 
     def refuse_hidden(self) -> None:
@@ -278,7 +280,7 @@ class Reducer(Observable):
         return self.planner.current or self.planner.make(self.wire)
 
     def prepare(self, settings: Settings) -> ReducePlan:
-        """Update the scale to the settings, and return the current plan."""
+        """Update the scale to match the settings, and return the current plan."""
         planner = self.planner
         plan = planner.current
         if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
@@ -286,8 +288,8 @@ class Reducer(Observable):
         return planner.prepare(settings, self.wire)
 
     def begin_sums(self, settings: Settings) -> None:
-        """Set the dtypes in which autograd accumulates the gradients of the next backward. Only
-        needed if sync is off, or was off in the last backward: otherwise nothing accumulates."""
+        """Set the dtypes in which autograd accumulates the gradients of the next backward. Needed
+        only if sync is off, or was off in the last backward: otherwise nothing accumulates."""
         self.has_waited = waits = not settings.reduce_grads
         for param in self.plan().members:
             param.begin_sum(waits)
@@ -301,8 +303,8 @@ class Reducer(Observable):
     def reduce(
         self, settings: Settings, context: StepContext, with_graph: bool
     ) -> Reduction | None:
-        """Pack the local gradients. Return the reduction to start, or None if sync is off.
-        UnsupportedError: a gradient has an autograd graph, possible only ``with_graph``."""
+        """Pack the local gradients. Return the reduction to start, or None if sync is off. Raise
+        UnsupportedError if a gradient has an autograd graph (possible only ``with_graph``)."""
         self.unreduced.is_owed = not settings.reduce_grads
         if not (settings.reduce_grads and settings.all_reduce_grads):
             may_hold[id(self)] = self
@@ -327,7 +329,7 @@ class Reducer(Observable):
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = gradient_packing.tail_without(behind, absent, layout)
         if self.data.shard.size > 1:
-            # Before packing: this may exchange numbers over a wire that lends one buffer at a time.
+            # before packing: this may exchange numbers, and a wire lends one buffer at a time
             self.ids.reductions.before()
         device, kept = self._residence.compute, None
         if layout.cut is not None and device.type == "cpu" and self.wire.sends_kept:
@@ -451,13 +453,13 @@ class Reduction:
         self._inputs = inputs
         device = inputs[0].device
         self._buffer = owner.acquire(plan)
-        only = self._buffer.only  # target of the reduction if gradients keep their reduced dtype
+        only = self._buffer.only  # target of the reduction if gradients keep the reduce dtype
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
-        # gradient memory that receives the sum directly; None: the wire lends memory
+        # gradient memory that receives the sum directly; None: memory lent by the wire does
         self._place: Tensor | None = only if fits else None
         self._reduced: Tensor | None = self._place if owner.data.layers is None else None
         self._flight: InFlight | None = None  # the last launched part of the reduction
-        self._scattered: InFlight | None = None  # the reduce-scatter, sole reader of inputs
+        self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
         self._held: Tensor | None = None  # previous partial sum, kept until compute waits
         # gradients to set, and the counts of ranks if this rank lacks a gradient
         self._filled: tuple[list[Tensor], Tensor | None] | None = None
@@ -515,8 +517,8 @@ class Reduction:
         return InFlight((*self._inputs, self._reduced), work, owner.ids.reductions.failed)
 
     def _pairs_inside(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (output, input) views of the reduce-scatters over the inner axis, for each rank of
-        the outer axis: part ``r`` of an input has the rows of outer rank ``r``."""
+        """Return (output, input) views for the reduce-scatters over the inner axis, for each rank
+        of the outer axis. Part ``r`` of an input contains the rows of outer rank ``r``."""
         assert self._reduced is not None
         packed, *zero_copy = self._inputs
         rows = self.owner.data.rows_between
@@ -590,7 +592,7 @@ class Reduction:
         self._filled = None
         params = [member.sharded for member in self._plan.members]
         if counts is not None:
-            if self.owner.data.shard.is_imagined:  # simulated ranks have the same gradients
+            if self.owner.data.shard.is_imagined:  # simulated ranks have this rank's gradients
                 used = [place for place in range(len(params)) if place not in self._absent]
             else:
                 used = [place for place, count in enumerate(counts.tolist()) if count != 0]
@@ -607,8 +609,8 @@ class Reduction:
         return is_bare([member.sharded for member in self._plan.members])
 
     def return_inputs(self) -> None:
-        """On a device, free the inputs after the reduce-scatter, while a sum over replicas or
-        copies to the host continue. ``wait`` sets the gradients later."""
+        """On a device, free the inputs after the reduce-scatter, even if a sum over replicas or
+        copies to the host are still in flight. ``wait`` sets the gradients later."""
         assert self._scattered is not None
         assert self._flight is not None
         self._scattered.wait()
@@ -617,7 +619,7 @@ class Reduction:
         data = self.owner.data
         stays_in_lane = data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None
         if self._is_borrowed and stays_in_lane and self._reduced is not None:
-            given_back.append(self._reduced)  # only used in its lane, in order
+            given_back.append(self._reduced)  # used only in its lane, which runs in order
             self._reduced = None
         for flight in (self._scattered, self._flight):
             flight.drop(given_back)
@@ -665,7 +667,7 @@ class Reduction:
         self._drop()
 
     def _hold_back(self, flight: InFlight) -> None:
-        """Make the stream that owns the inputs wait, if another stream is current."""
+        """Make the stream that owns the inputs wait for ``flight``, unless it is current."""
         if self._packed_on is not None and self._packed_on != self._streams.current:
             flight.hold_back(self._packed_on)
 
@@ -685,14 +687,14 @@ LAUNCHED_AS: Mapping[Callable[..., Any], str] = {
 
 
 class ReductionQueue:
-    """Reductions in flight, oldest first. Only a few hold their inputs at a time. On a device,
-    older ones have freed their inputs, and complete when the backward ends. Until then, compute
-    does not wait for their sums over replicas, and the host does not wait for their results."""
+    """Reductions in flight, oldest first. Only a few of them hold their inputs at a time. On a
+    device, older reductions have freed their inputs, and complete when the backward ends. Until
+    then, compute does not wait for their sums over replicas, nor the host for their results."""
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
         self.is_large = is_large  # some group has large inputs
-        self._returned: deque[Reduction] = deque()  # inputs freed; older than running ones
+        self._returned: deque[Reduction] = deque()  # inputs are freed; older than ``_running``
         self._running: deque[Reduction] = deque()
 
     def __bool__(self) -> bool:
@@ -717,7 +719,7 @@ class ReductionQueue:
         return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
-        """Return True if the oldest must end first: few may run in total, and one per group."""
+        """Return True if the oldest reduction must end first: few may run, and one per group."""
         running = self._running
         if not running:
             return False
@@ -748,7 +750,7 @@ class ReductionQueue:
 
     def settle(self) -> None:
         """Set the gradients of reductions whose inputs were freed."""
-        # a lane runs in order, so the host only waits for its last reduction
+        # a lane runs in order, so the host waits only for the lane's last reduction
         last = {reduction.lane: reduction for reduction in self._returned if reduction.needs_host}
         for reduction in last.values():
             reduction.show_host()
@@ -756,7 +758,7 @@ class ReductionQueue:
             self._returned.popleft().wait(is_seen=True)
 
     def free_done(self) -> None:
-        """Free only the inputs of completed reductions: ranks complete at different times."""
+        """Free only the inputs of completed reductions: completion times differ between ranks."""
         if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.free_if_done()
@@ -773,7 +775,7 @@ class ReductionQueue:
         self.settle()
 
     def forget(self) -> None:
-        """Drop reductions in flight without waiting: they were captured, and never ran."""
+        """Drop reductions in flight without waiting: they were captured, but never ran."""
         for reduction in (*self._returned, *self._running):
             reduction.forget()
         self._returned.clear()

@@ -40,7 +40,7 @@ class Site:
         return self.module._parameters.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register a tensor, which may be a non-leaf, in this place."""
+        """Register a tensor, which may be a non-leaf, at this site."""
         self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe non-leaf
 
 
@@ -129,7 +129,7 @@ FORM_IN = {
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A plain tensor that a caller, such as ``functional_call``, registered for a parameter."""
+    """A non-parameter tensor registered in place of a parameter, e.g. by ``functional_call``."""
 
     site: Site
     param: Any  # an ``FSDPParam``
@@ -236,7 +236,7 @@ class Registration:
         self._shells = list(map(_storage_of, self._sharded))
 
     def see_whole(self, wholes: Iterable[Tensor | None]) -> None:
-        """Start detecting writes to unsharded parameters. Gathers do not increment their versions."""
+        """Start detecting writes to unsharded parameters. Gathers do not change their versions."""
         forms = [form for w in wholes if w is not None for form in (w, torch_dtensor.local_part(w))]
         self.wholes = list(dict.fromkeys(forms))
         self.forget_whole_writes()
@@ -296,7 +296,7 @@ class Registration:
                 )
 
     def note_values(self, serves: Serves) -> None:
-        """Record the shard versions and the allowed uses of the unsharded parameters kept."""
+        """Record the shard versions and the allowed uses of unsharded parameters that are kept."""
         if self.values is None:
             self.values = self._versions()
         elif serves is Serves.BACKWARDS and self.serves is Serves.ACCUMULATION:

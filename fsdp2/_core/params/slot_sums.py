@@ -1,11 +1,11 @@
 """Local sums of a group's gradients over this rank's slots, computed before the reduction.
 
-Holds the partial sums of one group. It observes the group's ``Reducer``, so groups without slots
-have no overhead. See [Note: one tree] in ``comm.tree_sum``.
+``SlotSums`` holds the partial sums of one group, and observes the group's ``Reducer``, so groups
+without slots have no overhead. See [Note: one tree] in ``comm.tree_sum``.
 
 Slots arrive in order, so partial sums form a stack: the top two are added while they cover the same
 number of slots. For n slots, the stack has at most log2(n) sums plus the newest gradients. A
-missing operand of an addition counts as zero, like the gradient of a rank that has none.
+missing operand of an addition counts as zero, like a rank's missing gradient in the reduction.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SlotSums:
         self._reducer = reducer
         self._clock = clock
         self._stack: list[_Sum] = []
-        self._batch = -1  # the clock's batch to which the sums belong
+        self._batch = -1  # number of the batch to which the sums belong
         reducer.observe(self)
 
     @property
@@ -63,7 +63,7 @@ class SlotSums:
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Intercept each slot's gradients; return the sum over all slots for the last slot."""
+        """Intercept the gradients of each slot; in the last slot, return the sum over all slots."""
         if kind == "begin_sums":  # gradients are taken after each slot, so none accumulate
             return call(replace(args[0], reduce_grads=True))
         if kind == "hold":
@@ -135,7 +135,7 @@ class SlotSums:
 
 
 def row_width(layout: ReduceLayout, shard: ShardLayout) -> int:
-    """Return the number of elements per row of a parameter sent in 8-bit codes; 0 if uncoded."""
+    """Return the elements per row of a parameter sent in 8-bit codes, or 0 for other parameters."""
     if shard.dim is None or not shard.numel or layout.dtype.is_complex:
         return 0
     width = shard.numel // shard.shape[shard.dim]

@@ -1,1 +1,1 @@
-"""Full tensors from shards and back, between steps, in bounded memory."""
+"""Conversion of shards to full tensors and back, between steps and in bounded memory."""

@@ -5,11 +5,12 @@ of one matrix. For each cargo, ``route`` intersects the *box* (region) from whic
 the box into which another rank receives. The first rank sends the overlap to the second.
 
 [Note: owners]
-Each *matrix* has one *owner* among the peers, which holds the full matrix. The other peers hold a
-*part* each (a block, see [Note: chunks] in ``chunk_plan``). Replicas hold equal parts. Each part is
-sent to the owner once, by the replica with the owner's coordinates on the replica axes. The owner
-later sends it back to all replicas. In a *round*, every rank sends one buffer to every other rank.
-A buffer has the size of its parts: it is not padded to the largest buffer.
+Each *matrix* has one *owner* among the peers, which holds the full matrix. Each of the other peers
+holds a *part* (a block, see [Note: chunks] in ``chunk_plan``). Replicas hold equal parts. Each part
+is sent to the owner once, by the replica with the owner's coordinates on the replica axes. The
+owner later sends the part back to all replicas. In a *round*, every rank sends one buffer to every
+other rank. The buffer has the total size of its parts: it is not padded to the size of the largest
+buffer.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ class Cut:
 
 
 def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -> list[int]:
-    """Return the owner of each matrix, the same on every rank. Matrices are assigned in decreasing
-    order of cost, to the rank with the least load, then the fewest bytes. A rank that already holds
-    the full matrix owns it if the rank's load stays within an equal share: then nothing is sent.
-    The owner of a matrix stored on one rank (``fsdp2.Whole``) is that rank, in one of the replicas.
+    """Return the owner of each matrix. The result is the same on every rank. Matrices are assigned
+    in decreasing order of cost, each to the rank with the least load or, if several have the same
+    load, to the one with the fewest bytes. A rank that already holds the full matrix becomes its
+    owner if the rank's load stays within an equal share; the matrix is then not sent. The owner of
+    a matrix that is stored on one rank (``fsdp2.Whole``) is that rank, in one of the replicas.
     """
     if not cuts:
         return []
@@ -183,8 +185,8 @@ def route(me: int, ranks: int, cargos: tuple[Cargo, ...]) -> Route:
 
 def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[list[int]]:
     """Yield the indices of each round's cargos. A round needs at most ``max_nbytes`` per rank for
-    sent data, received data and results, unless it is a single larger cargo. The largest cargos of
-    each owner come first, so that rounds have work for all owners until near the end.
+    sent data, received data and results, unless it consists of a single larger cargo. The largest
+    cargos of each owner come first, so that all owners have work until near the end.
     """
     queues: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):

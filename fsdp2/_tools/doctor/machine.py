@@ -31,10 +31,10 @@ PAIRED, SHIFTS = 1 << 22, 8
 """Bytes that a rank sends to each peer, and the maximum number of its peers."""
 REPEATS = 5
 SLOW, VERY_SLOW = 1.5, 2.5
-"""Multiples of the median time above which a rank causes a warning, or an error."""
+"""Limits for a warning and an error about a slow rank, as multiples of the median time."""
 SLOW_LINK, VERY_SLOW_LINK = 2.0, 4.0
 CLOCK_S = 0.05
-"""Clock difference, in seconds, above which timestamps may be in the wrong order (logs, files)."""
+"""Clock difference, in seconds, above which timestamps of logs and files may be out of order."""
 ALIGNED = 16
 """Size in bytes of an NCCL pack, which NCCL uses if every pointer is aligned to this size."""
 _say = partial(Verdict, MACHINE)

@@ -52,7 +52,7 @@ class LostRankError(RuntimeError):
 
 
 class Ranks:
-    """This rank and its connection to the others. ``hosts`` has the host number of each rank."""
+    """This rank and its connection to the other ranks. ``hosts``: the host number of each rank."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -74,7 +74,7 @@ class Ranks:
 
     @property
     def is_large(self) -> bool:
-        """Return True if the device can compute large models."""
+        """Return True if the device can run large models."""
         return self.device.type == "cuda"
 
     @property
@@ -147,7 +147,7 @@ class Ranks:
         return [json.loads(answers[str(rank)]) for rank in range(self.size)]
 
     def _settle(self, topic: str, mine: str) -> dict[str, str]:
-        """Return the answers that all ranks agree to use, by rank."""
+        """Return the answers that all ranks agree to use, keyed by rank."""
         keys = [f"answer-{topic}-{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], mine)
         with suppress(dist.DistStoreError):  # the conclusion shows which ranks are missing
@@ -164,9 +164,9 @@ class Ranks:
         limit_s: float,
         give_up: Callable[[list[Values] | LostRankError], None],
     ) -> list[Values]:
-        """Run ``measure`` and return the results of all ranks, with ``error`` where a rank raised.
-        If ``measure`` hangs (as a collective on a device may), another thread calls ``give_up``
-        with the answers, after ``limit_s`` plus a collective's timeout and the time budget. Raise
+        """Run ``measure`` and return every rank's result, which has ``error`` if the rank raised.
+        If ``measure`` hangs, for example in a collective on a device, another thread calls
+        ``give_up`` with the answers after ``limit_s`` plus the collective timeout and budget. Raise
         LostRankError if a rank did not answer; collectives then no longer work."""
         self._asked, self._exchanges = self._asked + 1, 0
         limit = limit_s + self.options.timeout_s + self.options.seconds

@@ -35,11 +35,10 @@ from fsdp2._tools.doctor.verdicts import (
 
 STEPS = 3
 FP32, BF16 = 1e-4, 2.0**-6
-"""Tolerances of gradients, relative to the largest value of the tensor. In fp32, a different order
-of additions causes a few rounding errors of 2**-24, which propagate through three steps. In bf16,
-both models compute each rank's rows in the same way, but one model may round a product once more,
-by 2**-8; four such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5
-or 1."""
+"""Tolerances of gradients, relative to a tensor's largest value. In fp32, another summation order
+causes a few rounding errors of 2**-24, which propagate through three steps. In bf16, both models
+compute each rank's rows in the same way, but one model may round a product once more, by 2**-8;
+four such roundings are allowed. A wrong divisor or a lost rank causes a difference of 0.5 or 1."""
 PATTERN_NUMELS = (1, 1001, 1 << 18)
 _say = partial(Verdict, RIGHT)
 
@@ -119,7 +118,7 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
 
 
 def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference, relative to the largest value, and the fitted ratio."""
+    """Return the largest difference, relative to the largest value, and the least-squares ratio."""
     left, right = found.detach().double().cpu(), expected.detach().double().cpu()
     if not bool(left.isfinite().all()):
         return math.inf, math.nan
@@ -197,7 +196,7 @@ def _worst(found: Sequence[Values], name: str) -> Values:
 
 
 def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iterator[Verdict]:
-    """Judge fsdp2's gradients for each optimizer. Gradients of torch's FSDP2 narrow the cause."""
+    """Judge fsdp2's gradients per optimizer. Gradients of torch's FSDP2 narrow down the cause."""
     refused = found[0].get("torch", {}).get("refused")
     has_peer = all("worst" in one.get("torch", {}) for one in found)
     peer = _worst(found, "torch") if has_peer else None
@@ -213,7 +212,7 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
         if math.isfinite(factor) and abs(factor - 1) > 0.1:
             scaled = f"; the factor of {factor:.3g} indicates a wrong divisor or a lost rank"
         if peer is not None:
-            also = ". torch's FSDP2 is correct, so the cause is fsdp2 or a hook set on it"
+            also = ". torch's FSDP2 is correct, so the cause is fsdp2 or a hook registered with it"
             if not peer["worst"] <= tolerance:
                 also = ". torch's FSDP2 differs too: the cause is the collectives or the devices"
         yield _say(
@@ -269,7 +268,7 @@ def measure_hsdp(ranks: Ranks) -> Values:
     if replicas == 1:
         return {"skipped": "all ranks are on one host; --hsdp divides them into two replicas"}
     if ranks.options.hsdp and (ranks.size < 4 or ranks.size % 2):
-        return {"skipped": f"{ranks.size} ranks cannot form two equal replicas of two or more ranks"}
+        return {"skipped": f"{ranks.size} ranks cannot form two equal replicas of at least 2 ranks"}
     shape = [replicas, ranks.size // replicas]
     return {"shape": shape, "SGD": _train(ranks, _sgd, ranks.mesh(*shape))}
 

@@ -50,7 +50,7 @@ exit status:
 
 
 def line_of(verdict: Verdict) -> str:
-    """Format a verdict for a terminal; names of files and hosts may contain any characters."""
+    """Format a verdict for a terminal; file and host names may contain unprintable characters."""
     return f"  {verdict.status:<12} {verdict.name}: {printable(verdict.said, most=1000)}"
 
 
@@ -140,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     )
     effort = made.add_mutually_exclusive_group()
     effort.add_argument(
-        "--seconds", type=_seconds, default=60.0, help="approximate seconds for timing steps (60)"
+        "--seconds", type=_seconds, default=60.0, help="approximate seconds spent timing steps (60)"
     )
     effort.add_argument(
         "--quick", dest="seconds", action="store_const", const=QUICK_S, help="same as --seconds 10"
@@ -185,7 +185,9 @@ class Doctor:
     def run(self, checks: Sequence[Check]) -> int:
         self._meet("the first rendezvous")
         if self.ranks.size == 1:
-            self._print("Measuring one rank. For all: torchrun --nproc-per-node N -m fsdp2 doctor")
+            self._print(
+                "Measuring one rank. For N ranks, run torchrun --nproc-per-node N -m fsdp2 doctor"
+            )
         for index, check in enumerate(checks):
             if self._over:
                 left = checks[index:]
@@ -265,7 +267,7 @@ class Doctor:
             else:
                 for path in filter(None, (self._page, self._file)):
                     self._print(f"wrote {path}")
-        if self._over:  # destroying a process group with a lost rank may block on it
+        if self._over:  # destroying a process group may block if a rank is lost
             self.ranks.wait_for_teller(self._tells)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -292,7 +294,7 @@ def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     for path in filter(None, (given.html, given.json)):
         if not path.absolute().parent.is_dir():
             made.error(f"the folder of {path} does not exist")
-    # otherwise torch kills the process when a collective times out, before the doctor reports it
+    # otherwise torch kills the process at a collective's timeout, before the doctor can report it
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
     try:

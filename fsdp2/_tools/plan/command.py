@@ -25,7 +25,7 @@ from fsdp2._tools.plan.hardware import HARDWARE, Hardware, hardware_for
 from fsdp2._tools.plan.plan import Plan, plan, table_of
 
 MARK = "_fsdp2_is_unit"
-"""Set in the ``__dict__`` of modules that become units, so that it is copied with the model."""
+"""Attribute in the ``__dict__`` of modules that become units; it is copied with the model."""
 
 PLAN = """\
 examples:
@@ -33,7 +33,7 @@ examples:
   python -m fsdp2 plan my_model:build --mesh 8x64 --policy Block --batch 4x4096:int64 \\
       --param-dtype bfloat16 --optimizer AdamW --html plan.html
 """
-WANTED = "pass a function that returns a module, or a module class; it must need no arguments"
+WANTED = "pass a function that returns a module, or a module class; neither may require arguments"
 TENSOR = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 ASSUMED = "h100-nvlink-ib"
 """The default machine: a verdict requires a machine, and most users have a similar one."""
@@ -47,8 +47,8 @@ SECONDS_OF_A_MODULE = 0.012
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 plan",
-        description="Predict whether a sharded model fits, how fast a step is, and what uses "
-        "memory.",
+        description="Predict whether a sharded model fits in memory, how fast a step is, and what "
+        "uses memory.",
         epilog=PLAN + KNOWN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -56,8 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "model",
-        help="package.module:name of a function or class without arguments; a known shape, e.g. "
-        "llama3-8b; or a Hugging Face config.json",
+        help="package.module:name of a function or class that needs no arguments; a known shape, "
+        "e.g. llama3-8b; or a Hugging Face config.json",
     )
     add(
         "--mesh",
@@ -70,8 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     units.add_argument("--units", metavar="PATTERNS", help="names of units: 'blocks.*,head'")
     add(
         "--batch",
-        help="inputs of one rank: shapes, e.g. 4x128:int64[,...], or module:function; with a known "
-        f"model shape, also the number of sequences of {LENGTH} tokens, e.g. 4",
+        help="inputs of one rank: shapes, e.g. 4x128:int64[,...]; module:function; or, for a known "
+        f"model shape, the number of sequences of {LENGTH} tokens, e.g. 4",
     )
     add("--memory", help="low, balanced, fast, or a size, e.g. 2GiB")
     add("--param-dtype", type=_dtype, metavar="DTYPE", help="dtype of compute, e.g. bfloat16")
@@ -80,7 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--hardware",
         metavar="NAME",
-        help=f"a machine, e.g. h100; a doctor --json file; or cpu, for CPU ranks ({ASSUMED})",
+        help="a machine, e.g. h100; a file written by doctor --json; or cpu, for ranks on CPUs "
+        f"({ASSUMED})",
     )
     for part, what in (("compute", "FLOP rates"), ("links", "link bandwidths")):
         add(
@@ -118,8 +119,8 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error(f"model: {error}")
     if shape is None and ":" not in given.model:
         parser.error(
-            f"model: expected package.module:name, found {given.model!r}; known shapes are "
-            f"{', '.join(shapes.SHAPES)}; or pass a config.json"
+            f"model: expected package.module:name, found {given.model!r}; alternatively, pass a "
+            f"config.json or a known shape: {', '.join(shapes.SHAPES)}"
         )
     if shape is None:
         model = _build(parser, given.model)
@@ -200,7 +201,7 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
 
 
 def _print(text: str) -> None:
-    print(in_terminal(text), flush=True)  # flushed, so that the user sees early results
+    print(in_terminal(text), flush=True)  # flushed, so that the user sees results early
 
 
 def _say(text: str) -> None:
@@ -261,8 +262,8 @@ def _named(parser: argparse.ArgumentParser, option: str, name: str) -> Callable[
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the named module exists but imports a missing one
         parser.error(
-            f"{option}: found no module {error.name!r}, for {name!r}: run the command in a folder "
-            "where `import` finds it"
+            f"{option}: found no module {error.name!r} for {name!r}; run the command in a folder "
+            "where `import` finds the module"
         )
     for part in path.split("."):
         if not hasattr(found, part):
@@ -331,7 +332,7 @@ def _optimizer(parser: argparse.ArgumentParser, name: str | None) -> Callable[..
 
 
 def _memory(text: str | None) -> str | int | None:
-    """Return bytes if the text is a size, else the text, which ``set_memory`` checks."""
+    """Return a number of bytes if the text is a size, else the text; ``set_memory`` checks it."""
     try:
         return text if text is None else size_of("plan", "memory", text)
     except ConfigError:
@@ -342,8 +343,8 @@ def _mesh(text: str) -> int | tuple[int, ...]:
     sizes = text.lower().split("x")
     if not all(re.fullmatch(r"0*[1-9]\d{0,17}", size) for size in sizes) or len(sizes) > 2:
         raise argparse.ArgumentTypeError(
-            "expected ranks to shard over, such as 64, or replicas and ranks, such as 8x64; found "
-            f"{text[:60]!r}"
+            "expected a number of ranks to shard over, such as 64, or numbers of replicas and of "
+            f"ranks per replica, such as 8x64; found {text[:60]!r}"
         )
     return int(sizes[0]) if len(sizes) == 1 else tuple(map(int, sizes))
 
@@ -352,7 +353,7 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise argparse.ArgumentTypeError(
-            f"expected a dtype of torch, such as bfloat16; found {name!r}"
+            f"expected the name of a torch dtype, such as bfloat16; found {name!r}"
         )
     return found
 

@@ -84,7 +84,7 @@ class LaneClock(DeviceClock):
         issue: Callable[[], object],
         after: int | None = None,
     ) -> int:
-        """Issue work in a lane, after compute or after a mark. Return a mark at its end."""
+        """Issue work in a lane, after compute or after a mark. Return a mark at the work's end."""
         self.hold_back(lane, self.mark(KERNELS) if after is None else after)
         with self.on(lane):
             issue()

@@ -36,7 +36,7 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a step fits into the memory of a rank. ``print`` shows a verdict as one line.
+    """Whether a step fits into the memory of a rank. ``print`` shows the result as one line.
 
     ``peak_nbytes`` is the peak memory of the step. ``capacity_nbytes`` is the available memory, or
     None if unknown. ``place`` describes where in the step the peak occurs. ``fits`` is None if the
@@ -90,7 +90,7 @@ def place_before(label: str) -> str:
 
 
 def of_each(peak: int, capacity: int) -> tuple[str, str]:
-    """Format two sizes in the unit of the second, or in separate units if the first is much smaller."""
+    """Format two sizes in the second size's unit. If much smaller, the first gets its own unit."""
     unit, name = next(((unit, name) for unit, name in UNITS if capacity >= unit), (1 << 10, "KiB"))
     first = f"{peak / unit:.1f}" if 10 * peak >= unit else nbytes_text(peak)
     return first, f"{capacity / unit:.1f} {name}"

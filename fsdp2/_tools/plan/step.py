@@ -1,4 +1,4 @@
-"""Runs a few engine steps on fake tensors, and reports events, memory and time of the last one."""
+"""Runs a few engine steps on fake tensors; reports events, memory and time of the last step."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
-"""Usual and maximum number of steps. The last one is reported; the others bring the engine to its
-steady state. More are needed if a large part of a root is read outside of its modules."""
+"""Usual and maximum number of steps. The last step is reported; the others bring the engine to its
+steady state. More steps are needed if a large part of a root is read outside the part's modules."""
 UNITS_OF_STATES = 3
-"""Number of units whose optimizer states are on the device at the same time, if offloaded."""
+"""Number of units whose offloaded optimizer states are on the device at the same time."""
 
 
 def vocabularies_of(model: nn.Module) -> frozenset[int]:
@@ -108,7 +108,7 @@ def kernels_of_a_device() -> Iterator[None]:
         made: Tensor = _RMSNorm.apply(input, weight, input.numel() // width)  # type: ignore[no-untyped-call]  # torch's own
         return made
 
-    F.rms_norm = rms_norm  # torch's modules look the function up there
+    F.rms_norm = rms_norm  # torch's modules look up the function in ``F``
     try:
         yield
     finally:
@@ -148,7 +148,7 @@ class StepRun:
         self._stepped: list[Stepped] = []
         self._memory: str | int | None = None
         self._is_again = False
-        self._counted: tuple[bool, ...] | None = None  # which tensors of the batch were counted
+        self._counted: tuple[bool, ...] | None = None  # per batch tensor: True if counted
         self._activations: lanes.ImaginedActivations | None = None
         self._turn = 0  # the clock's mark at the end of backward
         self._states_are_away = False
@@ -170,7 +170,7 @@ class StepRun:
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
     def replay(self, traces: Traces) -> None:
-        """Trace units without inner units, once per form, and replay them from then on."""
+        """Trace units without inner units, once per form, and replay the traces from then on."""
         own = set(self._below)
         blocks = [m for m in own if not any(part in own for part in m.modules() if part is not m)]
         self._replayer = Replayer(traces, self.watch, self.clock)
@@ -193,7 +193,7 @@ class StepRun:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a forward inside a checkpoint. In backward, it is a recomputation."""
+        """Run a forward inside a checkpoint. During backward, this forward is a recomputation."""
         replayer, clock = self._replayer, self.clock
         with contextlib.ExitStack() as inside:
             if replayer is not None:
@@ -282,7 +282,7 @@ class StepRun:
         )
 
     def _prepare(self, optimizer: MakeOptimizer) -> bool:
-        """Create the optimizer and run one step. Return False if it already exists."""
+        """Create the optimizer and run one step. Return False if the optimizer already exists."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
@@ -304,7 +304,7 @@ class StepRun:
 
     @property
     def _is_steady(self) -> bool:
-        """Return True if the engine has recorded which of a root's large parts backward reads."""
+        """Return True if the engine recorded whether backward reads each large part of a root."""
         runtimes = [unit.runtime for unit in units_below(self.model) if unit.is_root]
         return all(r is None or r.parts is None or r.parts.are_known for r in runtimes)
 
@@ -317,7 +317,7 @@ class StepRun:
             flat, is_away = group.buffers.home.flat, self._keeps_away(group)
             for param in group.params:
                 local = torch_dtensor.local_part(param.sharded)
-                # a real shard with a span is part of ``flat``; only the fake one is separate
+                # a real shard with a span is part of ``flat``; only a fake shard is separate
                 if is_away or param.span is not None:
                     self.watch.leave_out(local)
                 else:

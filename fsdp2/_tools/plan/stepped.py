@@ -1,5 +1,5 @@
-"""The optimizer of a plan. It is created, stepped once to create its state, and stepped again for
-the report. It updates a rank's own shards, or full matrices."""
+"""The optimizer of a plan. Its first step creates its state, and its second step is reported. It
+updates a rank's own shards, or full matrices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock
         def carry(received: Tensor, sent: Tensor, way: Route) -> Any:
             for buffer in (received, sent):
                 watch.tag(buffer, COMMUNICATION)
-            # links are full duplex, so only the larger of sent and received bytes takes time
+            # links are full duplex, so the larger of sent and received bytes determines the time
             most = max(sum(way.sent_nbytes), sum(way.received_nbytes))
             return _send(clock, most, len(ranks), ranks[1] - ranks[0])
 
@@ -66,7 +66,7 @@ class Stepped:
         self._optimizer = optimizer
 
     def step(self) -> None:
-        """Run a step. Raise ConfigError if it needs the values of tensors."""
+        """Run a step. Raise ConfigError if the step needs the values of tensors."""
         try:
             self._optimizer.step()
         except FSDPError:
@@ -90,7 +90,7 @@ class Stepped:
 
 
 class LocalOptimizer(Stepped):
-    """An optimizer on the local tensors of shards, so that DTensor dispatch uses no memory."""
+    """An optimizer that updates shards' local tensors, to use no memory for DTensor dispatch."""
 
     def __init__(
         self, optimizer: Optimizer, watch: MemoryWatch, is_away: bool, is_on_device: bool
@@ -105,7 +105,7 @@ class LocalOptimizer(Stepped):
         for group in optimizer.param_groups:
             group["params"] = [local_of[param] for param in group["params"]]
             if is_on_device and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch's default on a device; it needs more memory
+                group["foreach"] = True  # torch's default on a device, which needs more memory
         self.step()  # the state is created in the first step
         self.keep([list(kept.values()) for kept in optimizer.state.values()], watch, is_away)
 
@@ -124,7 +124,7 @@ def make_stepped(
     clock: AnyClock | None,
     is_away: bool,
 ) -> list[Stepped]:
-    """Return the members of an optimizer, each stepped once. Raise ConfigError if a step fails."""
+    """Return an optimizer's members, after one step of each. Raise ConfigError if a step fails."""
     is_on_device = clock is not None and clock.hardware.device_type != "cpu"
     made = make_optimizer(optimizer, parameters)
     stepped: list[Stepped] = []
@@ -141,7 +141,7 @@ def make_stepped(
 
 
 def make_optimizer(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that the user's function creates. Raise ConfigError if it fails."""
+    """Return the optimizer created by the user's function. Raise ConfigError if the call fails."""
     try:
         made = optimizer(parameters)
     except Exception as error:

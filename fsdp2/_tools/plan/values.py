@@ -21,9 +21,9 @@ class ParamPlan:
     """One unsharded parameter of a group.
 
     ``dim`` is the dim along which it is sharded, or None if every rank stores it in full. ``owner``
-    is the index of the only rank that stores it (``Whole``), or None if it is divided. ``nbytes``
-    is its size in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is the
-    padding over all ranks of the shard axis, in bytes.
+    is the index of the only rank that stores it (``Whole``), or None if the parameter is divided.
+    ``nbytes`` is its size in bytes, without padding, in the dtype of the shards.
+    ``padding_nbytes`` is the total padding over all ranks of the shard axis, in bytes.
     """
 
     name: str
@@ -37,16 +37,17 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters that are gathered and reduced together. All sizes are bytes on one rank.
+    """Parameters that are gathered and reduced together. Sizes are in bytes, on one rank unless
+    stated otherwise.
 
     - ``name``: full name of the unit, or of the large part of a root that is a separate group.
-    - ``parameters``, ``numel``: number of unsharded parameters, and of their elements.
+    - ``parameters``, ``numel``: number of unsharded parameters, and number of their elements.
     - ``dtypes``: dtypes of the shards.
     - ``shard_nbytes``: the shards on this rank, with their padding.
-    - ``padding_nbytes``: the padding over all ranks of the shard axis.
-    - ``whole_nbytes``: the unsharded parameters in the compute dtype, with alignment.
+    - ``padding_nbytes``: the total padding over all ranks of the shard axis.
+    - ``whole_nbytes``: the unsharded parameters in the compute dtype, including alignment.
     - ``gather_nbytes``: the output of the all-gather.
-    - ``regather_nbytes``: the all-gather's output in backward, which may use fewer ranks.
+    - ``regather_nbytes``: the output of the all-gather in backward, which may use fewer ranks.
     - ``reduce_nbytes``: the input of the reduce-scatter.
     - ``all_reduce_nbytes``: the input of the all-reduce over the replicate axis.
     - ``outer_nbytes``: the input of the reduce-scatter over the outer dim (``shard_outer``).
@@ -92,7 +93,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes allocated on a rank after an event, and the peak since the last point.
+    """Bytes allocated on a rank after an event, and the peak since the previous point.
 
     ``label`` names the event. ``time`` is in seconds from the step's start, or 0 without hardware.
     ``nbytes`` is the current size, ``peak_nbytes`` the peak since the previous point. ``by_kind``
@@ -114,19 +115,19 @@ class StepPlan:
     ``collectives``, ``events`` and ``memory`` are in the order of the step. ``kinds`` names the
     purposes of memory. All sizes are bytes:
 
-    - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
-      Gradients are cleared. Their memory is counted on a CPU, where the next gradients reuse it,
-      but not on a device, where it is freed when the forward begins.
+    - ``start_nbytes``: before the forward, including the optimizer's state if an optimizer was
+      given. Gradients are cleared. The memory of cleared gradients is counted on a CPU, where the
+      next gradients reuse it, but not on a device, where it is freed when the forward begins.
     - ``peak_nbytes``: the peak of all memory in forward and backward.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the peak in its
       step (0 without an optimizer).
     - ``host_nbytes``: host memory for offloaded activations and states.
 
-    ``seconds`` is the duration of the complete step, and ``spans`` its timeline; without hardware
-    they are None and empty. ``product_seconds`` is the time of the matmuls in forward and backward,
-    except recomputed ones, at the machine's peak (even if the machine was ``scaled``), or 0 without
-    hardware. ``tokens`` is the number of tokens in one rank's batch: the elements of its first
-    integer tensor, or 0 if there is none.
+    ``seconds`` is the duration of the complete step, and ``spans`` its timeline; without hardware,
+    ``seconds`` is None and ``spans`` is empty. ``product_seconds`` is the time of the matmuls in
+    forward and backward, except recomputed ones, at the machine's peak (even if the machine was
+    ``scaled``), or 0 without hardware. ``tokens`` is the number of tokens in one rank's batch: the
+    number of elements of its first integer tensor, or 0 if there is none.
     """
 
     kinds: tuple[str, ...]
@@ -160,12 +161,12 @@ class StepPlan:
 
     @property
     def waiting_seconds(self) -> float:
-        """Seconds that compute waits for links, or 0 without hardware."""
+        """Seconds for which compute waits for links, or 0 without hardware."""
         return sum(s.end - s.begin for s in self.spans if s.lane == COMPUTE and s.cause)
 
     @property
     def waits(self) -> dict[str, float]:
-        """Seconds that compute waits, by cause; longest first."""
+        """Seconds for which compute waits, by cause; longest first."""
         found: dict[str, float] = {}
         for span in self.spans:
             if span.lane == COMPUTE and span.cause:
@@ -226,7 +227,7 @@ def describe(group: ParamGroup) -> GroupPlan:
 
 
 def _gathered(layout: GatherLayout) -> int:
-    """Return the bytes that all ranks send in total."""
+    """Return the total number of bytes that all ranks send."""
     if layout.size == 1:
         return 0
     return sum(layout.landing.pieces) or layout.gather_nbytes * layout.size

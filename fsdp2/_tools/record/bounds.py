@@ -19,13 +19,14 @@ LATE = "late"
 MOST = 0.5
 """Minimum fraction of a wait that a delay must overlap to count as its cause."""
 WORTH = 0.01
-"""Minimum cost for which advice is given, as a fraction of the time of steps."""
+"""Minimum cost for which advice is given, as a fraction of the step time."""
 BOUND = 0.25
-"""Minimum cost of a bottleneck of the whole step, as a fraction of the time of steps."""
+"""Minimum cost of a bottleneck of the whole step, as a fraction of the step time."""
 SIGMAS = 2
-"""A rank is significantly late from this many standard deviations above the expected number."""
+"""A rank is significantly late if it is last more often than expected, by more than this many
+standard deviations."""
 LATER = 2
-"""A rank is habitually late if it is this many times as late as all others together."""
+"""A rank is habitually late if its delays exceed this multiple of all other ranks' delays."""
 
 
 def delays_of(late: Iterable[Arrivals], aligned: Aligned) -> list[Delay]:
@@ -43,8 +44,8 @@ def caused(delays: Iterable[Delay]) -> Counter[tuple[str, str]]:
 
 
 def blamed(span: Span, rank: int, delays: Sequence[Delay], start: int) -> Span:
-    """Return a wait of ``rank``, with the late rank in its cause if a rank was late. ``start`` is
-    the origin of the timeline, in nanoseconds on the clock of the delays."""
+    """Return ``span``, a wait of ``rank``. If another rank was late, name it in the wait's cause.
+    ``start`` is the origin of the timeline, in nanoseconds on the clock of the delays."""
     if not span.cause or span.end <= span.begin:
         return span
     for delay in delays:
@@ -62,8 +63,8 @@ def late_spans(
     start: int,
     until: float,
 ) -> list[Span]:
-    """Return the times at which others waited for a rank, as spans of a separate lane that do not
-    overlap. ``until``: seconds after ``start`` at which the step ends."""
+    """Return the times during which other ranks waited for ``rank``, as spans of a separate lane.
+    The spans do not overlap. ``until``: end of the step, in seconds after ``start``."""
     found: list[Span] = []
     mine = (one for one in delays if one.rank == rank)
     for one in sorted(mine, key=lambda one: (one.begin, one.end)):
@@ -81,10 +82,10 @@ def late_spans(
 
 
 def stragglers(aligned: Aligned) -> tuple[Arrivals, ...]:
-    """Return the ranks that others wait for significantly long. A rank is a straggler if it is last
-    far more often than by chance, or if its delays without the longest one exceed those of all
-    other ranks together. Ranks that are far less late than the worst one are excluded: of two
-    ranks, one is always last."""
+    """Return the stragglers: ranks for which others wait significantly long. A straggler is last
+    far more often than by chance, or its delays without the longest exceed ``LATER`` times those of
+    all other ranks together. Ranks that are far less late than the worst rank are excluded: with
+    only two ranks, one of them is always last."""
     found = aligned.arrivals
     total = _longest_seconds(aligned)
     late_s = sum(one.late_s for one in found)
@@ -168,7 +169,7 @@ def _headline(aligned: Aligned, of_steps: Sequence[Advice], of_units: Sequence[A
     rest = "no wait is significant"
     if of_units:
         rest = f"waits: {waits:.2g} %, mostly for {of_units[0].about}"
-    return Headline(f"compute: {compute:.3g} % of the time of steps; {rest}", "good")
+    return Headline(f"compute: {compute:.3g} % of the step time; {rest}", "good")
 
 
 def _advise_ranks(
@@ -189,15 +190,15 @@ def _advise_ranks(
                 f"{one.counted} collectives, mostly of {where}",
                 "check this rank's input pipeline, its share of the work, its clock rate, and "
                 "other processes on its host",
-                f"{time_text(one.late_s)} over the recording; no model setting avoids it",
+                f"{time_text(one.late_s)} over the recording; no model setting avoids this wait",
             )
         )
     return found
 
 
 def _slow(about: str, share: float, what: str, change: str) -> Advice:
-    """Return advice about a cost that is a given fraction of the steps' time."""
-    found = f"{100 * share:.2g} % of the time of steps {what}"
+    """Return advice about a cost that is a given fraction of the step time."""
+    found = f"{100 * share:.2g} % of the step time {what}"
     return Advice("slow", about, found, change, f"at most {100 * share:.2g} % of a step")
 
 
@@ -274,8 +275,8 @@ def _remedy(kind: str, unit: UnitWaits) -> str:
         return 'model.set_memory("fast"), which keeps more reductions in flight'
     if unit.prefetches["none"] > unit.prefetches["late"]:
         return (
-            "it is not prefetched. The first unit of a step never is; for other units, keep the "
-            "order of forwards constant, or use set_modules_to_forward_prefetch"
+            "the unit is not prefetched. The first unit of a step is never prefetched; for other "
+            "units, keep the order of forwards constant, or use set_modules_to_forward_prefetch"
         )
     return 'model.set_memory("fast"), which prefetches two units; or larger units'
 

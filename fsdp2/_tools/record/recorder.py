@@ -2,14 +2,14 @@
 backwards of units, passes of roots, steps, and events of the engine.
 
 [Note: events of this model]
-Events identify units by name, but every model has a ``<root>``. An event is recorded only while
-this model is active, under the unit's name in the model passed to ``record``.
+Events identify units by name, but the root of every model is named ``<root>``. An event is
+recorded only while this model is active, under the unit's name in the model passed to ``record``.
 
 [Note: definition of a step]
 A step begins with a root's forward that records a graph, and ends after the wait for a backward's
 reductions. A backward without reductions (``no_sync``) does not end a step, so accumulated
-microbatches are one step. A step also continues while another root that ran needs a backward.
-Outside of a step, a forward without gradients belongs to no step; its rows have step number 0.
+microbatches are one step. A step also continues while another root that ran still needs a backward.
+A forward without gradients that runs between steps belongs to no step; its rows have step number 0.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Tree:
         self.is_inside = False  # True inside another root's backward: see ``Passes.begin_outer``
 
     def forget_step(self) -> None:
-        self.ran = False  # True once the root's forward began in this step
+        self.ran = False  # True once the root's forward has begun in this step
         self.has_reduced = False
-        self.accumulates = False  # True if a backward without reductions needs another one
+        self.accumulates = False  # True after a backward without reductions: another must follow
         self.is_done = False  # True after the wait for the root's reductions
 
     @property
@@ -83,7 +83,7 @@ class Passes:
     def begin_outer(self, tree: Tree) -> None:
         """Begin a backward that recomputes a unit without a recorded forward, as reentrant
         checkpointing does. Each unit inside has a separate backward, which ends when the unit is
-        reduced. All these backwards are one pass, which ends with the outer backward."""
+        reduced. All these backwards form one pass, which ends with the outer backward."""
         tree.is_inside = True
         self.begin(tree, "backward")
         ended = partial(self._end_outer, tree)
@@ -177,7 +177,7 @@ class Recorder:
             source.observe(self)
 
     def _meet(self, unit: Unit) -> None:
-        """Observe the root's runtime, if the unit already has one."""
+        """Observe the runtime of the unit's root, if it already exists."""
         runtime = unit.runtime
         if runtime is not None and runtime not in self._passes.trees:
             self._passes.trees[runtime] = Tree(runtime, self._names.get(runtime.root, ""))
@@ -242,7 +242,7 @@ class Recorder:
         self._ledger.end(row)
 
     def _act(self, name: str, entry: Entry | None, call: Do, *args: Any) -> Any:
-        """Call a function on behalf of a unit: events during the call belong to it."""
+        """Call a function on behalf of a unit: events during the call belong to the unit."""
         flights = self._flights
         before = self._active, self._entry, flights.waiter
         self._active, self._entry, flights.waiter = name, entry, name
@@ -269,12 +269,12 @@ class Recorder:
             self._wait(entry.name, entry, wait)
 
     def _wait(self, name: str, entry: Entry | None, wait: Do) -> None:
-        """Call a function that waits for collectives; an event will report the end of the wait."""
+        """Call a function that waits for collectives; an event reports the end of the wait."""
         self._flights.look()
         with _during(self, _since=self._ledger.clock.now()):
             self._act(name, entry, wait)
 
-    # Called around methods of runtimes, by kind. See [Note: definition of a step].
+    # ``_around_KIND`` wraps a runtime's method of this kind. See [Note: definition of a step].
 
     def _around_begin_forward(
         self,
@@ -368,7 +368,7 @@ class Recorder:
             self._ledger.end(row, extra=extra)
 
     def drop_forward(self, unit: Unit) -> None:
-        """Called if the module's forward raised, such as in a recomputation that stops early."""
+        """Called if the module's forward raised, as in a recomputation that stops early."""
         self.leave_forward(unit, RAISED)
 
     def _around_arrive(

@@ -1,4 +1,4 @@
-"""A page's facts, memory, timelines and tables from recordings; for advice see ``bounds``."""
+"""The facts, memory, timelines and tables of a recording's page. ``bounds`` gives the advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from fsdp2._tools.record.time_line import pieces_of, shown
 
 
 def choose_step(files: Sequence[RankFile], step: int | None) -> int | None:
-    """Return the given step, or else the last one on all ranks. Raise ConfigError if unknown."""
+    """Return the given step or, if it is None, the last step that all ranks recorded.
+    ConfigError: no rank recorded the given step."""
     numbers = [{row["step"] for row in file.steps} for file in files]
     if step is not None:
         known = set().union(*numbers)
@@ -145,7 +146,7 @@ def _memory(file: RankFile, step: int | None, planned: Planned | None) -> conten
 
 
 def _at_measured_times(planned: Sequence[Moment], measured: Sequence[Moment]) -> list[Moment]:
-    """Return the planned moments, each at the measured time of the same event, in order."""
+    """Return the planned moments in order, each at the measured time of the same event."""
     found, rest = [], iter(measured)
     for moment in planned:
         at = next((one.time for one in rest if one.label == moment.label), None)
@@ -197,7 +198,7 @@ def _tables(aligned: Aligned, waits: dict[str, UnitWaits]) -> list[Table]:
             tuple(ranks),
         ),
         Table(
-            "Waits for each unit's collectives (all ranks and steps), and its all-gathers",
+            "Each unit's waits for collectives, and its prefetches (all ranks and steps)",
             ("unit", *COLLECTIVES, "prefetched in time", "too late", "not prefetched"),
             tuple(
                 (
@@ -213,8 +214,9 @@ def _tables(aligned: Aligned, waits: dict[str, UnitWaits]) -> list[Table]:
 
 def _notes(aligned: Aligned) -> list[str]:
     found = [
-        "Clocks are aligned by collectives: no rank ends one before all ranks have begun it; "
-        f"the accuracy is {time_text(max(c.accuracy_s for c in aligned.clocks))} or better."
+        "Clocks are aligned by means of collectives: no rank ends a collective before all ranks "
+        "have begun it. The accuracy is "
+        f"{time_text(max(c.accuracy_s for c in aligned.clocks))} or better."
     ]
     rows = [(file.rank, row) for file in aligned.files for row in file.rows]
     failed = sum(row["kind"] == "step" and row["failed"] for _, row in rows)

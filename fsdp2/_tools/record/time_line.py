@@ -21,7 +21,7 @@ def has_times(row: dict[str, Any]) -> bool:
 
 
 def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
-    """Convert rows (such as those of a step) to spans of lanes, in the rows' nanoseconds."""
+    """Convert rows, such as those of a step, to spans of lanes. Times remain in nanoseconds."""
     known = [row for row in rows if has_times(row)]
     waits = sorted(
         (_wait(row) for row in known if row["kind"] == "wait" and row["end_ns"] > row["begin_ns"]),
@@ -47,7 +47,7 @@ def _flight(row: dict[str, Any]) -> Span:
 
 
 def _innermost(units: Sequence[dict[str, Any]]) -> Iterator[Span]:
-    """Yield, for each time, a span of the unit entered last: inside a root, the running block.
+    """Yield spans of the unit that was last entered at each time: in a root, the running block.
     Backwards of units may end in any order, so they do not form a tree."""
     edges = [(row["begin_ns"], 1, row["n"], row) for row in units]
     edges += [(row["end_ns"], 0, row["n"], row) for row in units]

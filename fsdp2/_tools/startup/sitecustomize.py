@@ -1,7 +1,8 @@
-"""Runs first in every Python process that a program under ``python -m fsdp2`` starts.
+"""Runs first in every Python process that is started by a program under ``python -m fsdp2``.
 
-These processes have this folder in ``PYTHONPATH``, so Python imports ``sitecustomize`` there. This
-file must not import torch, which most processes never use, and must not shadow the user's own file.
+These processes have this folder in ``PYTHONPATH``, so Python imports this ``sitecustomize``. This
+file must not import torch, which most processes never use, and must not shadow the user's own
+``sitecustomize``.
 """
 
 import importlib.machinery
@@ -50,4 +51,4 @@ def _run_the_next_of_this_name() -> None:
 
 if os.environ.get("FSDP2_REPLACE_TORCH") == "1":
     sys.meta_path.insert(0, _AfterTorch())
-_run_the_next_of_this_name()  # called last: Python prints its exceptions and continues
+_run_the_next_of_this_name()  # called last: if it raises, Python prints the error and continues

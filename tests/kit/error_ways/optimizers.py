@@ -58,7 +58,7 @@ def _(mended: bool) -> None:
     optimizer.step()
 
 
-@way("FS702", "Muon", "elementwise=True does not change that")
+@way("FS702", "Muon", "elementwise=True does not make Muon element-wise")
 def _(mended: bool) -> None:
     model = build()
     params, kind = [layer.weight for layer in model], torch.optim.Muon
