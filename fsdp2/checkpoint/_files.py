@@ -268,7 +268,7 @@ def _ints(values: Any) -> tuple[int, ...]:
         found = f"{len(values)} sizes" if isinstance(values, tuple | list) else "another type"
         raise DamagedError(f"it has {found} where up to {DIMS} sizes are expected")
     if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
-        raise DamagedError("it has a size that is not a 63-bit int")
+        raise DamagedError("one of its sizes is not an int from 0 to 2**63 - 1")
     return tuple(values)
 
 

@@ -3,9 +3,9 @@
 [Note: copies on neighbours]
 A launcher ends all processes when it restarts a job, so copies are files in a memory-backed folder
 of the host. ``NeighbourCopies.save`` copies a rank's part of the state to host memory. A thread
-then writes this copy to the folder as a checkpoint's data file and a complete report (see
-``_files``), and exchanges both files with the neighbours, over a separate process group. Each part
-is then on two hosts. The files of one save are a *generation*, which is valid once both copies of
+then writes this copy to the folder as two files, a checkpoint's data file and a complete report
+(see ``_files``), and exchanges both with the neighbours over a separate process group. Each part is
+then on two hosts. The files of one save are a *generation*, which is valid once both copies of
 every part exist. All ranks check this in the next ``save``, which then removes older generations.
 
 After a restart, ranks exchange lists of the parts on their hosts, and select the newest generation

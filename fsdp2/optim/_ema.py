@@ -225,8 +225,8 @@ class EMA:
         if not isinstance(averages, Mapping) or type(updates) is not int or updates < 0:
             raise ConfigError(
                 "FS708",
-                f"{what}: expected a result of state_dict(), {{'updates': a number, 'averages': "
-                f"tensors by name}}, found updates={updates!r} and averages of type "
+                f"{what}: expected the dict that state_dict() returns, {{'updates': a number, "
+                f"'averages': tensors by name}}, found updates={updates!r} and averages of type "
                 f"{type(averages).__name__}. Nothing was changed.",
             )
         values: dict[str, Tensor] = cleaned(averages)

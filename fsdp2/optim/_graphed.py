@@ -107,9 +107,9 @@ def _make_capturable(optimizer: Any) -> None:
     if isinstance(optimizer, Wrapped) or (counts and type(optimizer) is not torch.optim.SGD):
         raise UnsupportedError(
             "FS718",
-            f"graphed: {name} counts its steps on the host, so a graph would replay one value. "
-            "Pass a torch optimizer that supports capturable=True (Adam, AdamW, RMSprop and "
-            "others), or SGD. Alternatively, pass none, and step your optimizer after each call.",
+            f"graphed: {name} counts its steps on the host, so every replay would use the same "
+            "count. Pass a torch optimizer that supports capturable=True (Adam, AdamW, RMSprop and "
+            "others), or SGD. Alternatively, omit optimizer, and step it after each call.",
         )
     if counts:
         return

@@ -266,7 +266,7 @@ def _class_in_front_of(cls: type[Optimizer]) -> Any:
     return wrapped_class("Whole", WholeOptimizer, cls, switches)
 
 
-# Options of param groups: their comparison between ranks, and changes made by a step.
+# Param-group options: comparing them across ranks, and detecting changes made by a step.
 
 
 def beside_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -859,7 +859,7 @@ def _tell(
 
 
 def _norm_of_all(optimizer: Any) -> str | None:
-    """Return the option that makes a known class use a norm of all gradients, or None."""
+    """Return the option, if any, that makes a known class use a norm of all gradients."""
     switch = getattr(optimizer, "pre_norm", None)  # if off, LAMB ignores max_grad_norm
     if switch:
         return "pre_norm=True"

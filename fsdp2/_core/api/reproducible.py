@@ -314,8 +314,8 @@ class Slots:
 def _refuse_change(fqn: str | None, found: str) -> None:
     raise StateError(
         "FS330",
-        f"{WHO}: {fqn or '<root>'}: {found} after reproducible was called. Remove this change, or "
-        "make it before calling reproducible.",
+        f"{WHO}: {fqn or '<root>'}: {found} after the call of reproducible(). Remove this "
+        "change, or make it before that call.",
     )
 
 

@@ -262,7 +262,7 @@ class PartExchange:
             if self._parts[0].group.ids.covers(axis):
                 device = self._parts[0].group.residence.compute
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
-                stamp.enroll(f"{fqn or '<root>'}, exchange of facts about its parts")
+                stamp.enroll(f"{fqn or '<root>'}, exchange of metadata on its parts")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
                 stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)

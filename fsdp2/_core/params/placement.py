@@ -99,7 +99,7 @@ class ParamPlacement:
         spec = self.tensor_parallel
         whole = "a plain full tensor"
         if self.annotation is not None:
-            whole = f"a plain tensor of this rank's shape {self.layout.shape}"
+            whole = f"a plain tensor of shape {self.layout.shape}, as on this rank"
         elif spec is not None:
             whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
         return (

@@ -139,7 +139,7 @@ class Plan(Prediction):
         write_page(check_path("Plan.html", "path", path), self.page(budget))
 
     def planned(self) -> Planned:
-        """Return the values that ``Recordings.html(path, planned=...)`` draws over measurements.
+        """Return predictions that ``Recordings.html(path, planned=...)`` plots with measurements.
 
         Raises:
             ConfigError: the plan has no batch.

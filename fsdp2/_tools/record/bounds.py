@@ -226,8 +226,8 @@ def _advise_steps(aligned: Aligned, left: dict[str, UnitWaits]) -> list[Advice]:
             _slow(
                 "between the units",
                 idle,
-                "is neither compute nor a wait for collectives: the optimizer, input, or a host "
-                "that is too slow to keep a device busy",
+                "is spent outside of compute and waits for collectives: in the optimizer, on "
+                "input, or on a host that is too slow to keep the device busy",
                 "fsdp2.optim.local for the optimizer, workers for the input; fsdp2.compile or "
                 "larger operations for the host",
             )
