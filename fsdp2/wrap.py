@@ -1,14 +1,15 @@
-"""Shard a model with a wrap policy (``shard_model``); meshes for FSDP1's sharding strategies.
+"""Shard a model with a wrap policy (``shard_model``), and make meshes for FSDP1's strategies.
 
 Interprets wrap policies and the launcher's environment variables, and applies ``fully_shard``.
 
 [Note: modules that a policy selects]
-A policy runs once for each module below the root, even if the module has several names. It is a
-collection of classes, a function of a module that returns a bool or keywords of ``fully_shard``, or
-a recursive FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``. A recursive policy decides
-before a module's children whether to recurse, and after them whether to shard the rest of the
-module. A module without parameters is never selected. A container without a ``forward`` is never
-called, so no hook could gather its parameters: the choice for it applies to each child instead.
+A policy is a collection of classes, a function of a module that returns a bool or keywords of
+``fully_shard``, or a recursive FSDP1 policy, ``policy(module, recurse, nonwrapped_numel)``. It runs
+for each module below the root, and only once if a module has several names. A recursive policy
+decides before a module's children whether to recurse into the children, and decides after the
+children whether to shard the rest of the module. A module without parameters is never selected. A
+container without a ``forward`` is never called, so no hook could gather its parameters: the choice
+for the container applies to each child instead.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def shard_model(
             - a set (or list) of module classes, or torch's ``ModuleWrapPolicy``;
             - a function of a module that returns a bool, or a dict of keywords of ``fully_shard``
               that override ``fully_shard_kwargs`` (an empty dict means False), or torch's
-              ``CustomPolicy`` with a function like this;
+              ``CustomPolicy`` with such a function;
             - a recursive FSDP1 policy: ``functools.partial(size_based_auto_wrap_policy,
               min_num_params=...)``.
         fully_shard_kwargs: keywords of ``fully_shard`` for all units, including the root.
@@ -269,7 +270,7 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     over all ranks; initialises the default process group if there is none.
 
     Args:
-        device_type: default: the accelerator, else the CPU.
+        device_type: device type of the mesh. Default: the accelerator, else the CPU.
         ranks_per_node: number of consecutive ranks that form a node. Default: see above.
 
     Raises:

@@ -5,23 +5,24 @@ that no graph reduced (``OwedReductions``). Independent of the compiler.
 
 [Note: recomputed outside of graphs]
 Activation checkpointing that the compiler did not trace reruns modules in backward, after the
-functional step. It may rerun a unit, only one of a unit's modules, a conditional unit whose
-parameters another unit gathers, or any layer or function inside a unit, where there are no hooks.
-All of these *read parameters*. Therefore, from the time that a backward reaches an output of the
-step until the backward ends, reading a sharded parameter gathers its group. The registered
+functional step. Checkpointing may rerun a unit, only one of a unit's modules, a conditional unit
+whose parameters another unit gathers, or any layer or function inside a unit, where there are no
+hooks. All of these *read parameters*. Therefore, from the time that a backward reaches an output of
+the step until the backward ends, reading a sharded parameter gathers its group. The registered
 parameters remain the shards; only the recomputation reads unsharded parameters.
 
 - Attribute access (``module.weight``) is treated as recomputation. A hook may also call
   ``parameters()``, possibly on only one rank, and must get shards. Therefore ``parameters()``
-  returns unsharded parameters only in grad mode or during a unit's call; hooks run outside of both.
+  returns unsharded parameters only in grad mode or during a unit's call. Hooks run in neither case.
 - A call of a unit gathers all its parameters first and releases them at the end, so that ranks that
   read different parameters issue the same gathers. Parameters read outside of a call are kept until
-  another unit's are read or the backward ends. Releasing them early costs only another gather.
+  parameters of another unit are read or the backward ends. An early release costs only another
+  gather.
 - Autograd records every gather. With reentrant checkpointing, gradients flow through the gather in
   backward and are reduced and accumulated at the end of the inner backward. Non-reentrant
   checkpointing uses only the gathered values; gradients flow through the gather in forward.
 - Reentrant checkpointing runs nested backwards, each with its own graph task id. Only the end of
-  the outermost one matters: its callback runs then, or is destroyed if that backward fails.
+  the outermost backward matters: its callback runs then, or is destroyed if this backward fails.
 
 The engine's hooks do not suffice: they run neither inside units nor at the end of the backward.
 """
@@ -64,8 +65,8 @@ def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> N
 
 class OwedReductions:
     """At the end of a backward with sync, reduces the accumulated gradients that no graph reduced.
-    They belong to units that the step did not use, or to a forward without sync whose backward runs
-    with sync. With graph breaks, no graph reduces any accumulated gradient."""
+    These gradients belong to units that the step did not use, or to a forward without sync whose
+    backward runs with sync. With graph breaks, no graph reduces any accumulated gradient."""
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
         self._groups = [group.group for group in groups]
@@ -120,7 +121,7 @@ class FunctionalBackward:
             unit = traced.unit
             if unit.runner is None:  # otherwise another step of these units is in backward
                 if unit.runtime is None or unit.runtime.context.phase is IDLE:
-                    unit.reshard()  # in case the user unsharded it after the forward
+                    unit.reshard()  # in case the user unsharded the unit after forward
                 unit.runner, self._open[unit] = Again(self, traced), traced
         groups = [group for traced in self._open.values() for group in traced.groups]
         self._groups = {group.group: group for group in groups}
@@ -152,7 +153,7 @@ class FunctionalBackward:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Remove the readers while a step runs inside a backward: compilers inspect the modules."""
+        """Remove the readers during a step inside a backward, because compilers inspect modules."""
         was_open = bool(self._registered)
         self._take_readers_off()
         try:
@@ -194,7 +195,7 @@ class FunctionalBackward:
         finally:
             self._depth -= 1
             for group in gathered:
-                if traced.has_several_modules:  # its next module may be recomputed soon
+                if traced.has_several_modules:  # the unit's next module may be recomputed soon
                     self.keep(group.mover)
                 else:
                     group.again = None
@@ -248,9 +249,9 @@ class _Place:
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
                 "FS306",
-                f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters "
-                "while recomputing activations, but ran inside summon_full_params. Exit the "
-                "context before backward.",
+                f"{unit.fqn or '<root>'}: the backward of a compiled model reads the parameters of "
+                "this unit while recomputing activations, but ran inside summon_full_params. Exit "
+                "the context before backward.",
             )
 
     @torch_compiler.always_eager

@@ -7,11 +7,11 @@ pickles ``extra``. Accesses no files.
 If all ranks have the same list of contents, they exchange no descriptions: each rank computes the
 blocks of every tensor, and their writers, from the list. A block that several ranks have is
 assigned round-robin, by the index of its content. The first rank writes unsharded values. Before a
-save, ranks compare checksums of their lists, to detect whether they are equal.
+save, ranks compare checksums of their lists, to detect whether the lists are equal.
 
 If the lists differ (for example, some ranks lack an optimizer state), ranks exchange hashes of
-their contents, axis by axis. Contents that all ranks have are *common*, and assigned as above. Each
-rank writes its remaining contents, and describes them in its report (see ``_files``).
+their contents, axis by axis. Contents that all ranks have are *common*, and are assigned as above.
+Each rank writes its remaining contents, and describes them in its report (see ``_files``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fsdp2.checkpoint._torch_files import DEPTH, read_torch_file
 
 Path = tuple[str | int, ...]
 NOTHING = Region((), (0,))
-NAME_NCHARS = 4096  # maximum length of a path's key: a pickle can repeat a key in two bytes
+NAME_NCHARS = 4096  # maximum length of a path's key, which a pickle can repeat in only two bytes
 
 EXTRA = "fsdp2_extra"
 EXTRA_TENSORS = "fsdp2_extra_tensors"
@@ -180,7 +180,7 @@ class Contents:
 
     @staticmethod
     def of(state: Mapping[str, Any], grids: Grids) -> Contents:
-        """List a state's contents. All are in ``common`` until ranks have compared them."""
+        """List a state's contents. All are in ``common`` until ranks have compared their lists."""
         main = grids.main
         ranks = grids.ranks_of(main) or list(range(main.size))
         lines: dict[Grid, tuple[int, ...]] = {main: tuple(ranks)}
@@ -249,7 +249,7 @@ class Contents:
 
 
 def _name(path: Path) -> str:
-    """Return a tensor's name for messages: the parameter's, plus the key of an optimizer state."""
+    """Return a tensor's name for messages: a parameter's name, and the key of a state, if any."""
     own = path[1:] if path[0] == "model" else path[2:]
     return ".".join(map(str, own or path))
 
@@ -319,12 +319,12 @@ def _without_tuples(value: Any) -> Any:
     return value
 
 
-# The ``extra`` of a checkpoint: any object, pickled without its DTensors. Plain data always loads;
-# anything else needs ``trust=True``, because unpickling it can run arbitrary code.
+# The ``extra`` of a checkpoint: any object, pickled without its DTensors. Only plain data loads
+# without ``trust=True``, because unpickling other objects can run arbitrary code.
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object, replacing its tensors by numbers."""
+    """Pickles an object, replacing its tensors with numbers."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -341,8 +341,8 @@ class _Pickler(pickle.Pickler):
 
 
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
-    """Return the entries to save for ``extra``: DTensors on all ranks, the rest on the first. DCP
-    itself would save a dict's values from any rank, turn keys to strings, and lose empty dicts."""
+    """Return the entries to save for ``extra``: DTensors on all ranks, the rest on the first rank.
+    DCP would save a dict's values from any rank, turn keys into strings, and lose empty dicts."""
     file, kept = io.BytesIO(), io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -360,8 +360,8 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
 
 
 def unpacked(kept: Any, whole: Any, *, trust: bool) -> Any:
-    """Rebuild ``extra`` from its entries, with full tensors in place of DTensors. Raises
-    ConfigError if it is not plain data, DamagedError or UnpicklingError if it is damaged."""
+    """Rebuild ``extra`` from its entries, with full tensors in place of DTensors. ConfigError:
+    ``extra`` is not plain data. DamagedError, UnpicklingError: ``extra`` is damaged."""
     if not isinstance(kept, bytes) or not isinstance(whole, dict):
         raise DamagedError("extra has an unexpected type")
     try:

@@ -11,9 +11,10 @@ and CRC-32, in twelve bytes. Values that only some ranks have are described comp
 report ends with its own checksum, and is renamed to its final name once it is complete.
 
 [Note: placeholders]
-The metadata is a pickle of a few small torch classes. Each is unpickled as a placeholder, which has
-the pickled data but no behaviour; ``read`` validates every value before use. A pickle can use only
-the names in the table that ``_names`` returns, and torch's checkpoint module is not imported.
+The metadata is a pickle of instances of a few small torch classes. Each instance is unpickled as a
+placeholder, which has the pickled data but no behaviour; ``read`` validates every value before use.
+A pickle can use only the names in the table that ``_names`` returns, and torch's checkpoint module
+is not imported.
 
 [Note: sums]
 The pickle is followed by the checksums of all values in all files, and by a checksum of the
@@ -131,7 +132,7 @@ def _names() -> dict[tuple[str, str], Any]:
 
 
 def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
-    """Read a folder's metadata. FileNotFoundError if a concurrent save replaces it."""
+    """Read a folder's metadata. FileNotFoundError: a concurrent save replaced the folder."""
     path = file_in(folder, METADATA, "load", trust=trust)
     stamp = Stamp.of(path)
     try:
@@ -158,7 +159,7 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
         ) from error
     except (ConfigError, UnsupportedError, MemoryError):
         raise
-    except Exception as error:  # unpickling damaged data may raise anything
+    except Exception as error:  # unpickling damaged data may raise any exception
         raise damaged("load", f"{folder / METADATA} is damaged: {said(error)}.") from error
     # use SHA-256: a CRC is constant for data that ends with its own CRC
     return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest(), stamp)
@@ -206,7 +207,7 @@ class _Metadata:
         shape = _ints(meta.size)
         self._left -= len(meta.chunks)
         if self._left < 0:
-            raise DamagedError(f"it lists more parts of {printable(key)} than locations")
+            raise DamagedError(f"it lists more parts of {printable(key)} than it has locations")
         parts = []
         for chunk in meta.chunks:
             region = Region(_ints(chunk.offsets), _ints(chunk.sizes))
@@ -214,11 +215,11 @@ class _Metadata:
                 raise DamagedError(f"a part of {key} has a different number of dims")
             ends = [s + n for s, n in zip(region.starts, region.sizes, strict=True)]
             if any(end > n for end, n in zip(ends, shape, strict=True)):
-                raise DamagedError(f"a part of {key} extends beyond it")
+                raise DamagedError(f"a part of {key} extends beyond the tensor")
             if region.numel:
                 part = self._part(key, region.starts, region)
                 if part.length < region.numel * dtype.itemsize:  # torch does not compress
-                    raise DamagedError(f"a part of {key} has more elements than bytes")
+                    raise DamagedError(f"a part of {key} has fewer bytes than its elements need")
                 parts.append(part)
         return Entry(key, path, shape, dtype, tuple(parts))
 
@@ -347,7 +348,7 @@ class Reader(contextlib.ExitStack):
             raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
-        except Exception as error:  # reading a damaged file may raise anything
+        except Exception as error:  # reading a damaged file may raise any exception
             raise self._damaged_part(entry, part, said(error)) from error
         view = io.BufferedReader(View(file, part.offset, part.length))
         try:
@@ -417,7 +418,7 @@ RANK = ".rank-"  # file name prefix of the files that ranks keep locked while th
 ROW = struct.Struct("<QI")
 HEAD = struct.Struct("<II")
 SUM = struct.Struct("<I")
-WRITE_NBYTES = 1 << 20  # maximum bytes per write, so that other threads can run in between
+WRITE_NBYTES = 1 << 20  # maximum bytes per write, so that other threads can run between writes
 
 
 def part_name(number: int) -> str:
@@ -475,7 +476,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _description(piece: Piece) -> dict[str, Any]:
-    """Describe a value completely in the report, because the first rank may not have it."""
+    """Describe a value completely for the report: the first rank may not have the value."""
     content = piece.content
     told: dict[str, Any] = {"path": list(content.path)}
     if piece.region is not None:

@@ -4,14 +4,15 @@ In checkpoints, these states are tensors for the full parameter, sharded like it
 not be split across ranks.
 
 [Note: states in blocks]
-Libraries store such states as plain tensors whose lengths differ from the parameter's
-(bitsandbytes), or as a tensor that wraps others (torchao). These tensors do not describe their
-layout, so we probe it: we run one step on zeros of a shard's shape, with the options of its param
-group, to create the states of a shard. Each plain tensor among them, or inside a wrapper, has one
-element per ``block`` elements of the flattened parameter. ``block`` must be the same for all shard
-sizes, so that each rank can compute the other ranks' layouts without communication. Tables for
-decoding (``qmap``) are not saved: the class creates them together with the states. Loading runs a
-step on zeros, which allocates the states, and copies the loaded values into them.
+Libraries store such states as plain tensors whose lengths differ from the parameter's length
+(bitsandbytes), or as a tensor that wraps other tensors (torchao). These tensors do not describe
+their layout, so we probe it: to create the states of a shard, we run one step on zeros of the
+shard's shape, with the options of the parameter's group. Each plain tensor among the states, or
+inside a wrapper, has one element per ``block`` elements of the flattened parameter. ``block`` must
+be the same for all shard sizes, so that each rank can compute the other ranks' layouts without
+communication. Tables for decoding (``qmap``) are not saved: the optimizer class creates them
+together with the states. Loading runs a step on zeros, which allocates the states, and copies the
+loaded values into them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Probe = Callable[[Sequence[int], torch.dtype, torch.device], State]
 
 @dataclass(frozen=True)
 class Part:
-    """A plain tensor of a state: its dtype, and the number of parameter elements per element."""
+    """A plain tensor of a state: its dtype, and how many parameter elements each element covers."""
 
     block: int
     dtype: torch.dtype
@@ -56,7 +57,7 @@ class Lines:
 
     @staticmethod
     def of(param: DTensor) -> Lines | None:
-        """Return a parameter's distribution, or None unless one axis shards it by rows."""
+        """Return a parameter's distribution, or None unless exactly one axis shards it, by rows."""
         cuts = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
         if len(cuts) != 1 or not torch_dtensor.shards_dim(cuts[0][1], 0):
             return None
@@ -80,7 +81,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_apart(entry: State, param: Tensor) -> bool:
-    """Return True if a parameter's state is in its checkpoint form, not its step form."""
+    """Return True if a parameter's state is in the form for checkpoints, not the form for steps."""
     return any(
         isinstance(value, DTensor) and value.dim() and value.shape != param.shape
         for value in entry.values()
@@ -88,7 +89,7 @@ def is_apart(entry: State, param: Tensor) -> bool:
 
 
 def plain_parts(entry: State) -> dict[str, Tensor]:
-    """Return a state's plain tensors by name, except 0-dim ones and code tables."""
+    """Return a state's plain tensors by name, except 0-dim tensors and tables for decoding."""
     found: dict[str, Tensor] = {}
 
     def look(name: str, value: Any) -> None:
@@ -122,7 +123,7 @@ def _block_of(numel: int, count: int) -> int | None:
 
 
 class StatesInBlocks:
-    """A class's states for one parameter. ``parts``: the plain tensors of a non-empty shard."""
+    """An optimizer's states for a parameter. ``parts``: the plain tensors of a non-empty shard."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class StatesInBlocks:
 
     @staticmethod
     def of(fqn: str, param: DTensor, probe: Probe) -> StatesInBlocks | None:
-        """Probe the class. Return None for plain states; raise UnsupportedError for bad layouts."""
+        """Probe the states. Return None if they are plain. UnsupportedError: unsupported layout."""
         lines = Lines.of(param)
         if lines is None:
             return None
@@ -163,7 +164,7 @@ class StatesInBlocks:
             ask(count)
         if is_plain:
             return None
-        ask(2 * max(counts))  # detects per-column scales: their number is independent of the rows
+        ask(2 * max(counts))  # detects per-column scales, whose number does not grow with the rows
         if len(set(map(str, found.values()))) > 1:
             names = ", ".join(sorted({name for parts in found.values() for name in parts}))
             raise _refused(
@@ -203,7 +204,7 @@ class StatesInBlocks:
         return made
 
     def together(self, entry: State, probe: Probe) -> State:
-        """Return a loaded state in the class's form. Collective if its placement differs."""
+        """Return a loaded state in the optimizer's form. Collective if it must be redistributed."""
         local = torch_dtensor.local_tensor(self.param)
         made = probe(local.shape, local.dtype, local.device)
         made.update({key: value for key, value in entry.items() if not is_tensor(value)})
@@ -225,7 +226,7 @@ class StatesInBlocks:
 def _refused(fqn: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         "FS704",
-        f"{fqn}: {why}. Such states belong to one rank's shard, but a full or sharded checkpoint "
+        f"{fqn}: {why}. Such states fit only one rank's shard, but a full or sharded checkpoint "
         "would load them on other ranks. Keep every block in one shard with shard_placement_fn: "
         "fsdp2.Aligned(None, multiple_of=..., at_least=...). Alternatively, save "
         "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",

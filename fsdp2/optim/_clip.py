@@ -30,7 +30,7 @@ from fsdp2.optim._exact_norm import integers_of, norm_of, unit_of
 from fsdp2.optim._runs import placed_part
 
 Spread = tuple[dist.ProcessGroup, ...]
-"""Process groups whose ranks have different elements of a tensor; empty if replicated."""
+"""Process groups whose ranks have different elements of a tensor. Empty for a replicated tensor."""
 
 
 @torch_compiler.always_eager
@@ -43,10 +43,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm.
 
-    The norm is computed over all unsharded gradients as one vector, before scaling. An element on
-    several ranks (on a replicate axis, or unsharded under tensor parallelism) counts once, and so
-    does a parameter that is passed twice. Plain parameters are assumed to have the same gradient on
-    every rank. Parameters whose ``grad`` is None do not contribute.
+    The norm is computed before scaling, over all unsharded gradients as one vector. An element that
+    several ranks have (along a replicate axis, or unsharded under tensor parallelism) counts once,
+    and so does a parameter that is passed twice. Plain parameters are assumed to have the same
+    gradient on every rank. Parameters whose ``grad`` is None do not contribute.
 
     Only local norms are communicated: one all-gather per process group over which a parameter is
     split. Collective: every rank must pass the same parameters in the same order, but ranks may
@@ -55,10 +55,10 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor, or an iterable (which may be a generator) of plain parameters and of
             DTensors on any meshes, of any floating-point or complex dtypes.
-        norm_type: any number; ``inf`` is the largest magnitude, ``-inf`` the smallest, 0 the number
-            of nonzero elements.
-        error_if_nonfinite: raise if the total is NaN or infinite, instead of scaling by it.
-        foreach: False runs one kernel per gradient; None and True run one kernel for many.
+        norm_type: any number. The norm is the largest magnitude for ``inf``, the smallest magnitude
+            for ``-inf``, and the number of nonzero elements for 0.
+        error_if_nonfinite: raise if the total norm is NaN or infinite, instead of scaling by it.
+        foreach: False runs one kernel per gradient; None and True run one for many gradients.
 
     Returns:
         A plain 0-dim tensor, equal on all ranks, on the device of the first gradient. Its dtype is
@@ -127,7 +127,7 @@ def _total(
     loop: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return the norm of all ranks' tensors. ``parts``' keys are the groups that split them."""
+    """Return the norm of all ranks' tensors. ``parts`` is keyed by the groups that split them."""
     norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
     _join_over_ranks(norms, order)
     if not norms:
@@ -142,11 +142,11 @@ def _exact_total(
     loop: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return a norm independent of the number of ranks, for ``reproducible`` models."""
+    """Return a norm that does not depend on the number of ranks, for ``reproducible`` models."""
     if order not in (1.0, 2.0):
-        if math.isinf(order) or order == 0:  # magnitudes and counts are exact in any order
+        if math.isinf(order) or order == 0:  # extrema and counts are exact in any order
             return _total(parts, order, torch.float64, loop, device).to(dtype)
-        hint = "Pass one of these, or call reproducible(model, None) first."
+        hint = "Pass one of these values, or call reproducible(model, None) first."
         expected = "0, 1, 2, inf or -inf while a model is reproducible"
         raise wrong_value("clip_grad_norm_", "norm_type", expected, order, hint)
     largest = _total(parts, math.inf, torch.float64, loop, device)
@@ -159,7 +159,7 @@ def _exact_total(
 
 
 def _join_over_ranks(norms: dict[Spread, Tensor], order: float) -> None:
-    """Combine all ranks' values, in place, over each process group in the values' keys."""
+    """Combine the values of all ranks in place: each value over the process groups in its key."""
     for group in dict.fromkeys(group for spread in norms for group in spread):
         mine = [spread for spread in norms if group in spread]
         with carrying():
@@ -203,7 +203,7 @@ def _spread(param: Tensor) -> Spread:
 def _norm(
     grads: Sequence[Tensor], order: float, dtype: torch.dtype, loop: bool, device: torch.device
 ) -> Tensor:
-    """Return the norm of local tensors as one vector, 0-dim on ``device``."""
+    """Return the norm of local tensors, taken as one vector, as a 0-dim tensor on ``device``."""
     grads = [grad for grad in grads if grad.numel()]
     wide = [grad if grad.dtype in _WIDE else grad.to(torch.float32) for grad in grads]
     norms: list[Tensor] = []
@@ -223,7 +223,7 @@ _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def _identity(order: float) -> float:
-    """Return the norm of an empty tensor, the neutral element of ``_joined``."""
+    """Return the norm of an empty tensor, which is the neutral element of ``_joined``."""
     return math.inf if order < 0 else 0.0
 
 
@@ -236,7 +236,7 @@ def _joined(norms: Tensor, order: float) -> Tensor:
 
 
 def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
-    """Combine norms with the other ranks' norms, in one all-gather with one number per norm."""
+    """Combine norms, or integer sums, with those of the other ranks, in one all-gather."""
     sent = norms.to(wire_device(group, norms.device))
     size = dist.get_world_size(group)
     gathered = torch.empty((size * norms.numel(),), dtype=sent.dtype, device=sent.device)

@@ -42,16 +42,16 @@ class EMA:
     averages start as copies of the parameters, with the same placements.
 
     Args:
-        model: a materialised model that is fully, partly or not sharded.
-        decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first).
-        dtype: dtype of the averages of floating-point values; by default each value's own. For bf16
-            parameters, use ``torch.float32``: bf16 averages lose small updates.
+        model: a materialised model. It may be fully or partly sharded, or not sharded at all.
+        decay: a number from 0 to 1, or a function of the number of earlier updates (0 at first).
+        dtype: dtype of the averages of floating-point values; by default, the dtype of each value.
+            For bf16 parameters, use ``torch.float32``: bf16 averages lose small updates.
         include_buffers: average floating-point buffers, and copy other buffers.
 
     Integers, booleans and 8-bit floats are copied, not averaged.
 
     Raises:
-        ConfigError: ``decay`` is not a number from 0 to 1; a parameter on the meta device.
+        ConfigError: ``decay`` is not a number from 0 to 1; a parameter is on the meta device.
 
     Source: Polyak and Juditsky, 1992; ``torch.optim.swa_utils`` for unsharded parameters.
     """
@@ -106,8 +106,8 @@ class EMA:
         """Update the averages from the parameters. Call it after the optimizer's step.
 
         Raises:
-            StateError: inside ``swapped()`` or during a step; a parameter was added, removed or
-                placed differently since the average was created.
+            StateError: called inside ``swapped()`` or during a step; since the average was created,
+                a parameter was added or removed, or its placement was changed.
         """
         if self._is_swapped:
             raise StateError(
@@ -202,8 +202,9 @@ class EMA:
 
         Raises:
             StateError: unexpected or missing names.
-            ConfigError: an invalid state dict; a value of another shape, or one that the average's
-                dtype cannot represent. The message names the value; nothing was changed.
+            ConfigError: the state dict is invalid; a value has another shape than its average, or
+                cannot be represented in the average's dtype. The message names the value; nothing
+                was changed.
         """
         is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
         main = Grids([*self._averages.values()]).main if is_sharded else Grid(())
@@ -266,7 +267,7 @@ def _is_averaged(value: Tensor) -> bool:
 
 def _describe(value: Tensor) -> str:
     local = local_part(value)
-    return f"{type(value).__name__} with {tuple(local.shape)} here, on {local.device}"
+    return f"a {type(value).__name__} of local shape {tuple(local.shape)} on {local.device}"
 
 
 def _check_decay(decay: object) -> float:

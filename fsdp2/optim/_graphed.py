@@ -51,20 +51,21 @@ def graphed(
     """Return a training step that is captured as a device graph, and then replayed.
 
     Args:
-        model: a sharded model on a device with graphs (CUDA).
+        model: a sharded model on a device that supports graphs (CUDA).
         optimizer: a ``torch.optim.Optimizer`` that can count steps on the device (its param groups
-            get ``capturable=True``), or ``SGD``, which counts none. Each call ends with the
-            optimizer's step, and clears gradients. None: the call leaves gradients in place.
+            get ``capturable=True``), or ``SGD``, which does not count steps. Each call ends with
+            the optimizer's step, and clears gradients. None: the call leaves gradients in place.
         loss: called with the model and the step's arguments; returns the loss, or a tuple that
             begins with the loss. None: the model's output is the loss.
         max_norm: clip gradients to this total norm before the optimizer's step.
-        warmup: number of eager steps of a kind (shapes, dtypes, loss, micro-batch) before capture.
-        max_captures: upper bound on captures. Further steps run eagerly, with a warning.
+        warmup: number of eager steps per kind (shapes, dtypes, loss, micro-batch) before a capture.
+        max_captures: upper bound on the number of captures. After that, steps that match no graph
+            run eagerly, with a warning.
 
     Raises:
-        ConfigError, UnsupportedError: an argument of a wrong type or value; nothing is sharded; the
-            model is on a CPU, which has no graphs; parameters are kept on the host; the optimizer
-            counts steps on the host.
+        ConfigError, UnsupportedError: an argument has a wrong type or value; no module is sharded;
+            the model is on a CPU, which has no graphs; parameters are kept on the host; the
+            optimizer counts steps on the host.
 
     Source: the public ``torch.cuda.graph`` and ``torch.cuda.make_graphed_callables``.
     """
@@ -87,7 +88,7 @@ def graphed(
         raise UnsupportedError(
             "FS327",
             f"graphed: {away.fqn or '<root>'} keeps its parameters on the host (CPUOffloadPolicy), "
-            "so the host waits in each step, and a graph cannot capture that. Omit offload_policy.",
+            "so each step contains a host wait, which a graph cannot capture. Omit offload_policy.",
         )
     if check_optimizer("graphed", optimizer) is not None:
         _make_capturable(optimizer)
@@ -109,7 +110,8 @@ def _make_capturable(optimizer: Any) -> None:
             "FS718",
             f"graphed: {name} counts its steps on the host, so every replay would use the same "
             "count. Pass a torch optimizer that supports capturable=True (Adam, AdamW, RMSprop and "
-            "others), or SGD. Alternatively, omit optimizer, and step it after each call.",
+            "others), or SGD. Alternatively, pass optimizer=None, and step your optimizer after "
+            "each call.",
         )
     if counts:
         return
@@ -185,7 +187,7 @@ class GraphedStep:
         return self._take(args, kwargs, is_last=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of a micro-batch, but not the last one. Gradients stay local."""
+        """Run forward and backward of a micro-batch other than the last. Gradients stay local."""
         return self._take(args, kwargs, is_last=False)
 
     def reset(self) -> None:
@@ -196,7 +198,7 @@ class GraphedStep:
 
     def _take(self, args: Any, kwargs: Any, is_last: bool) -> Any:
         given: list[Tensor] = []
-        inputs = map_tensors(given.append, (args, kwargs))  # type: ignore[arg-type]  # None is put
+        inputs = map_tensors(given.append, (args, kwargs))  # type: ignore[arg-type]  # returns None
         if self._trees is None or not self._trees.are_current:
             self._trees = self._look_at_trees()
         trees = self._trees
@@ -243,7 +245,7 @@ class GraphedStep:
         if not torch.is_grad_enabled():
             return "grad mode is off"
         if torch.is_autocast_enabled(self._device.type):
-            return "autocast is on around the step: use it in the loss function"
+            return "autocast is enabled around the step: enable it in the loss function instead"
         return ""
 
     def _why_not_captured(self, kind: _Kind, trees: Trees) -> str:
@@ -255,9 +257,9 @@ class GraphedStep:
             return ""
         warn(
             "FS328",
-            f"graphed: steps were captured {self.captures} times (max_captures), and this one "
-            "matches no graph, so it runs eagerly. Use few shapes, and change settings rarely; the "
-            "step's why_eager has the reason.",
+            f"graphed: steps were captured {self.captures} times (max_captures), and the current "
+            "step matches no graph, so it runs eagerly. Use few shapes, and rarely change "
+            "settings. The step's why_eager states the reason.",
         )
         return f"captured {self.captures} times already"
 
@@ -407,7 +409,7 @@ class _Guards:
         if not _are(self._tensors, self._tensors_now()):
             return "a parameter or a buffer of the model was replaced"
         if not _are(self._states, self._states_now()):
-            return "the optimizer's state was replaced, as load_state_dict does"
+            return "the optimizer's state was replaced, for example by load_state_dict"
         if self._groups != self._groups_now():
             return "a param group of the optimizer was changed"
         return ""
@@ -421,7 +423,7 @@ def _are(some: list[Any], others: list[Any]) -> bool:
 class _Captured:
     """One graph, and the memory that it reads and writes."""
 
-    graphs: Any  # torch.cuda, or a module like it
+    graphs: Any  # torch.cuda, or an equivalent module
     static: list[Tensor]
     rates: _Rates
     replayed: Replayed

@@ -1,4 +1,4 @@
-"""An optimizer that combines several classes. Each member has separate param groups."""
+"""An optimizer that combines members of several classes. Each member has its own param groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fsdp2.optim._local import check_groups
 from fsdp2.optim._wrapped import Wrapped, loss_of, params_of
 
 BESIDE = "beside"
-"""State-dict key for entries that hooks of the members' classes add, in addition to states."""
+"""Key in a state dict for the additional entries that hooks of the members' classes add."""
 
 Member = tuple[Any, list[int]]  # an optimizer, and the indices of its param groups
 
 
 class Several(Wrapped, Optimizer):
-    """Combines members with separate param groups. ``step_together`` steps those with owners."""
+    """Combines members with separate param groups. ``step_together`` steps members with owners."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Several(Wrapped, Optimizer):
         step_together: Callable[[Sequence[Any]], None],
     ) -> None:
         self._members: list[Member] = []
-        self._main = main  # the class of groups that do not specify one
+        self._main = main  # the class for groups that do not specify a class
         count = sum(len(places) for _, places in members)
         groups: list[dict[str, Any]] = [{} for _ in range(count)]
         for member, places in members:
@@ -96,7 +96,7 @@ class Several(Wrapped, Optimizer):
                 self.param_groups[place] = group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the member for its ``"cls"``, or for the main class by default."""
+        """Add a group to the member of the class ``group["cls"]``, by default the main class."""
         if not self._members:  # called by torch's constructor
             super().add_param_group(param_group)
             return
@@ -113,7 +113,8 @@ class Several(Wrapped, Optimizer):
         raise ConfigError(
             "FS711",
             f"add_param_group: expected 'cls' to be one of this optimizer's classes, {known}, "
-            f"found {getattr(wanted, '__name__', wanted)}. Create the optimizer with such a group.",
+            f"found {getattr(wanted, '__name__', wanted)}. Create the optimizer with a group of "
+            "this class.",
         )
 
     @property

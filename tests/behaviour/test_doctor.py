@@ -386,7 +386,7 @@ def test_a_step_is_compared_with_torchs_own_and_with_the_plan() -> None:
     found = steps_of(ours=1.0, torchs=1.1, **usual)
     by_name = {one.name: one for one in fast.judge_steps(found)}
     assert {one.status for one in by_name.values()} == {OK}
-    assert "fsdp2 takes 0.909 of its time" in by_name["step"].said
+    assert "fsdp2 takes 0.909 times as long" in by_name["step"].said
     assert by_name["exposed communication"].said == "200 ms, 20% of the step"
     slower = {one.name: one for one in fast.judge_steps(steps_of(ours=1.0, torchs=0.7, **usual))}
     assert slower["step"].status == WARNING

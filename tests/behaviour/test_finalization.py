@@ -253,7 +253,7 @@ def test_nothing_starts_before_somebody_has_waited() -> None:
         other.reset_iter_state,
     ]
     for call in beside:
-        with pytest.raises(StateError, match="shares its streams"):
+        with pytest.raises(StateError, match="model with shared streams"):
             call()
     handle.wait()
     assert all(p.grad is not None for p in model.parameters())

@@ -74,8 +74,8 @@ def test_units_say_what_is_sharded(rank: int, world_size: int) -> None:
     """Two of the three rows of the first layer are on rank 0, so 40 of its 60 bytes."""
     assert [str(unit) for unit in fsdp2.units(make())][:3] == [
         "<root>: unit without parameters",
-        f"0: unit of 2 parameters, {(40, 20)[rank]} B here of 60 B, sharded over 2",
-        "1: unit of 1 parameter, 32 B here of 64 B, sharded over 2",
+        f"0: unit of 2 parameters, {(40, 20)[rank]} B of 60 B on this rank, sharded over 2",
+        "1: unit of 1 parameter, 32 B of 64 B on this rank, sharded over 2",
     ]
 
 
@@ -86,7 +86,7 @@ def test_on_meta_and_with_replicas(rank: int, world_size: int) -> None:
     fully_shard(layer, mesh=shared_mesh((2, 1), ("replicate", "shard")))
     (unit,) = fsdp2.units(layer)
     assert str(unit) == (
-        "<root>: unit of 1 parameter, 2 MiB here of 2 MiB, sharded over 1 x 2 replicas"
+        "<root>: unit of 1 parameter, 2 MiB of 2 MiB on this rank, sharded over 1 x 2 replicas"
     )
 
 

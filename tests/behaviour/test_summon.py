@@ -162,7 +162,7 @@ def test_rank_0_only(rank: int) -> None:
             assert_whole(model, reference)
         else:
             assert_restored(model, before)
-        assert_refused(model, fsdp2.StateError, "is nested in another for the same")
+        assert_refused(model, fsdp2.StateError, "is nested in another context for the same")
     assert_restored(model, before)
 
 
@@ -275,7 +275,7 @@ def test_refusals() -> None:
     for change, message in (
         (reshape, r"0.weight now has shape \(2,\)"),
         (remove, "was removed"),
-        (distribute, "is a DTensor now"),
+        (distribute, "is now a DTensor"),
     ):
         with pytest.raises(fsdp2.StateError, match=message):
             spoil(change)

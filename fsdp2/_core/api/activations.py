@@ -1,24 +1,24 @@
 """Activation offloading: tensors that chosen modules save for backward are kept in host memory.
 
-``host_memory`` orders the copies with respect to each other.
+``host_memory`` synchronizes the copies with each other.
 
 [Note: what travels]
 A *group* is the set of storages saved by one call of a chosen module. Each storage is copied once,
-even if several nodes save it or views of it. These are not copied: parameters, buffers and views of
-their memory (the engine frees and refills gathered parameters itself), small tensors, tensors on
-unsupported devices, small views of large storages, and wrapper tensors.
+even if several nodes save it or views of it. The following tensors are not copied: parameters,
+buffers and views of their memory (the engine frees and refills gathered parameters itself), small
+tensors, tensors on unsupported devices, small views of large storages, and wrapper tensors.
 
 [Note: when it travels]
-``out``: the copy starts when a node saves the tensor. Two groups later, compute waits for the copy
-and the source is dropped. So at most two groups are on the device at a time.
-``back``: when a node reads from a group for the first time, the rest of this group and the
-preceding group, which is needed next, are copied back into memory of the compute stream. Groups of
-the modules where backward begins stay on the device; reading one starts the preceding group's copy.
+In lane ``out``, the copy starts when a node saves the tensor. Two groups later, the compute stream
+waits for the copy, and the source is dropped. Thus at most two groups are on the device at a time.
+In lane ``back``, when a node first reads from a group, this group and the preceding group, which is
+needed next, are copied back into memory allocated on the compute stream. Groups of the modules in
+which backward begins stay on the device; reading such a group starts the preceding group's copy.
 
 [Note: a call that Ctrl-C ends]
 If a forward raises a non-``Exception``, such as ``KeyboardInterrupt``, torch runs no forward hooks.
-So each call stores a frame from its stack; the next call of a chosen module removes the hooks of
-calls whose frames have exited. Hooks, frames and therefore calls are per thread.
+Each call therefore stores a frame of its stack, and the next call of a chosen module removes the
+hooks of calls whose frames have exited. Calls are tracked per thread, as are hooks and frames.
 
 [Note: a backward that comes again]
 With ``retain_graph``, the host copy is retained. The device copy is dropped when backward leaves
@@ -54,7 +54,7 @@ from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Unit
 ATTRIBUTE = "_fsdp2_activations"
 _ASKING = Asking("offload_activations", "nothing is offloaded", "True or False")
 
-LEAST_SHARE = 8  # views of less than 1/8 of a storage stay: the rest might not be needed
+LEAST_SHARE = 8  # views of less than 1/8 of a storage stay: the rest of it may not be needed
 GROUP_NBYTES = 1 << 29  # larger groups are split, because a group is copied back as a whole
 # nodes between a parameter and its cast, which a matmul saves under autocast
 CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
@@ -63,7 +63,7 @@ CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
 def offload_activations(
     model: nn.Module, policy: WrapPolicy, *, keep_last: int = 1, min_bytes: int = 1 << 18
 ) -> list[str]:
-    """Keep the tensors that selected modules save for backward in host memory.
+    """Keep in host memory the tensors that selected modules save for backward.
 
     Tensors that autograd saves in a selected module's forward are copied to pinned memory while
     forward continues. They are copied back during the backward of the next selected module. Results
@@ -71,23 +71,24 @@ def offload_activations(
     storage is copied once, even if several nodes save it. Pinned memory is reused.
 
     If a selected module is wrapped by activation checkpointing or ``torch.compile``, its wrapper is
-    selected instead: a checkpoint saves only its inputs, which are offloaded. Call this function
-    after adding wrappers, before or after ``fully_shard``.
+    selected instead. A checkpoint saves only its inputs, so only the inputs are offloaded. Call
+    this function after adding wrappers, before or after ``fully_shard``.
 
     Args:
         model: the model that contains the modules, sharded or not.
-        policy: selects modules below ``model``, as in ``fsdp2.wrap.shard_model``: classes, a
-            function of a module, or a torch policy. A function that returns False for every module
-            undoes an earlier call.
+        policy: module classes, a function of a module, or a torch policy. It selects modules below
+            ``model``, as in ``fsdp2.wrap.shard_model``. A function that returns False for every
+            module undoes an earlier call.
         keep_last: the number of selected modules, from the end of ``model.modules()``, whose
-            tensors stay on the device: backward begins in these while others are copied back.
+            tensors stay on the device. Backward begins in these modules while the tensors of other
+            modules are copied back.
         min_bytes: the minimum size of an offloaded tensor.
 
     Returns:
         The names of the selected modules, in the order of ``model.modules()``.
 
     On a CPU, and on devices without streams, all tensors stay in place. In a step of
-    ``fsdp2.compile``, the compiler decides which tensors to save, and none are offloaded.
+    ``fsdp2.compile``, the compiler decides which tensors to save, and no tensor is offloaded.
 
     Raises:
         ConfigError: an argument has an invalid type or value.
@@ -135,7 +136,7 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 class Group:
-    """Storages saved in (a part of) one call of a module; kept alive by its ``Away`` objects."""
+    """Storages saved by one module call or a part of it. ``Away`` objects keep the group alive."""
 
     __slots__ = ("__weakref__", "nbytes", "number", "storages")
 
@@ -337,9 +338,9 @@ class Activations:
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[Away]] = []
-        # offloaded storages, by ``number_of`` of the source storage, while the source is alive
+        # offloaded storages by ``number_of(source storage)``, while the source is alive
         self._known: dict[int, weakref.ref[Away]] = {}
-        self._read = 0  # number of the group that backward is in
+        self._read = 0  # number of the group that backward is reading
         self._has_warned = False
         # the same objects in each call, because a compiler guards on their identity
         self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
@@ -411,9 +412,9 @@ class Activations:
             warn(
                 "FS325",
                 f"offload_activations: a {class_name(module)} runs inside an activation "
-                "checkpoint, which saves only its own inputs, outside this module. So none of "
-                "the module's tensors are offloaded. Choose the module that calls the checkpoint "
-                "instead, such as CheckpointWrapper.",
+                "checkpoint, which saves only its own inputs, outside of this module's forward. "
+                "Therefore none of the module's tensors are offloaded. Choose the module that "
+                "calls the checkpoint instead, such as CheckpointWrapper.",
             )
 
     @torch_compiler.always_eager
@@ -460,7 +461,7 @@ class Activations:
         return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
 
     def _away(self, tensor: Tensor, call: _Call) -> Away:
-        """Return a tensor's offloaded storage; start a copy unless an earlier one is valid."""
+        """Return a tensor's offloaded storage; start a copy unless an earlier copy is valid."""
         storage = tensor.untyped_storage()
         number = torch_tensors.number_of(storage)
         known = self._known.get(number)

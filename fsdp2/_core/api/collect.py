@@ -105,9 +105,9 @@ class Ignored:
             if unit_of(child) is not None:
                 raise ConfigError(
                     "FS212",
-                    f"fully_shard: found a {class_name(child)} in ignored_states that fully_shard "
-                    "was already applied to. Omit it: a call never shards parameters that an "
-                    "earlier call sharded.",
+                    f"fully_shard: ignored_states contains a {class_name(child)} that fully_shard "
+                    "was already applied to. Omit this module: a call never shards parameters that "
+                    "an earlier call sharded.",
                 )
             tensors.update(p for p in child._parameters.values() if p is not None)
             tensors.update(b for b in child._buffers.values() if b is not None)
@@ -132,7 +132,7 @@ WrapPolicy = (
 
 
 class Asking(NamedTuple):
-    """Texts for messages: the calling function, the effect if no module matches, valid results."""
+    """Texts for messages: the caller, the effect if no module matches, valid policy results."""
 
     who: str
     if_none: str
@@ -241,7 +241,7 @@ class BufferSite(NamedTuple):
     name: str
 
     def move_to(self, device: torch.device) -> None:
-        """Move the buffer to a device, unless it is on meta or a DTensor."""
+        """Move the buffer to a device, unless it is a DTensor or on the meta device."""
         buffer = self.module._buffers[self.name]
         if buffer is None or isinstance(buffer, DTensor):
             return
@@ -264,7 +264,7 @@ class Taken:
 class Collected:
     """The result of ``collect``: new parameters, tied parameters of inner units, and buffers."""
 
-    meshes: list[DataMesh]  # the call's mesh, then those of its parameters
+    meshes: list[DataMesh]  # the call's mesh, then any other meshes of its parameters
     left_alone: set[Tensor]  # ignored states, and parameters managed by torch's ``replicate``
     own: dict[nn.Parameter, Taken] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
@@ -349,7 +349,7 @@ def count_dealt(collected: Collected) -> None:
     """Add this call's dealt blocks to each rank's load, for later calls. See ``deals``."""
     for param, taken in collected.own.items():
         layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # count the full shape, which is equal along all other axes
+        if layout.deal is not None:  # count the full shape, which is equal on all ranks
             assert layout.dim is not None
             shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
             claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
@@ -383,7 +383,7 @@ def check_smaller(collected: Collected) -> None:
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:
-    """Add sites to tied parameters; return any that the new unit takes over. [Note: ties]"""
+    """Add sites to tied parameters; return parameters that the new unit takes over. [Note: ties]"""
     escaped: dict[DataMesh, list[FSDPParam]] = {}
     for param, sites in collected.tied.items():
         param.sites.extend(sites)
@@ -441,7 +441,7 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
-    """Find parameters of inner units that the new unit also uses outside their own unit."""
+    """Find each inner unit's parameters that the new unit also uses outside of the inner unit."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
         for group in unit.own_groups:
@@ -582,7 +582,7 @@ def check_modules(module: object) -> list[nn.Module]:
             raise ConfigError(
                 "FS203",
                 f"fully_shard: replicate was already applied to this {class_name(target)}, and "
-                "manages its parameters. Apply only one of the two.",
+                "manages its parameters. Apply only one of the two functions.",
             )
     return modules
 
@@ -630,14 +630,15 @@ def check_sharding(
             raise ConfigError(
                 "FS234",
                 f"fully_shard: found {sharding.name} with {OUTER[outer].name}. With unsharded "
-                "parameters all ranks form one axis: omit shard_outer, and pass a 1-D mesh of all "
+                "parameters, all ranks form one axis: omit shard_outer, and pass a 1-D mesh of all "
                 "ranks.",
             )
         if type(reshard_after_forward) is int:
             raise ConfigError(
                 "FS234",
                 f"fully_shard: found reshard_after_forward={reshard_after_forward} with "
-                f"{OUTER[outer].name}, which reshards to the mesh's inner dim. Omit one of them.",
+                f"{OUTER[outer].name}, which reshards to the mesh's inner dim. Omit one of the two "
+                "arguments.",
             )
         return OUTER[outer]
     if not sharding.keeps_whole:
@@ -667,13 +668,13 @@ def check_layers(mesh: DeviceMesh, dims: object) -> None:
     raise ConfigError(
         "FS234",
         "fully_shard: shard_outer requires a 2-D mesh of data-parallel dims, (outer, inner), with "
-        f"several ranks along each, found {found}. Pass such a mesh without dp_mesh_dims, or omit "
-        "shard_outer and pass a 1-D mesh of all ranks.",
+        f"several ranks along each dim, but found {found}. Pass such a mesh without dp_mesh_dims, "
+        "or omit shard_outer and pass a 1-D mesh of all ranks.",
     )
 
 
 def check_method(module: object, name: object) -> str:
-    """Return the method's name; ConfigError if its body may run after the call returns."""
+    """Return ``name``; ConfigError if the method's body may run after the call returns."""
     who = "register_fsdp_forward_method"
     if not isinstance(module, nn.Module):
         raise wrong_type(who, "module", "an nn.Module", module)

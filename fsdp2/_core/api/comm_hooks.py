@@ -3,10 +3,11 @@
 Contains ``register_comm_hook`` and the hook ``Compress``. Hooks receive flat buffers.
 
 [Note: hooks sum]
-A hook computes the *sum* over ranks; the engine divides the sum as usual (by the number of
-ranks or ``set_gradient_divide_factor``; in two steps for fp16 reductions). After the gradients, a
-buffer contains counts and, on a CPU, stamps for checking that ranks run the same operations.
-A hook preserves these if it sums all elements in the same way, in any floating-point dtype.
+A hook computes the *sum* over ranks. The engine divides the sum as usual, by the number of ranks or
+the factor of ``set_gradient_divide_factor`` (in two steps for fp16 reductions). After the
+gradients, a buffer contains counts and, on a CPU, stamps for checking that ranks run the same
+operations. A hook preserves counts and stamps if it sums all elements in the same way, in any
+floating-point dtype.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ class Compress:
     """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
 
     With a 16-bit dtype, gradients are cast and the backend sums in that dtype. With an 8-bit dtype,
-    each rank sends codes, and a scale for each block of them, to the owner of each shard, which
-    decodes and sums them in the reduce dtype. Over a replicate axis, the sums are also sent back as
-    codes, identical for all ranks. The engine's counts, and gradients of replicated parameters, are
-    not rounded, because replicas must stay equal.
+    each rank sends codes, and a scale for each block of codes, to the owner of each shard. The
+    owner decodes the codes, and sums the values in the reduce dtype. Over a replicate axis, the
+    sums are also sent back as codes, identical for all ranks. The engine's counts, and gradients of
+    replicated parameters, are not rounded, because replicas must stay equal.
 
     Args:
         dtype: ``torch.bfloat16``, ``torch.float16``, ``torch.int8``, ``torch.float8_e4m3fn`` or
             ``torch.float8_e5m2``. For fp16, gradients are scaled down before sending, so that sums
             do not overflow, and scaled up afterwards.
         error_feedback: add the rounding error of the previous cast to the unit's next gradients.
-            Takes memory for the unit's full gradients on every rank, in the reduce dtype (for 8-bit
-            dtypes, at least fp32). Recommended for 8-bit dtypes.
+            On every rank, the errors take as much memory as the unit's full gradients, in the
+            reduce dtype (for 8-bit dtypes, at least fp32). Recommended for 8-bit dtypes.
         block: for 8-bit dtypes, the number of elements that share a 2-byte scale.
         only_replicas: for 8-bit dtypes, sum over a shard axis in the reduce dtype and use codes
             only over a replicate axis, which usually spans slower links.
 
     Raises:
-        ConfigError: ``dtype`` is none of these; a flag is not a bool; or ``block`` is below 8.
+        ConfigError: ``dtype`` is not listed above; a flag is not a bool; or ``block`` is below 8.
 
     Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
     2014, and Karimireddy et al., 2019; codes sent once and summed by the receiver: qgZ of ZeRO++
@@ -104,7 +105,7 @@ class Compress:
             raise ConfigError(
                 "FS508",
                 f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
-                f"for {group.size()} ranks. Pass equal numbers, or one rank's part as reduced.",
+                f"for {group.size()} ranks. Pass equal sizes, or one rank's part as reduced.",
             )
         is_replicas = reduced.numel() == packed.numel()
         if self.dtype in CODES:
@@ -137,7 +138,7 @@ class Compress:
         packed: Tensor,
         ranks: int,
     ) -> tuple[Tensor, float]:
-        """Return ``packed`` divided by a factor and cast to a 16-bit ``dtype``, and the factor."""
+        """Divide ``packed`` by a factor, and cast it to ``dtype``; return it and the factor."""
         if not isinstance(packed, Tensor) or not packed.is_floating_point():
             raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
         check_count("Compress", "ranks", ranks)
@@ -161,8 +162,8 @@ def register_comm_hook(
 ) -> None:
     """Reduce the gradients of a module's units with ``hook`` instead of the backend.
 
-    A unit's reduction calls the hook once per mesh of its parameters and per axis of that mesh.
-    On a CPU, reductions with a hook are synchronous. Copying the model copies hooks and states.
+    Each reduction of a unit calls the hook once for every axis of every mesh of its parameters. On
+    a CPU, reductions with a hook are synchronous. Copying the model copies hooks and states.
 
     Args:
         module: the model, or a part of it.
@@ -170,11 +171,11 @@ def register_comm_hook(
             into ``reduced``; any division is done by the engine. Both tensors are flat and in the
             reduce dtype. Over a shard axis of W ranks, ``packed`` is ``[W * S]`` and ``reduced`` is
             ``[S]``, this rank's shard, as in a reduce-scatter. Over a replicate axis, both are the
-            same tensor ``[S]``. After the gradients they contain a few values of the engine, which
-            must be summed in the same way. On a CPU, the sum must be complete when the hook
-            returns; on a device, the hook must use the current stream. For an example, see
+            same tensor ``[S]``. After the gradients, the tensors contain a few values of the
+            engine, which must be summed in the same way. On a CPU, the sum must be complete when
+            the hook returns; on a device, the hook must use the current stream. For an example, see
             ``Compress``. Pass None to remove hooks.
-        state: the first argument of the hook. None: a separate dict for each unit and axis, in
+        state: the first argument of the hook. If None, each unit and axis has a separate dict, in
             which ``Compress`` stores rounding errors.
         recurse: also register the hook for units below ``module``.
 
@@ -183,7 +184,7 @@ def register_comm_hook(
             a ``state``; or a custom reduce-scatter or a gradient wire dtype is set.
         StateError: called during a step.
 
-    Source: the method of the same name of torch's ``FullyShardedDataParallel``.
+    Source: the method of the same name in torch's ``FullyShardedDataParallel``.
     """
     check_flag("register_comm_hook", "recurse", recurse)
     units = sharded_units("register_comm_hook", "module", module, recurse)
@@ -205,7 +206,7 @@ def register_comm_hook(
             raise ConfigError(
                 "FS505",
                 f"register_comm_hook: {group.fqn or '<root>'} has a custom reduce-scatter, "
-                f"{type(scatter).__name__}. Use either that or a hook.",
+                f"{type(scatter).__name__}. Use either this reduce-scatter or a hook.",
             )
         if hook is not None and group.wire.gradient_dtype is not None:
             raise ConfigError(

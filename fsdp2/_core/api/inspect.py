@@ -25,14 +25,15 @@ from fsdp2._core.params.param import FSDPParam
 class ShardInfo:
     """One parameter of a unit, and this rank's shard of it.
 
-    ``names`` are its names in the inspected model; a tied parameter has several. ``shape`` and
-    ``stride`` describe the full parameter (or this rank's tensor-parallel part). ``dtype`` is the
-    dtype of the shard. ``dim`` is the sharded dim; None if every rank has the full parameter.
-    ``local_shape`` is the shape of this rank's shard, without padding, and ``start`` the index of
-    its first row along ``dim``. ``owner`` is the shard rank that has all rows (``Whole``), else
-    None. ``block`` is the block size in rows along ``dim`` (``Aligned``), else None.
-    ``nbytes`` is the size of the shard in bytes, including padding. ``offset`` is its offset in
-    bytes in the unit's flat buffer of shards; None if an extension stores the shard elsewhere.
+    ``names`` are the parameter's names in the inspected model; a tied parameter has several names.
+    ``shape`` and ``stride`` describe the full parameter (or this rank's tensor-parallel part).
+    ``dtype`` is the dtype of the shard. ``dim`` is the sharded dim, or None if every rank has the
+    full parameter. ``local_shape`` is the shape of this rank's shard, without padding. ``start`` is
+    the index of the shard's first row along ``dim``. ``owner`` is the ``shard_rank`` of the only
+    rank that stores the parameter (``Whole``), else None. ``block`` is the block size in rows along
+    ``dim`` (``Aligned``), else None. ``nbytes`` is the size of the shard in bytes, including
+    padding. ``offset`` is the shard's offset in bytes in the group's flat buffer of shards, or None
+    if an extension stores the shard elsewhere.
     """
 
     names: tuple[str, ...]
@@ -55,10 +56,10 @@ class GroupInfo:
     """Parameters of a unit that are gathered and reduced together.
 
     ``shard_rank`` is this rank's index on the shard axis of ``mesh``, from 0. ``shard_size`` and
-    ``replicate_size`` are the sizes of the two axes; 1 if there is no such axis. ``state`` is
-    ``"sharded"``, ``"unsharded"``, or ``"sharded_post_forward"``: sharded over fewer ranks between
-    forward and backward. ``nbytes`` is the size of this rank's shards in bytes, including padding.
-    ``shards`` has one entry per parameter.
+    ``replicate_size`` are the sizes of the shard axis and the replicate axis, or 1 if ``mesh`` has
+    no such axis. ``state`` is ``"sharded"``, ``"unsharded"``, or ``"sharded_post_forward"``, which
+    means sharded over fewer ranks between forward and backward. ``nbytes`` is the size of this
+    rank's shards in bytes, including padding. ``shards`` has one entry per parameter.
     """
 
     mesh: DeviceMesh
@@ -72,14 +73,14 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """The result of one call of ``fully_shard``.
+    """The result of one ``fully_shard`` call.
 
-    ``names`` are the names of its modules in the inspected model (``""`` is the model itself).
-    ``is_root`` is True if no unit encloses this one or, after a forward, if its forward ran first.
-    ``is_conditional`` and ``reshard_after_forward`` are the values from ``fully_shard`` or a later
-    setter. ``groups`` has one entry per mesh of parameters, and one per large part of a root.
-    ``str()`` summarises the unit in one line, with its parameter bytes on this rank and its tied
-    parameters.
+    ``names`` are the names of the unit's modules in the inspected model (``""`` is the model).
+    Before the first forward, ``is_root`` is True if no unit encloses this unit; afterwards, it is
+    True if that forward began with this unit. ``is_conditional`` and ``reshard_after_forward`` are
+    the values passed to ``fully_shard`` or to a later setter. ``groups`` has one entry for each
+    mesh on which the unit has parameters, and one for each large part of a root. ``str()``
+    summarises the unit in one line, with its tied parameters and its parameters' size on this rank.
     """
 
     names: tuple[str, ...]
@@ -110,7 +111,7 @@ class UnitInfo:
         count = f"{len(shards)} parameter" + ("s" if len(shards) > 1 else "")
         ties = [" = ".join(shard.names) for shard in shards if len(shard.names) > 1]
         return (
-            f"{name}: unit of {count}, {nbytes_text(here)} here of {nbytes_text(whole)}, "
+            f"{name}: unit of {count}, {nbytes_text(here)} of {nbytes_text(whole)} on this rank, "
             f"sharded over {' and '.join(sorted(places))}"
             + (f"; tied: {', '.join(ties)}" if ties else "")
         )

@@ -1,10 +1,10 @@
-"""``FSDPModule``, the class of sharded modules: methods (except for setters), copies and pickles.
+"""``FSDPModule``, the class of sharded modules: methods (except setters), copying and pickling.
 
 Does not depend on how ``fully_shard`` collects parameters.
 
 [Note: recognised as torch's]
 Torch's pipelining and other software check ``isinstance(module,
-torch.distributed.fsdp.FSDPModule)``, so our class has it as its *last* base. The MRO of a sharded
+torch.distributed.fsdp.FSDPModule)``, so torch's class is our *last* base. The MRO of a sharded
 ``Net`` is ``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``.
 Attributes that only torch's class has are hidden: reading one raises ``AttributeError``.
 """
@@ -42,7 +42,7 @@ from fsdp2._core.params.registration import SHARDED
 
 
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
-    """Handle returned by ``finalize_backward(async_op=True)``, to wait for its reductions."""
+    """Handle returned by ``finalize_backward(async_op=True)``, used to wait for the reductions."""
 
     def __init__(self, runtime: Runtime | None, pending: PendingReduction | None) -> None:
         self._runtime, self._pending = runtime, pending
@@ -88,7 +88,7 @@ def _check_finalize(runtime: Runtime) -> None:
                 raise StateError(
                     "FS310",
                     f"{who}: {group.fqn or '<root>'} is configured not to reduce gradients over "
-                    "the replicate axis; such gradients cannot be finalized manually. Call "
+                    "the replicate axis, so the backward cannot be finalized manually. Call "
                     "set_requires_all_reduce(True), or use automatic finalization.",
                 )
 
@@ -107,8 +107,9 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         except TypeError as error:
             raise ConfigError(
                 "FS204",
-                f"fully_shard: {cls.__name__} cannot be subclassed ({error}), which sharding "
-                "requires. Give default values to arguments of its __init_subclass__ or metaclass.",
+                f"fully_shard: {cls.__name__} cannot be subclassed ({error}), but sharding "
+                "requires a subclass. Give default values to the arguments of its "
+                "__init_subclass__ or metaclass.",
             ) from error
     return _classes[cls]
 
@@ -145,7 +146,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     __call__ = call_module
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as its original class would; compilers may trace this method."""
+        """Call ``__call__`` of the original class; compilers may trace this method."""
         return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -193,10 +194,11 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load shards from ``state_dict()``, as ``nn.Module.load_state_dict`` does.
+        """Load shards that ``state_dict()`` returned.
 
-        Arguments (``strict``, ``assign``) and result are the same. With ``assign=True`` the loaded
-        tensors become the parameters. Load full tensors with ``fsdp2.checkpoint.load_full_state``.
+        Arguments (``strict``, ``assign``) and result are those of ``nn.Module.load_state_dict``.
+        With ``assign=True``, the loaded tensors become the parameters. Load full tensors with
+        ``fsdp2.checkpoint.load_full_state``.
 
         Raises:
             ConfigError: ``state_dict`` is not a dict, or has full tensors for sharded parameters.
@@ -231,7 +233,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return result
 
     def extra_repr(self) -> str:
-        """Return the original text, followed by one line for each tied parameter."""
+        """Return the original class's text, followed by one line for each tied parameter."""
         return "\n".join(filter(None, (super().extra_repr(), *tied_lines(self))))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -241,7 +243,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         optimizer's ``zero_grad`` does not clear.
 
         Args:
-            set_to_none: if False, fill gradients with zeros instead.
+            set_to_none: if True, set gradients to None; if False, fill them with zeros.
 
         Raises:
             ConfigError: ``set_to_none`` is not a bool.
@@ -372,7 +374,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         unit.configure(manual_finalization=enabled)
 
     def reset_iter_state(self) -> None:
-        """Discard the state of an unfinished step and all gradients, in the whole tree.
+        """Discard all gradients of the tree, and the state of an unfinished step.
 
         Call it on any unit of the tree. No-op before the first forward. After an exception, the
         next forward cleans up automatically but keeps reduced gradients. This call also clears
@@ -419,7 +421,7 @@ torch_modules.hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
 
 
 class UnshardHandle(torch_modules.UnshardHandle):
-    """Handle returned by ``unshard(async_op=True)``, to wait for its all-gather."""
+    """Handle returned by ``unshard(async_op=True)``, used to wait for the all-gather."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups: Sequence[ParamGroup] = groups
@@ -459,9 +461,9 @@ def _check_mode_change(unit: Unit, mode: bool) -> None:
     if phase is not IDLE and any(module.training is not mode for module in unit.modules):
         raise StateError(
             "FS302",
-            f"{unit.fqn or '<root>'}: train({mode}) was called during a {phase}. Its policy has "
-            "full_precision_in_eval, so this would change the dtype of parameters in use. Call it "
-            "between steps.",
+            f"{unit.fqn or '<root>'}: train({mode}) was called during a {phase}. The unit's policy "
+            "has full_precision_in_eval, so the call would change the dtype of parameters in use. "
+            "Call train() between steps.",
         )
 
 
@@ -479,7 +481,7 @@ def _follow_mode(unit: Unit) -> None:
 
 
 def _have_lanes(unit: Unit) -> None:
-    """Let a manual gather before the first forward use the same streams as a step."""
+    """Choose the streams before the first forward, so that a manual gather can use them."""
     if unit.streams is None:
         unit.streams = streams_for(unit.device)
     for group in unit.own_groups:

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 
 ZERO_COPY_NBYTES = 131072
-"""Minimum unsharded bytes of a parameter that is sent separately, on gloo (docs/decisions/0013)."""
+"""Minimum unsharded size, in bytes, of parameters sent separately on gloo (docs/decisions/0013)."""
 ZERO_COPY_PIECE_NBYTES = 512 * 1024
-"""The same minimum for a device with up to 64 ranks, in bytes per rank. With more ranks it is 32
-MiB for the full parameter (the avoided copy takes 23 us on any number of ranks), but at least
+"""The same minimum on devices, in bytes per rank, for up to 64 ranks. For more ranks, it is 32 MiB
+for the full parameter (the avoided copy takes 23 us on any number of ranks), but at least
 ``LEAST_PIECE_NBYTES`` per rank. Calculated from the figures in docs/decisions/0013."""
 LEAST_PIECE_NBYTES = 64 * 1024
 
 
 class ZeroCopy(NamedTuple):
-    """Limits for sending a parameter separately: minimum size, and divisor of bytes per rank."""
+    """Limits for sending a parameter separately: minimum size, and divisor of each rank's bytes."""
 
     nbytes: int
     row_nbytes: int = 1
@@ -33,12 +33,12 @@ have 128 bytes (horovod#3727, NVIDIA/nccl#413)."""
 class Capabilities:
     """Capabilities of a device type. The defaults apply to CUDA and to unlisted types."""
 
-    is_host: bool = False  # the host can read its memory when a collective is complete
+    is_host: bool = False  # the host can read device memory once a collective is complete
     has_lanes: bool = True  # has side streams; otherwise collectives return a ``Work``
-    lane_priority: int = -1  # priority of side streams, above compute; 0: no priorities
+    lane_priority: int = -1  # priority of side streams; -1: above compute; 0: no priorities
     pins: bool = True  # copies from pinned host memory overlap compute
     coalesces: bool = True  # its backend can batch several collectives into one
-    # default zero-copy thresholds, in total and per rank; both None: opt in only
+    # default zero-copy thresholds, in total and per rank; both None: opt-in only
     zero_copy_nbytes: int | None = None
     zero_copy_piece_nbytes: int | None = ZERO_COPY_PIECE_NBYTES
 

@@ -1,11 +1,12 @@
-"""Validate data before loading: values against a dtype, an optimizer's state against the optimizer.
+"""Validate data before loading: values against a dtype, and optimizer states against an optimizer.
 
 Both checks run before anything is changed. Contains no file or sharding code.
 
 [Note: what an optimizer keeps]
-For a class of ``torch.optim``, we step an instance with the same options on a tiny parameter. The
-resulting state has the expected fields of the installed torch version. Third-party steps may have
-side effects, so the loaded state is compared with the optimizer's current state instead.
+For a class of ``torch.optim``, we create an instance with the same options, and step it on a tiny
+parameter. The resulting state has the fields that the installed torch version expects. The step of
+a third-party class may have side effects, so it is not run: the loaded state is compared with the
+optimizer's current state.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def require_representable(
     value: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Raise ConfigError if a cast to ``dtype`` would change a value (NaN, a fraction, a complex or
-    too large number) beyond rounding."""
+    """Raise ConfigError if ``dtype`` cannot represent a value: a complex number in a real dtype, or
+    NaN, a fraction or a too large number in an integer dtype. Floating-point dtypes may round."""
     if value.dtype is dtype or value.numel() == 0 or dtype.is_complex:
         return
     if dtype.is_floating_point and not value.is_complex():
@@ -42,8 +43,8 @@ def require_representable(
         if not same.all():
             raise ConfigError(
                 "FS603",
-                f"{what}: {name} is {dtype} in the model, which cannot represent the value "
-                f"{piece[~same][0]} ({value.dtype}) of the state. Nothing was changed.",
+                f"{what}: {name} is {dtype} in the model. This dtype cannot represent the state's "
+                f"value {piece[~same][0]} ({value.dtype}). Nothing was changed.",
             )
 
 
@@ -54,9 +55,9 @@ def check_state(
     names: Iterable[list[str]],
     state: Mapping[str, Any],
 ) -> None:
-    """Check an optimizer's state (by parameter name; may be on meta). Raise ConfigError if it was
-    saved from another optimizer, or if a shape is wrong. ``groups`` are the options that each param
-    group will have, and ``names`` the names of its parameters."""
+    """Check an optimizer's state, a dict by parameter name (tensors may be on the meta device).
+    Raise ConfigError if the state was saved from another optimizer, or if a shape is wrong.
+    ``groups`` has the options, and ``names`` the parameter names, of each param group to load."""
     kinds: dict[str, Kept | None] = {}
     for group, own, current in zip(groups, names, optimizer.param_groups, strict=True):
         options = repr(sorted((k, v) for k, v in group.items() if k != "params"))
@@ -128,8 +129,8 @@ def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, 
             raise ConfigError(
                 "FS608",
                 f"{what}: the state was not saved from {_class_of(optimizer).__name__}: expected "
-                f"{', '.join(lacking[:4])}, found {', '.join(foreign[:4])}. Load it into an "
-                "optimizer of the saved class, or omit the optimizer. Nothing was changed.",
+                f"the options {', '.join(lacking[:4])}, found {', '.join(foreign[:4])}. Load it "
+                "into an optimizer of the saved class, or omit the optimizer. Nothing was changed.",
             )
 
 
@@ -146,7 +147,7 @@ def _all_options() -> frozenset[str]:
 
 
 Kept = Mapping[str, bool | None]
-"""For each state field: True if it has the parameter's shape, False for one number, else None."""
+"""For each state field: True if it has the parameter's shape, False if a number, else None."""
 
 
 def _kept_after_a_step(cls: type[Optimizer], group: Mapping[str, Any], dim: int) -> Kept | None:

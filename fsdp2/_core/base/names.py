@@ -18,12 +18,12 @@ V = TypeVar("V")
 
 
 def class_name(module: object) -> str:
-    """Return the user's class name, not that of the subclass from ``fully_shard``."""
+    """Return the name of the user's class, not of the subclass that ``fully_shard`` creates."""
     return getattr(type(module), "_fsdp2_original", type(module)).__name__
 
 
 def printable(text: object, most: int = 200) -> str:
-    """Return text as one terminal line: escape unprintable characters, truncate to ``most``."""
+    """Return text as one terminal line: escape unprintable characters and truncate to ``most``."""
     shown = str(text)
     shown = shown if len(shown) <= most else f"{shown[:most]}..."
     if shown.isprintable():
@@ -69,7 +69,7 @@ def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_terminal(text: str) -> str:
-    """Escape each line for a terminal: unit, host and file names may have escape sequences."""
+    """Escape each line for a terminal: unit, host and file names may contain escape sequences."""
     return "\n".join(map(in_a_line, text.split("\n")))
 
 

@@ -4,7 +4,7 @@
 A background save captures the state at the time of the call. On a device, the copies run on a
 separate stream and overlap the next forward and backward, which only read the copied tensors. The
 current stream (not the host) waits for the copies before each step of a torch optimizer, and before
-any of our functions writes to parameters.
+any function of fsdp2 writes to parameters.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class _Pending:
-    """Events of copies in flight, and an optimizer hook while there are any."""
+    """Events of copies in flight, and an optimizer hook, registered while copies are in flight."""
 
-    events: list[torch.Event] = []  # noqa: RUF012  # one for the process
+    events: list[torch.Event] = []  # noqa: RUF012  # one list per process
     hook: Any = None
 
 

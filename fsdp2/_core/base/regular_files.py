@@ -15,10 +15,11 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-WHOLE_NBYTES = 1 << 30  # size limit of files that are read completely: metadata, not values
+WHOLE_NBYTES = 1 << 30  # size limit for files that are read completely: metadata, not values
 SOLID_NBYTES = 64 << 20
 HOLES = 100
-"""A file over ``SOLID_NBYTES`` is hollow if under 1/100 is allocated; compression reaches 1/10."""
+"""A file larger than ``SOLID_NBYTES`` is hollow if less than 1/100 of it is allocated. File-system
+compression alone leaves about 1/10."""
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -30,7 +31,7 @@ KINDS = (
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; OSError for others. See [Note: regular files]."""
+    """Open a regular file for reading. OSError: not a regular file. See [Note: regular files]."""
     _check(os.stat(path), path)
     flags = os.O_RDONLY
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
@@ -50,7 +51,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = WHOLE_NBYTES) -> bytes:
-    """Return a file's contents; OSError also if it exceeds ``most`` bytes or is mostly holes."""
+    """Return a file's contents. OSError: not regular, over ``most`` bytes, or mostly holes."""
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:

@@ -1,18 +1,19 @@
 """Private torch API for a DTensor whose rows are dealt to ranks in whole blocks.
 
 Torch's DTensor supports only chunks of equal size, and its operation rules turn any other placement
-into a plain ``Shard``. So these tensors use a DTensor subclass that handles dispatch:
-element-wise operations run on local rows; views are views of local memory; all other operations run
-on a replicated DTensor. Tested with torch 2.12.1, 2.13.0 and 2.14.1; torch 2.11 does not dispatch
-to subclasses.
+into a plain ``Shard``. A tensor with dealt rows is therefore an instance of a DTensor subclass that
+handles dispatch: element-wise operations run on local rows; views are views of local memory; all
+other operations run on a replicated DTensor. Tested with torch 2.12.1, 2.13.0 and 2.14.1; torch
+2.11 does not dispatch to subclasses of DTensor.
 
 [Note: dealt placements]
 ``Dealt`` is a ``Shard`` from which torch reads row offsets, for example for checkpoints. It equals
-``Shard(dim)``, as torch's specs require of a shard, but two ``Dealt`` with different deals are not
-equal. Torch's own operations never see ``Dealt``, because ``DealtTensor`` handles their dispatch.
-But torch can create a plain DTensor with ``Dealt`` placements (``from_local``, states loaded by its
-helpers) and would silently use wrong chunk sizes. Torch first looks up each operation by a hash of
-the placements, so ``Dealt.__hash__`` raises an error. Our code converts such tensors (``adopt``).
+``Shard(dim)``, as torch's specs require of a shard, but two ``Dealt`` placements with different
+deals are not equal. Torch's own operations never receive ``Dealt``, because ``DealtTensor`` handles
+their dispatch. However, torch can create a plain DTensor with ``Dealt`` placements (in
+``from_local``, or when torch's helpers load states), and would silently use wrong chunk sizes for
+it. Torch first looks up each operation by a hash of the placements, so ``Dealt.__hash__`` raises an
+error. Our code converts such DTensors to ``DealtTensor`` (see ``adopt``).
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ MADE_ALIKE = frozenset(
         *("bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
     )
 )
-"""Operations, besides element-wise ones, that run on local rows."""
+"""Operations that run on local rows, in addition to element-wise operations."""
 
 NEW = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_empty", "new_full"))
-"""Operations whose result has the tensor's placement if the requested shape is the tensor's."""
+"""Operations whose result has the tensor's placement if the requested shape equals its shape."""
 
 
 class Dealt(Shard):
-    """The placement of a tensor whose rows are dealt: [Note: dealt placements]."""
+    """The placement of a tensor whose rows are dealt. See [Note: dealt placements]."""
 
     deal: Deal
     was_made: ClassVar[bool] = False  # a fast check for programs without dealt parameters
 
     def __new__(cls, dim: int, deal: Deal) -> Dealt:
-        return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's stub lacks it
+        return super().__new__(cls, dim)  # type: ignore[call-arg]  # no ``__new__`` in torch's stub
 
     def __init__(self, dim: int, deal: Deal) -> None:
         super().__init__(dim)
@@ -183,7 +184,7 @@ class DealtTensor(DTensor):
     """A DTensor whose rows are dealt to the ranks of one axis in whole blocks."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has an attribute
+    def __torch_dispatch__(  # type: ignore[override]  # an attribute in torch's stub
         cls,
         func: Any,
         types: Sequence[type],
@@ -222,12 +223,12 @@ class DealtTensor(DTensor):
 
     @property
     def owner(self) -> int | None:
-        """The rank of the axis that has all rows; None if rows are divided."""
+        """The rank that has all rows, by its index on the axis; None if rows are divided."""
         return self.placement.deal.owner
 
     @property
     def is_plain(self) -> bool:
-        """Return True if no other axis divides the tensor."""
+        """Return True if no axis except the dealt one divides the tensor."""
         others = [p for axis, p in enumerate(self._spec.placements) if axis != self.axis]
         return all(p.is_replicate() for p in others)
 
@@ -253,7 +254,7 @@ class DealtTensor(DTensor):
 
     @property
     def _whole_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that the ranks of the axis divide."""
+        """Shape of the tensor whose rows are divided among the ranks of the axis."""
         dim, mesh = self.placement.dim, self._spec.mesh
         rows = self.shape[dim]
         for axis, placement in enumerate(self._spec.placements):
@@ -265,13 +266,13 @@ class DealtTensor(DTensor):
 
     @property
     def span(self) -> tuple[int, int]:
-        """This rank's first row on its axis, and the number of rows."""
+        """This rank's first row on the dealt axis, and its number of rows."""
         mesh, placement = self._spec.mesh, self.placement
         length, place = self._whole_shape[placement.dim], mesh.get_local_rank(self.axis)
         return rows_of(length, mesh.size(self.axis), place, placement.deal)
 
     def replicated(self) -> DTensor:
-        """Return the tensor replicated over its axis, with other axes unchanged. Collective."""
+        """Replicate the tensor over the dealt axis; other axes are unchanged. Collective."""
         spec = self._spec
         assert spec.tensor_meta is not None
         placements = [Replicate() if isinstance(p, Dealt) else p for p in spec.placements]
@@ -337,7 +338,7 @@ class DealtTensor(DTensor):
         return _new(made._local_tensor, made._spec, requires_grad=made.requires_grad)
 
 
-# Allow weights_only to load states that contain a DealtTensor, as it loads torch's DTensor.
+# Allow weights_only loads of states that contain a DealtTensor, as torch does for its DTensor.
 torch.serialization.add_safe_globals([dealt, DealtTensor])
 
 
@@ -360,7 +361,7 @@ def distribute(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 
 
 def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
-    """Redistribute a parameter's loaded states to its placements, in order of names. Collective."""
+    """Redistribute loaded states, ordered by name, to their parameter's placements. Collective."""
     for key in sorted(entry, key=str):
         value = entry[key]
         if isinstance(value, DTensor) and value.dim() and value.device_mesh == param.device_mesh:
@@ -370,7 +371,7 @@ def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
 
 
 def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Convert a DTensor that is replicated over the axis to a dealt tensor."""
+    """Return a dealt tensor with this rank's rows of a DTensor replicated over the dealt axis."""
     axis = dealt_axis(placements)
     assert axis is not None
     mesh, meta = whole.device_mesh, whole._spec.tensor_meta
@@ -419,7 +420,7 @@ def _is_element_wise(func: Any) -> bool:
 def _element_wise(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation on this rank's rows; return NotImplemented if that is not equivalent."""
+    """Run an operation on this rank's rows. Return NotImplemented if it needs the full tensors."""
     schema = func._schema
     if schema.is_mutable and not isinstance(args[0], DealtTensor):
         return NotImplemented
@@ -484,10 +485,10 @@ def _view(
 def _dim_in_view(
     func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Return the dim of a view that contains the divided rows; None if rows are not treated
-    identically. This views meta tensors with more rows: only this dim may grow, by that number."""
+    """Return the dim of the divided rows in a view, or None unless it treats all rows identically.
+    Views meta tensors with added rows: only this dim may grow, and by the number of added rows."""
     dim, sizes = like.placement.dim, list(like.shape)
-    if func._schema.name == "aten::diagonal":  # the same number of rows, but shifted
+    if func._schema.name == "aten::diagonal":  # keeps the number of rows, but shifts each row
         return None
     shapes = []
     for more in (0, 1, 2):
@@ -513,7 +514,7 @@ def _norm(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return the norm of all elements on every rank, from the norms of each rank's rows."""
+    """Return, on every rank, the norm of all elements, computed from the norms of ranks' rows."""
     rest, order = args[2:], args[1] if len(args) > 1 else 2
     if any(r is not None and r is not False for r in rest) or args[0] is not like:
         return NotImplemented
@@ -535,7 +536,7 @@ def _norms_joined(likes: list[DealtTensor], norms: Tensor, order: float) -> Tens
 
 
 def _rows_of_ranks(own: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Return ``[W, n]``: one row per rank of an axis. Collective over it."""
+    """Gather rows ``[W, n]``, one from each rank of an axis. Collective over the axis."""
     group, size = mesh.get_group(axis), mesh.size(axis)
     if not isinstance(group, dist.ProcessGroup) or size == 1:
         return own.expand(size, -1)
@@ -553,7 +554,7 @@ def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _scalar(like: DealtTensor, value: Tensor) -> DTensor:
-    """Wrap a scalar that is equal on all ranks in a replicated DTensor."""
+    """Return a replicated DTensor that wraps ``value``, a scalar that is equal on all ranks."""
     mesh = like._spec.mesh
     meta = TensorMeta(torch.Size(()), (), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
@@ -566,8 +567,8 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deal = next(a.placement.deal for a in args if isinstance(a, DealtTensor))
         raise UnsupportedError(
             "FS232",
-            f"{func}: found a tensor that {deal.asked_by}, which has no such view: writes to it "
-            "would be lost. Use full_tensor() or to_local().",
+            f"{func}: found a tensor that {deal.asked_by}. It does not support this view, because "
+            "writes to the view would be lost. Use full_tensor() or to_local().",
         )
     made: dict[int, DTensor] = {}
 
@@ -599,7 +600,8 @@ def _of_lists(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a list operation by groups of entries whose written or dealt tensors share a key."""
+    """Run a list operation separately for each group of entries with equal keys. An entry's key is
+    the key of its written tensor or, if nothing is written, of its first dealt tensor."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
     count = len(lists[0])
     for one in lists:
@@ -662,8 +664,8 @@ def _of_one_key(
                 if not isinstance(value, DealtTensor) or not like.lies_like(value):
                     raise UnsupportedError(
                         "FS232",
-                        f"{name}: found an output whose placements differ from those of its input, "
-                        f"which {like.placement.deal.asked_by}. Redistribute it first: "
+                        f"{name}: found an output whose placements differ from those of an input "
+                        f"that {like.placement.deal.asked_by}. Redistribute the output first: "
                         "other.redistribute(placements=param.placements).",
                     )
     if name == "aten::_foreach_norm":

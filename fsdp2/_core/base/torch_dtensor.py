@@ -1,15 +1,16 @@
 """Private torch API for DTensors: their parts, their specs, and meshes.
 
-Comments say why each name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
+Comments say why each private name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 
 [Note: annotated parameters]
-A plain parameter may be annotated on each axis of a mesh: R (all ranks have equal values but
-compute different results, so gradients are summed over them), I (equal values and results, equal
+A plain parameter may be annotated on each axis of a mesh: R (ranks have equal values but compute
+different results, so gradients are summed over the ranks), I (ranks have equal values, results and
 gradients) or S(dim) (each rank has a part of dim). The placements of a DTensor and of its gradient
-express the same properties, so shards are DTensors. In compute the parameter is plain and has the
-annotation. Data-parallel axes must be R or omitted, because the group averages over them.
+express the same properties, so the shards are DTensors. During compute, the unsharded parameter is
+plain and has the annotation. Data-parallel axes must be R or omitted, because the group averages
+gradients over these axes.
 
-Source: such annotations in ``torch.distributed.fsdp``, torch 2.15.
+Source: the support for such annotations in ``torch.distributed.fsdp``, torch 2.15.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch._subclasses.meta_utils import MetaTensorDescriber  # `import torch` loads it
 from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,  # for parameters from a collective's result; tested on 2.13.0 only
+    AsyncCollectiveTensor,  # for parameters made by a collective; tested with 2.13.0 only
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -64,7 +65,7 @@ def make_spec(
 ) -> DTensorSpec:
     """Build the spec for ``new_dtensor``; all tensors with equal arguments share one spec."""
     placements, shape, stride = tuple(placements), tuple(shape), tuple(stride)
-    # by id: groups of an equal mesh may be destroyed; the cached spec keeps the mesh alive
+    # keyed by id, as an equal mesh's groups may be destroyed; the cached spec keeps its mesh alive
     key = id(mesh), key_of(placements) if Dealt.was_made else placements, shape, stride, dtype
     spec = _specs.get(key)
     if spec is None:
@@ -73,7 +74,7 @@ def make_spec(
     return spec
 
 
-# The blocks of a model are identical: of 3,200 parameters only two do not share a spec.
+# Models repeat identical blocks: in one model, all but two of 3,200 parameters shared a spec.
 _specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDictionary()
 
 
@@ -91,7 +92,7 @@ def new_dtensor(local: Tensor, spec: DTensorSpec, like: Tensor | None = None) ->
 
 
 class _AtNoOffset:
-    """Class in descriptions of DTensors whose wrapper has offset 0, but not its local tensor."""
+    """The class in the description of a DTensor if only its local tensor has a nonzero offset."""
 
     @staticmethod
     def __tensor_unflatten__(
@@ -100,7 +101,7 @@ class _AtNoOffset:
         size: Any,
         stride: Any,
     ) -> DTensor:
-        """Wrap a fake local tensor as ``new_dtensor`` wraps a real one with ``like``."""
+        """Wrap a fake local tensor as ``new_dtensor`` with ``like`` wraps a real local tensor."""
         made = DTensor.__tensor_unflatten__(inner, context, size, stride)
         wrapper = Tensor._make_wrapper_subclass(
             DTensor,
@@ -116,17 +117,17 @@ class _AtNoOffset:
 
 
 def _let_fakes_keep_offsets() -> None:
-    """Give fakes of DTensors the storage offset of the real ones.
+    """Give the fake of each DTensor the storage offset of the real DTensor.
 
     [Note: fake wrappers]
     The compiler uses a fake of each tensor. Torch creates the fake of a DTensor from a description:
-    ``__tensor_unflatten__`` of its class wraps a fake local tensor, whose offset the wrapper gets.
-    If the real wrapper has another offset (``new_dtensor`` with ``like``), torch then moves the
-    fake to other memory, which fails for a wrapper. So no optimizer could be compiled, because all
-    gradients in a buffer except the first have an offset. Real wrappers cannot have an offset (they
-    are copied and pickled), nor can the fakes alone have one (guards compare with real offsets). So
-    the description of such a wrapper specifies the class ``_AtNoOffset``. Other descriptions are
-    unchanged. Torch has no public hook for this."""
+    ``__tensor_unflatten__`` of the described class wraps a fake local tensor, and the wrapper gets
+    the local tensor's offset. If the real wrapper has a different offset (``new_dtensor`` with
+    ``like``), torch then moves the fake to other memory, which fails for a wrapper. So no optimizer
+    could be compiled, because all gradients in a buffer except the first have a nonzero offset.
+    Real wrappers cannot have such an offset (they are copied and pickled), nor can their fakes
+    alone (guards compare with real offsets). Therefore, the description of such a wrapper specifies
+    the class ``_AtNoOffset``. Other descriptions are unchanged. Torch has no public hook here."""
     describe = MetaTensorDescriber.describe_tensor
 
     @functools.wraps(describe)
@@ -147,12 +148,12 @@ _let_fakes_keep_offsets()
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter from an unshared tensor. ``nn.Parameter`` would detach a DTensor. That takes
-    1.5 ms per parameter, 90% of the time of ``fully_shard``, because DTensor plans it for each
-    shape and mesh. So set the flag that ``nn.Parameter`` sets, directly on the tensor."""
+    """Make a parameter from an unshared tensor. ``nn.Parameter`` would detach a DTensor. Detaching
+    takes 1.5 ms per parameter, 90% of the time of ``fully_shard``, because DTensor plans it for
+    each shape and mesh. Therefore, set the flag that marks parameters directly on the DTensor."""
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
-    tensor._is_param = True  # checked by `isinstance`; tested on 2.13.0 only
+    tensor._is_param = True  # checked by `isinstance`; tested with 2.13.0 only
     tensor.requires_grad = requires_grad  # functorch's transforms reject requires_grad_()
     return cast(nn.Parameter, tensor)
 
@@ -160,7 +161,7 @@ def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
-"""A DTensor's local tensor; ``to_local()`` would return a view, and enter autograd."""
+"""A DTensor's local tensor; ``to_local()`` would return a view, recorded by autograd."""
 
 
 def is_among(types: Sequence[type]) -> bool:
@@ -169,7 +170,7 @@ def is_among(types: Sequence[type]) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, and any other tensor itself."""
+    """Return a DTensor's local tensor. Return any other tensor unchanged."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -201,12 +202,12 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def shards_dim(placement: Placement, dim: int) -> bool:
-    """Return True if the placement splits the tensor along ``dim``, strided or not."""
+    """Return True if the placement, strided or not, splits the tensor along ``dim``."""
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
 def is_strided(placement: Placement) -> bool:
-    """Return True if this axis splits the tensor after later axes have split it."""
+    """Return True if the placement splits a tensor that later axes have already split."""
     return isinstance(placement, _StridedShard)
 
 
@@ -221,10 +222,10 @@ def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh with all axes of some meshes, in this order, and their groups; RuntimeError
-    if they share an axis or have different ranks. Public slicing keeps the root's order of axes,
-    and does not support flattened or unflattened axes. It also needs the root, but DTensor's caches
-    return an *equal* mesh, which may be a slice of another root."""
+    """Concatenate meshes: return one mesh with all their axes, in order, and their process groups.
+    RuntimeError: meshes share an axis or have different ranks. Public slicing keeps the root mesh's
+    order of axes, and does not support flattened or unflattened axes. Slicing also needs the root
+    mesh, but DTensor's caches return an *equal* mesh, which may be a slice of another root mesh."""
     return DeviceMesh._concatenate([*meshes])
 
 
@@ -241,7 +242,7 @@ def is_on_its_way(tensor: Tensor) -> bool:
 
 class ImaginedGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # an overload the stub lacks
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
 
     def __reduce__(self) -> tuple[type[ImaginedGroup], tuple[int, int]]:
         return ImaginedGroup, (self.rank(), self.size())
@@ -268,7 +269,7 @@ class ImaginedMesh(DeviceMesh):
 
 def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> ImaginedMesh:
     """Return a CPU mesh from the perspective of one of its ranks."""
-    with hidden_from_modes():  # ranks must not be a fake tensor
+    with hidden_from_modes():  # ``ranks`` must not be a fake tensor
         ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
         return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
@@ -296,7 +297,7 @@ def without_memory() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without_traces_in_the_log() -> Iterator[None]:
-    """Suppress this thread's log of fake tensors, which repeats tracebacks of raised errors."""
+    """Suppress this thread's log of fake tensors: it repeats tracebacks of raised errors."""
     log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -310,7 +311,7 @@ def without_traces_in_the_log() -> Iterator[None]:
 
 
 def has_real_memory() -> bool:
-    """Return True unless new tensors are fake (an estimate of memory, a trace)."""
+    """Return True unless new tensors are fake, as in an estimate of memory or a trace."""
     return type(torch.empty(0, dtype=torch.uint8, device="cpu")) is Tensor
 
 
@@ -324,7 +325,7 @@ ATTRIBUTES = frozenset({"_local_type", "_partition_spec"})
 class Annotation:
     """A plain parameter's annotation. See [Note: annotated parameters]. ``types`` and ``spec`` are
     restored on the unsharded tensor. ``placements`` and ``gradients``: placements of the parameter
-    and its gradient on the full mesh. ``sums``: gradients are also summed over a non-data axis."""
+    and its gradient on the full mesh. ``sums``: whether a non-data axis also sums gradients."""
 
     types: Mapping[Any, Any]
     spec: Any
@@ -354,7 +355,7 @@ def _package() -> Any:
 
 
 def own_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Return the user's attributes of a parameter, without annotations and wrapper internals."""
+    """Return the attributes that users set on a parameter: no annotations or wrapper internals."""
     dispatches = type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if dispatches and not isinstance(param, DTensor):
         return {}
@@ -367,7 +368,7 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
 
 
 def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
-    """Make the ``spmd_types`` checker skip functions that move shards, if it can (0.3)."""
+    """Make the ``spmd_types`` checker skip functions that move shards, if supported (in 0.3)."""
     register = getattr(_package(), "register_no_typecheck", None)
     if register is not None:
         for function in functions:
@@ -378,7 +379,7 @@ def annotation_of(
     param: Tensor, fqn: str, mesh: DeviceMesh | None, data_names: Iterable[str]
 ) -> Annotation | None:
     """Read the annotation of a plain parameter, if any. ``mesh`` is the full mesh (None without
-    ``dp_mesh_dims``), ``data_names`` its data-parallel dims."""
+    ``dp_mesh_dims``), and ``data_names`` are the names of its data-parallel dims."""
     package = _package()
     if package is None or isinstance(param, DTensor):
         return None
@@ -415,7 +416,7 @@ class _Reader:
         if strangers:
             raise self._error(
                 f"found annotations on {strangers}, which are not axes of the compute mesh, "
-                f"{sorted(map(str, computed_on))}. Annotate it on axes of that mesh."
+                f"{sorted(map(str, computed_on))}. Annotate the parameter on axes of that mesh."
             )
         placed = self._by_name(types)
         pairs = [self._placements(name, placed.get(name)) for name in self._axes]
@@ -440,8 +441,8 @@ class _Reader:
             places = [order.index(axis) for axis in axes if axis in order]
             if places != sorted(places):
                 raise self._error(
-                    f"found dim {dim} split over {axes}, but the order of the mesh is "
-                    f"{self._mesh.mesh_dim_names}. Split it in that order."
+                    f"found dim {dim} split over {axes}, but the order of axes in the mesh is "
+                    f"{self._mesh.mesh_dim_names}. Split the dim over axes in that order."
                 )
             found.update((axis, self._package.S(dim)) for axis in axes)
         return found
@@ -455,7 +456,7 @@ class _Reader:
         if current is None:
             raise self._error(
                 f"found annotations on {list(types)}, but the axes of the mesh are {self._axes}. "
-                "Annotate it on every axis, or call fully_shard inside "
+                "Annotate the parameter on every axis, or call fully_shard inside "
                 "spmd_types.set_current_mesh(...) with the compute mesh."
             )
         if self._ranks(current) != stored_on:
@@ -472,8 +473,8 @@ class _Reader:
             self._package.normalize_mesh(frozenset(axes))
         except self._package.SpmdTypeError as error:
             raise self._error(
-                f"found annotations on overlapping axes, {list(axes)}: {error} Annotate it on axes "
-                "that are dims of one mesh."
+                f"found annotations on overlapping axes, {list(axes)}: {error} Annotate the "
+                "parameter on axes that are dims of one mesh."
             ) from error
         found = {0}
         for axis in axes:
@@ -491,22 +492,23 @@ class _Reader:
                 if said is not self._package.R:
                     raise self._error(
                         f"expected R on the data-parallel axis {axis}, found {said}. fully_shard "
-                        "shards the parameter over that axis and averages its gradient: annotate "
-                        "it R, or omit the axis."
+                        "shards the parameter over that axis and averages its gradient. Annotate "
+                        "the parameter as R on that axis, or omit the axis."
                     )
             elif axis in names:
                 found[names[axis]] = said
             else:
                 raise self._error(
                     f"found an annotation on {axis}, which is not a mesh dim (data-parallel: "
-                    f"{list(self._data)}, others: {list(names.values())}). Annotate it on these."
+                    f"{list(self._data)}, others: {list(names.values())}). Annotate the parameter "
+                    "on mesh dims only."
                 )
         return found
 
     def _placements(self, name: str, said: Any) -> tuple[Placement, Placement]:
         """Return the placements of values and gradients on a dim of the mesh."""
         package = self._package
-        is_alone = self._axes[name].size() == 1  # the package stores no annotation for one rank
+        is_alone = self._axes[name].size() == 1  # the package does not annotate an axis of one rank
         if name in self._data or (said is package.R and not is_alone):
             return Replicate(), Partial()
         if said is package.I or is_alone:
@@ -515,6 +517,6 @@ class _Reader:
             return Shard(said.dim), Shard(said.dim)
         found = "nothing" if said is None else repr(said)
         raise self._error(
-            f"expected R, I or S(dim) on mesh dim {name!r}, found {found}. Annotate it with "
-            "spmd_types.assert_type: otherwise its placement there is unknown."
+            f"expected R, I or S(dim) on mesh dim {name!r}, found {found}. The parameter's "
+            "placement on this dim is unknown. Annotate it with spmd_types.assert_type."
         )

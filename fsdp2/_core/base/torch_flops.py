@@ -18,7 +18,8 @@ aten = torch.ops.aten
 
 def _of_attention(count: Callable[..., float], first: int) -> Callable[..., float]:
     """Make an attention FLOP counter accept fewer key and value heads than query heads, and count
-    them as repeated (torch 2.11 raises an error). Query, key and value start at index ``first``."""
+    key and value heads as repeated (torch 2.11 raises an error). ``first``: index of the query; key
+    and value follow."""
 
     def counted(*args: Any, **kwargs: Any) -> float:
         query, *rest = args[first : first + 3]
@@ -49,8 +50,8 @@ VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
 
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int | str, bool], ...]:
-    """Return the position or keyword of each argument that an operation writes to, and True if the
-    old value is not read (an ``out``, the target of a copy or fill). There is no public API."""
+    """Return the position or keyword of each argument that an operation writes to, and whether its
+    old value is unused (an ``out``, the target of a copy or fill). There is no public API."""
     schema = func._schema
     is_overwritten = schema.name.removeprefix("aten::").rstrip("_") in _OVERWRITES
     return tuple(

@@ -1,4 +1,4 @@
-"""The wire (a group's collectives and their buffers), and the lanes in which it runs.
+"""The wire (a group's collectives and their buffers), and the lanes in which collectives run.
 
 Defines how data is sent, not when. A group calls a ``Wire``, which has an all-gather and a
 reduce-scatter that users can replace (``_core.comm.comms``), and the all-reduce over replicas.
@@ -12,9 +12,10 @@ stream, and only events order accesses to the same memory from different streams
 A buffer used by two streams is kept in an ``InFlight`` until the allocating stream has waited for
 the other one, without ``record_stream`` or host synchronisation. Compute reads gather buffers,
 which the gather lane allocates: ``retire`` records an event in the compute stream. The next launch
-in that lane does not wait for it, so that it overlaps with unpacking; the second launch waits for
-the event and drops the buffers. ``drain`` drops the rest at the end of a forward or
-backward. The reduce lane reads inputs that compute allocates; compute waits in ``InFlight.wait``.
+in the gather lane does not wait for this event, and can therefore overlap with unpacking; the
+launch after that waits for the event and drops the buffers. At the end of a forward or backward,
+``drain`` drops the remaining buffers. The reduce lane reads inputs that compute allocates; compute
+waits in ``InFlight.wait``.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ class Kept:
 
 class KeptMemory:
     """Host buffers that the param groups of one process group reuse, one group after another.
-    Allocating and freeing a few MB for each group would fragment malloc's heap, so that the process
-    would grow with each group. Views of the columns are kept too, because creating them takes half
-    as long as unpacking small parameters. Buffers live as long as any group that uses them."""
+    Allocating and freeing a few MB per param group would fragment malloc's heap, and memory use
+    would grow with each group. Views of the columns are kept too, because creating them would take
+    half the time of unpacking small parameters. Buffers live as long as a group that uses them."""
 
     def __init__(self, most: int) -> None:
         self._buffers: dict[object, list[Kept]] = {}
@@ -158,7 +159,7 @@ class KeptMemory:
         dtype: torch.dtype,
         cut: Cut,
     ) -> Kept:
-        """Return a free buffer. Only this ``use`` has written to its memory outside the columns."""
+        """Return a free buffer. Only calls with this ``use`` have written outside its columns."""
         key = use, shape, dtype, cut
         for kept in self._buffers.get(key, ()):
             if kept.count_owners() == kept.at_rest:
@@ -257,7 +258,7 @@ class Wire:
 
     @property
     def only_sums(self) -> bool:
-        """Return True if the wire only computes sums, so that the engine must compute means."""
+        """Return True if the wire computes only sums. The engine must then compute means."""
         return self.sum_replicas is not None
 
     def summands(self, ranks: int) -> int:
@@ -278,12 +279,12 @@ class Wire:
 
     @property
     def gathers_zero_copy(self) -> bool:
-        """Return True if the all-gather accepts any memory. Custom ones need packed buffers."""
+        """Return True if the all-gather accepts any buffer; custom ones need packed buffers."""
         return type(self.gather) is DefaultAllGather
 
     @property
     def scatters_zero_copy(self) -> bool:
-        """Return True if the reduce-scatter accepts any memory."""
+        """Return True if the reduce-scatter accepts any buffer."""
         return type(self.scatter) is DefaultReduceScatter
 
     @property
@@ -292,9 +293,10 @@ class Wire:
         return self.keeps_landing and self.scatters_zero_copy and self.sum_rows is None
 
     def stage(self, sent: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor]:
-        """Return the output buffer of an all-gather, and its input, which holds ``sent``. For
-        ``[1, C]``, the output is ``[W, C]``, which saves a view. For ``[C]`` and for a custom
-        all-gather, it is ``[W * C]``. A custom all-gather's input is a slice of its output."""
+        """Return the output buffer of an all-gather, and its input, which holds ``sent``. If
+        ``sent`` is ``[1, C]``, the output is ``[W, C]``, which avoids a view. If ``sent`` is
+        ``[C]``, or the all-gather is custom, the output is ``[W * C]``. The input of a custom
+        all-gather is a slice of its output."""
         numel, gather = sent.numel(), self.gather
         if type(gather) is DefaultAllGather:
             shape = (axis.size, numel) if sent.dim() == 2 else (axis.size * numel,)
@@ -354,7 +356,7 @@ class Wire:
         self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
         """Fill ``output`` ``[S]`` with this rank's part of the reduced ``sent`` ``[W * S]``.
-        Complex numbers are passed as pairs of reals, also to custom reduce-scatters: NCCL has no
+        Complex numbers are passed as pairs of reals, even to custom reduce-scatters: NCCL has no
         complex dtypes, and torch's reduce-scatter does not convert them."""
         group = self.scatter_group or axis.pg
         assert group is not None
@@ -378,7 +380,7 @@ class Wire:
             return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
     def _exact_in(self, tensor: Tensor) -> Exact:
-        """Return the columns that must not be rounded. A complex number has two columns."""
+        """Return the columns that must not be rounded. A complex number takes up two columns."""
         if not tensor.is_complex():
             return self.exact
         return [(2 * first, 2 * last) for first, last in self.exact]
@@ -409,8 +411,8 @@ class PendingReduction:
         self.tree = tree
 
     def refuse(self, who: str, tree: object) -> None:
-        """Raise StateError for a call on ``tree``: this tree, or one that shares its streams."""
-        whose = "" if self.tree is tree else " of a model that shares its streams (share_comm_ctx)"
+        """Raise StateError for a call on ``tree``, which is this tree or shares its streams."""
+        whose = "" if self.tree is tree else " of a model with shared streams (share_comm_ctx)"
         raise StateError(
             "FS311",
             f"{who}: found a reduction{whose} that has not been waited for. Call wait() on the "
@@ -461,7 +463,7 @@ class InFlight:
             torch.accelerator.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Make the host wait for the work, before the host uses memory that the work uses."""
+        """Make the host wait for the work. Call this before the host uses the work's memory."""
         self.wait()
         if self._event is not None:
             self._event.synchronize()
@@ -543,7 +545,7 @@ class Streams(Observable):
         """Wait for the device, and drop all buffers."""
 
     def forget(self) -> None:
-        """Drop all buffers without waiting: no enqueued operation uses them."""
+        """Drop all buffers without waiting. No enqueued operation may use them."""
 
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"launch": launch}
 

@@ -44,8 +44,8 @@ def attach(root: Unit) -> Runtime:
         if unit is not root and unit.settings.manual_finalization:
             raise StateError(
                 "FS303",
-                f"{name}: set_manual_backward_finalization(True) was called on it, but it is not "
-                "the root. Call it on the module whose forward you run.",
+                f"{name}: set_manual_backward_finalization(True) was called on this module, which "
+                "is not the root. Call it on the module whose forward you run.",
             )
         unit.take_names(names_of_modules)
         for group in unit.groups:
@@ -59,9 +59,9 @@ def attach(root: Unit) -> Runtime:
     if on_meta:
         raise StateError(
             "FS208",
-            f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
-            "fsdp2.materialize(model, device), or model.to_empty(device=...) and load a "
-            "checkpoint, before the first forward.",
+            f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Before "
+            "the first forward, call fsdp2.materialize(model, device), or call "
+            "model.to_empty(device=...) and load a checkpoint.",
         )
     owned = _owning_units(root, names)
     runtime = Runtime(root, list(names))
@@ -104,7 +104,7 @@ def _tell_of_outer(root: Unit) -> None:
 
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
     """Map each owning unit to its conditional units. See [Note: conditional units] in ``tree``.
-    StateError: a conditional unit has no enclosing unconditional unit, or several."""
+    StateError: a conditional unit has no owning unit, or more than one."""
     above: dict[Unit, set[Unit | None]] = {}
 
     def walk(module: nn.Module, owner: Unit | None, inside: bool) -> None:
@@ -127,7 +127,7 @@ def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
             raise StateError(
                 "FS223",
                 f"{names[unit] or '<root>'}: is conditional, so exactly one enclosing unit that is "
-                "not conditional must gather it. Apply fully_shard without conditional to one "
+                "not conditional must gather it. Apply fully_shard without conditional=True to one "
                 "enclosing module, and run that module.",
             )
         for owner in owners:
@@ -145,8 +145,8 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
     if outside:
         raise StateError(
             "FS210",
-            f"{param.fqn}: is shared with {class_name(outside[0])}, but no unit contains both. "
-            "Apply fully_shard to a module that contains both, and run that module.",
+            f"{param.fqn}: is shared with {class_name(outside[0])}, but no unit contains both "
+            "modules. Apply fully_shard to a module that contains both, and run that module.",
         )
 
 

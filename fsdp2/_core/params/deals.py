@@ -5,10 +5,10 @@ tensor or collective code.
 
 [Note: deals of a mesh]
 Each ``fully_shard`` call assigns its blocks before the model is complete. A call may have fewer
-blocks than ranks, so it starts from the loads of earlier calls, which are recorded per process
-group. The order of calls is the same on all ranks, and so are the loads. Blocks of a failed call
-are not recorded. The first forward resets the loads, because the model is then complete; a
-model that is built later starts from zero.
+blocks than there are ranks. To balance all calls together, each call starts from the loads of
+earlier calls, which are recorded per process group. All ranks make the same calls in the same
+order, so they compute the same loads. Blocks of a failed call are not recorded. The first forward
+resets the loads, because the model is then complete; a model that is built later starts from zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def newton_schulz_flops(shape: Sequence[int]) -> float:
 
     Counts five quintic Newton-Schulz steps on ``[m, n]`` with ``m <= n``. Each step has the matmuls
     ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, at 2 FLOPs per multiply-add. Dims
-    before the last two are batch dims; a vector costs 1 per element.
+    before the last two are batch dims; a vector costs 1 FLOP per element.
 
     Source: the iteration of Keller Jordan's Muon, as in ``torch.optim.Muon``.
     """
@@ -68,7 +68,7 @@ class Loads:
             self.flops[rank] += newton_schulz_flops(shape)
 
     def least(self, totals: tuple[float, float]) -> int:
-        """Return the least loaded rank, by the larger of its shares of ``totals``."""
+        """Return the least loaded rank. A rank's load is the larger of its shares of ``totals``."""
 
         def share(rank: int) -> tuple[float, float, int]:
             of_bytes = self.nbytes[rank] / max(totals[0], 1.0)
@@ -96,7 +96,7 @@ class Claim:
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
     def blocks_over(self, size: int) -> int:
-        """Return the number of blocks left over after every rank got the same number of blocks."""
+        """Return the number of blocks left over after each rank gets an equal number of blocks."""
         length = self.shape[self.dim]
         return (length // self.block if self.is_long else -(-length // self.block)) % size
 

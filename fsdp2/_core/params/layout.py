@@ -4,20 +4,21 @@ Independent of tensors, process groups and modules, so every rule can be tested 
 any number of ranks. ``ShardLayout``: one parameter; ``GatherLayout``: the flat buffers of an
 all-gather; ``ReduceLayout``: the flat buffer of a reduce-scatter.
 
-Legend: W is the size of the shard axis; a *shard* is the part on one rank; a *padded shard* has the
-size of the largest shard. A *zero-copy* parameter is sent in a separate collective, directly from
-its shards to the unsharded parameter's memory; all others are *packed* into one collective. A
-*dealt* parameter is stored in full blocks of rows (``Deal``), an *owned* one in a single block.
+Legend: W is the size of the shard axis; a *shard* is one rank's part of a parameter; a *padded
+shard* has the size of the largest shard. A *zero-copy* parameter is sent in a separate collective,
+directly from its shards to the unsharded parameter's memory. Other parameters are *packed* into one
+collective. A *dealt* parameter is stored in whole blocks of rows (``Deal``). An *owned* parameter
+is a dealt parameter that consists of a single block.
 
 [Note: dealt parameters]
-With dealt parameters, each rank sends one *piece*: the *even* part, which has the same size on
-every rank, then the rank's rows of each dealt parameter. Pieces are not padded to a common size. A
-layout therefore describes one rank, and includes the sizes of all pieces. Adjacent ranks with the
-same number of rows of each dealt parameter form a *run*. Their pieces have the same structure, so
-one copy unpacks their rows of a parameter. If all dealt parameters are owned, pieces are gathered
-consecutively into the full buffer. Owned parameters are then used in place, and the even parts
-between them are unpacked like the result of a separate all-gather. In a reduction, dealt gradients
-come first, so that stamps stay at the end.
+If a parameter is dealt, each rank sends one *piece*: the *even* part, which has the same size on
+every rank, followed by the rank's rows of each dealt parameter. Pieces are not padded to a common
+size. A layout therefore describes one rank, and includes the sizes of all pieces. Adjacent ranks
+with the same number of rows of each dealt parameter form a *run*. All pieces of a run have the same
+structure, so one copy unpacks the rows that the run has of a parameter. If all dealt parameters are
+owned, pieces are gathered consecutively into the full buffer. Owned parameters are then used in
+place, and the even parts between them are unpacked like the result of a separate all-gather. In a
+reduction, dealt gradients come first, so that stamps stay at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fsdp2._core.base.rows import Deal, chunk_of, rows_of
 ALIGN_NBYTES = 16
 """Alignment of each dtype segment, and of each unsharded parameter, in its flat buffer."""
 MAX_SLOTTED_NUMEL = 16384
-"""Maximum number of elements that the slots of one replicated parameter take in a row."""
+"""Maximum number of elements of one replicated parameter's slots in a row of the packed input."""
 
 
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
@@ -129,7 +130,7 @@ class ShardLayout:
         return self.padded_numel if self.deal is None else math.prod(self.shard_shape(rank))
 
     def goes_alone(self, dtype: torch.dtype, rule: ZeroCopy | None) -> bool:
-        """Return True if this is rank-major and large enough to be zero-copy under ``rule``."""
+        """Return True if the tensor is rank-major and large enough for zero-copy by ``rule``."""
         if rule is None or self.size == 1 or not self.is_rank_major:
             return False
         if self.padded_numel * dtype.itemsize % rule.row_nbytes:
@@ -140,7 +141,7 @@ class ShardLayout:
         return 0 if self.dim is None else self.span(rank)[0]
 
     def rows(self, rank: int) -> int:
-        """Number of rows of a rank's shard; 0 for ranks past the last row."""
+        """Number of rows of a rank's shard; 0 for a rank without rows or a replicated tensor."""
         return 0 if self.dim is None else self.span(rank)[1]
 
     def span(self, rank: int) -> tuple[int, int]:
@@ -158,8 +159,8 @@ SCALE_DTYPE = torch.bfloat16  # dtype of scales, which are powers of two
 
 @dataclass(frozen=True)
 class Coding:
-    """Encoding of a shard as codes of an 8-bit ``dtype``, followed by their scales: one per row
-    (index of dim 0) of the shard, or a single scale."""
+    """Encoding of a shard as codes of an 8-bit ``dtype``, followed by scales: one scale per row
+    (index of dim 0) of the shard, or one scale for the entire shard."""
 
     dtype: torch.dtype
     by_row: bool
@@ -178,7 +179,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """A parameter, or the tail after all parameters. If not coded, it is sent in compute dtype."""
+    """A parameter, or the tail after all parameters. Uncoded items are sent in compute dtype."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype
@@ -192,11 +193,11 @@ class GatherItem:
 
     @property
     def sent_as(self) -> object:
-        """The wire format, which must be equal on all ranks."""
+        """The wire format, which must be the same on all ranks."""
         return self.compute_dtype if self.coding is None else (self.compute_dtype, self.coding)
 
     def room(self, rank: int) -> tuple[int, ...]:
-        """Shape stored on a rank: its padded shard, or its dealt rows."""
+        """Shape of the data stored on a rank: its padded shard, or its dealt rows."""
         return self.shard.shard_shape(rank) if self.shard.is_dealt else self.shard.padded_shape
 
     def sent_nbytes(self, rank: int) -> int:
@@ -209,9 +210,10 @@ class GatherItem:
 class Packed:
     """Content of one all-gather: the padded shards at the start of the send buffer, in order.
 
-    ``sizes`` and ``shapes`` are in wire elements; ``shapes`` describe the unpacked data, without
-    ranks that have no rows. ``is_dense``: not empty, no gaps, only rank-major items.
-    ``is_one_split``: one kernel unpacks it (CUDA's kernel aborts on empty data in torch 2.11.0)."""
+    ``sizes`` and ``shapes`` count elements of the wire dtype. ``shapes`` describe the unpacked
+    data, and exclude ranks without rows. ``is_dense``: the content is not empty, has no gaps, and
+    consists only of rank-major items. ``is_one_split``: one kernel unpacks the content (CUDA's
+    kernel aborts on empty data in torch 2.11.0)."""
 
     order: tuple[int, ...]
     nbytes: int
@@ -223,7 +225,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class CastSegment:
-    """Padded shards without gaps that share storage and compute dtype, so one kernel casts them.
+    """Adjacent padded shards with the same storage and compute dtypes, so one kernel casts them.
     Starts are byte offsets in the shard and send buffers. ``is_coded``: a single encoded item."""
 
     storage_dtype: torch.dtype
@@ -237,14 +239,14 @@ class CastSegment:
 
 
 class Run(NamedTuple):
-    """Adjacent ranks whose pieces have the same structure: the first rank, and their number."""
+    """Adjacent ranks whose pieces have the same structure: the first rank, and the rank count."""
 
     first: int
     ranks: int
 
 
 class Landed(NamedTuple):
-    """Rows of a dealt item in the pieces of a run; the first is at byte ``start`` of all pieces."""
+    """Rows of a dealt item in a run's pieces. They begin at byte ``start`` of the joined pieces."""
 
     item: int
     run: Run
@@ -266,12 +268,12 @@ class GatherLayout:
     """Layout of a group's flat buffers, in bytes.
 
     - *shard buffer*: this rank's padded shards in storage dtype, replicated parameters last;
-    - *send buffer*: the same in compute dtype. Its first ``gather_nbytes`` are sent: the packed
-      shards in the first ``packed_nbytes``, then each zero-copy shard in a separate collective. If
-      no dtype differs, both buffers have the same layout, and the shard buffer is sent;
+    - *send buffer*: the same shards in compute dtype. Its first ``gather_nbytes`` are sent: the
+      packed shards in the first ``packed_nbytes``, then each zero-copy shard in a separate
+      collective. Without casts, both buffers have the same layout, and the shard buffer is sent;
     - *full buffer*: consecutive unsharded parameters with room for padding, so that zero-copy
-      parameters are gathered in place. With ``trims``, on a host, packed parameters only have room
-      for ranks with rows: with many ranks, most may have no row of a small parameter.
+      parameters are gathered in place. With ``trims``, on a host, a packed parameter has no room
+      for ranks without rows: of many ranks, most may have no row of a small parameter.
 
     ``landing``: the pieces, if any parameter is dealt. The layout is then specific to ``rank``.
     """
@@ -302,7 +304,7 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Place all items in the order packed, zero-copy, dealt, replicated, each by dtype.
+        """Place packed items first, then zero-copy, dealt and replicated items, each kind by dtype.
 
         ``full_sizes``: sizes of other axes over which the same parameters are gathered into the
         full buffer, which has room for the padding of each axis. Rank-major parameters that match
@@ -326,7 +328,7 @@ class GatherLayout:
                 packed_kinds.add((storage, compute))
             dtypes = -compute.itemsize, str(compute), str(storage)
             keys.append((shard.is_replicated, shard.is_dealt, index in alone, *dtypes))
-            # Packed and zero-copy items may share a segment; dealt and coded ones have one each.
+            # Packed and zero-copy items may share a segment; each dealt or coded item has its own.
             place = -1 if item.coding is None and not shard.is_dealt else index
             is_apart = index in alone and is_mixed
             segment_keys.append((shard.is_replicated, place, is_apart, *dtypes))
@@ -413,7 +415,7 @@ class GatherLayout:
         rank: int = 0,
         trims: bool = False,
     ) -> GatherLayout:
-        """Plan with a tail of at least ``numel`` elements, which pads rows, if anything is sent."""
+        """Plan a layout. If it sends data, add a row-padding tail of ``numel`` or more elements."""
         how = size, full_sizes, zero_copy, rank, trims
         layout = GatherLayout.plan(items, *how)
         tail = layout.tail_item(numel) if numel else None
@@ -526,7 +528,7 @@ def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
 def _land(
     items: Sequence[GatherItem], dealt: Sequence[int], runs: Sequence[Run], even_nbytes: int
 ) -> tuple[list[int], list[Landed]]:
-    """Return the bytes of each rank's piece, and the positions of dealt items in the pieces."""
+    """Return the size of each piece in bytes, and the positions of dealt items in the pieces."""
     pieces: list[int] = []
     landed: list[Landed] = []
     for run in runs:
@@ -541,8 +543,8 @@ def _land(
 
 
 def full_nbytes(item: GatherItem, sizes: Sequence[int], lands: ZeroCopy | None) -> int:
-    """Return the bytes to reserve for a parameter gathered over axes of ``sizes``; 0 for a tail.
-    Fits the padded shards of all ranks if it matches ``lands``, else only of ranks with rows."""
+    """Return the bytes to reserve for a parameter gathered over axes of ``sizes``; 0 for a tail. If
+    it matches ``lands``, the padded shards of all ranks fit, else only those of ranks with rows."""
     shard, itemsize = item.shard, item.compute_dtype.itemsize
     if item.is_tail:
         return 0
@@ -562,12 +564,12 @@ class ReduceLayout:
     """Layout of a group's reduce-scatter, independent of which members have gradients. It is the
     same on every rank, unless a member is dealt: [Note: dealt parameters].
 
-    The output has ``numel`` elements of ``dtype``: first the shards of *zero-copy* members, each
-    reduced from its gradient in a separate collective; from ``packed_start`` on, the result of one
-    collective on a packed input ``[W, packed_numel]`` of ``wire_dtype``. In the packed input, a
-    parameter sharded on ``dim`` has that dim first, and each rank's row contains all replicated
-    parameters in full. If small, these have a *slot* per rank: all ranks add the same values in the
-    same order, so replicas stay bitwise equal. The tail is last."""
+    The output has ``numel`` elements of ``dtype``. The shards of *zero-copy* members are first,
+    each reduced from its gradient in a separate collective. The result of one collective on a
+    packed input ``[W, packed_numel]`` of ``wire_dtype`` begins at ``packed_start``. In the packed
+    input, a parameter sharded on ``dim`` has that dim first, and each rank's row contains
+    all replicated parameters in full. A small replicated parameter has a *slot* per rank: all ranks
+    add the same values in the same order, so replicas stay bitwise equal. The tail is last."""
 
     size: int
     dtype: torch.dtype
@@ -600,8 +602,8 @@ class ReduceLayout:
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
-        Rows of the packed input are multiples of ``row_nbytes``. Rank-major members that match the
-        rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. If
+        Row sizes of the packed input are multiples of ``row_nbytes``. Rank-major members that match
+        the rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. If
         all ranks add rows in the same order (``adds_alike``), replicated members need no slots."""
         sent_as = wire_dtype or dtype
         dealt = [shard for shard in shards if shard.is_dealt]
@@ -707,7 +709,7 @@ class ReduceLayout:
     @cached_property
     def cut(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
         """Widths of the packed columns (tail last), and shapes of the rows without padding. None if
-        less than half is padding, or if a rank has rows, but fewer than rank 0."""
+        padding is under half of the data, or if a rank has some rows, but fewer than rank 0."""
         shapes: list[tuple[int, ...]] = []
         widths, numel, room = list(map(self.width, self.packed)), 0, 0
         for width, shard in zip(widths, map(self.shards.__getitem__, self.packed), strict=True):

@@ -1,14 +1,15 @@
 """``materialize``: initialise the shards of a model on the meta device, module by module.
 
-It registers new shards, which the group adopts, so it is independent of a group's buffer layout.
+``materialize`` registers new shards, which param groups adopt. It is therefore independent of the
+buffer layout of a group.
 
 [Note: every rank runs the same stream]
 Every rank does the work of a single process: it initialises a module's full tensors from the same
-generator state, and keeps its block. Values do not depend on the mesh, and generators stay equal.
+generator state, and keeps its own block. Values do not depend on the mesh; generators stay equal.
 
 [Note: written or not]
-New memory is filled with one byte value. An element whose bytes all have it counts as unwritten.
-Version counters are not sufficient, because an ``init`` may write through ``.data``.
+New memory is filled with one byte value. An element whose bytes all have this value counts as
+unwritten. Version counters are not sufficient, because an ``init`` may write through ``.data``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from fsdp2._core.transfer.redistribute import (
     scatter,
 )
 
-# ``sync_from_rank0``: equal models on all ranks, before sharding.
+# ``sync_from_rank0``: make the models of all ranks equal, before sharding.
 
 
 @operation("sync_from_rank0")
@@ -57,13 +58,13 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
 
     Use this for a model that each rank built separately, or that only rank 0 loaded. Call it
     **before** ``fully_shard``, which keeps only each rank's own rows: afterwards rank 0 lacks the
-    other rows. Collective over all ranks, in pieces of 64 MiB. For a model on the meta device, use
-    ``materialize(..., sync_from_rank0=True)``; for a full state dict, use
+    other rows. Collective over all ranks. Data is sent in pieces of up to 64 MiB. For a model on
+    the meta device, use ``materialize(..., sync_from_rank0=True)``; for a full state dict, use
     ``checkpoint.load_full_state``.
 
     Raises:
-        ConfigError: not a module; a parameter that is already sharded, or on meta; names, shapes or
-            dtypes differ between ranks. Every rank raises, and nothing is changed.
+        ConfigError: ``model`` is not a module; a parameter or buffer is already sharded or on meta;
+            names, shapes or dtypes differ between ranks. Every rank raises, and nothing is changed.
     """
     with checked_together("sync_from_rank0", model):
         check_module("sync_from_rank0", "model", model)
@@ -105,7 +106,7 @@ def require_replicas(what: str, group: ParamGroup) -> None:
 
 Init = Callable[[nn.Module], Any]
 
-FILL = 0xFD  # NaN or above 1e37 as a float of any width; an unlikely initial value as an integer
+FILL = 0xFD  # NaN or below -1e37 as a float of 2 to 8 bytes; unlikely initial value as an integer
 SCAN_NUMEL = 1 << 16
 
 
@@ -129,30 +130,30 @@ def materialize(
     they are equal on all ranks when initialisation starts, and after the call.
 
     Args:
-        model: a module to which ``fully_shard`` was applied, or a plain one.
+        model: a module to which ``fully_shard`` was applied, or a plain module.
         device: device on which to initialise modules. It must have the mesh's device type.
         init: called with each module that directly owns parameters or buffers on meta. It must
-            write all of them, in place or by assignment, and must not write to other modules. None
-            calls ``module.reset_parameters()``.
+            write all of them, in place or by assignment, and must not write to other modules. If
+            None, ``module.reset_parameters()`` is called instead.
         sync_from_rank0: run ``init`` only on the first rank (where it may read files), and send
-            shards and buffers to the others. Replicas and buffers that were not on meta are copied
-            from the first rank too. Shards of real values cannot be copied, because no rank has all
-            rows (see ``fsdp2.sync_from_rank0``).
+            shards and buffers to the other ranks. Replicas and buffers that were not on meta are
+            copied from the first rank too. Shards of real values cannot be copied, because no rank
+            has all rows (see ``fsdp2.sync_from_rank0``).
 
     Raises:
-        ConfigError: no ``reset_parameters`` and no ``init``; the device type differs from the
-            mesh's; ``init`` did not write a parameter or buffer, or changed its shape or dtype (the
-            message names the module, and all ranks raise it); ``init`` drew different random
-            numbers on some ranks; with ``sync_from_rank0``, a parameter was sharded from real
-            values.
-        StateError: ``init`` raised, on any rank; inside a forward or a backward.
+        ConfigError: ``init`` is None and a module has no ``reset_parameters``; the device type
+            differs from the mesh's; ``init`` did not write a parameter or buffer, or changed its
+            shape or dtype (the message names the module, and all ranks raise it); ``init`` drew
+            different random numbers on some ranks; with ``sync_from_rank0``, a parameter was
+            sharded from real values.
+        StateError: ``init`` raised an exception on any rank; called inside a forward or a backward.
         UnsupportedError: ``init`` wrote to a sharded parameter of another module (constants are
             allowed without ``sync_from_rank0``); a parameter on meta has an all-gather extension,
             or wraps other tensors.
     """
     with checked_together("materialize", model) as same:
         device = check_device("materialize", "device", device)
-        check_function("materialize", "init", init, "a function of a module or None")
+        check_function("materialize", "init", init, "None or a function that takes a module")
         check_flag("materialize", "sync_from_rank0", sync_from_rank0)
         units = require_idle(model, "materialize")
         groups = [(unit, group) for unit in units for group in unit.own_groups]
@@ -231,8 +232,8 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
             raise UnsupportedError(
                 "FS221",
                 f"{owner.fqn} is a {kind} on the meta device, and only that subclass can allocate "
-                "its memory. Call model.to_empty(device=...) and load its state dict, or create it "
-                "on a real device. Nothing was changed.",
+                "its memory. Call model.to_empty(device=...) and load a state dict, or create the "
+                "parameter on a real device. Nothing was changed.",
             )
     made: dict[int, nn.Parameter] = {}
     for group in groups:
@@ -341,9 +342,9 @@ class _Guard(TorchFunctionMode):
         if writes and isinstance(target, DTensor):
             raise UnsupportedError(
                 "FS225",
-                f"{self._what} wrote ({name}) to a parameter of another module, of shape "
-                f"{tuple(target.shape)}, which is already sharded. Make init write only to the "
-                "parameters of the module with which it is called.",
+                f"{self._what} wrote ({name}) to an already sharded parameter of another module, "
+                f"of shape {tuple(target.shape)}. Make init write only to the parameters of the "
+                "module with which it is called.",
             )
         return func(*args, **(kwargs or {}))
 
@@ -425,7 +426,7 @@ class _Step:
         return tensor
 
     def _check(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that ``init`` wrote, by name. ConfigError: any is missing or wrong."""
+        """Return the tensors that ``init`` wrote, by name. ConfigError: one is missing or wrong."""
         problems, written = [], {}
         for name in (*sorted(self.own.params), *sorted(self.own.buffers)):
             kind = "parameter" if name in self.own.params else "buffer"
@@ -455,7 +456,7 @@ class _Step:
         return written
 
     def _take(self, written: dict[str, Tensor], sync: bool) -> None:
-        """Keep this rank's blocks of the new values or, with ``sync``, of the first rank's."""
+        """Store this rank's blocks of the new values; with ``sync``, of the first rank's values."""
         names = sorted(self.own.params)
         helds = [self.grids.hold(name, self.registered[name]) for name in names]
         for name in sorted(self.own.buffers):
@@ -475,7 +476,7 @@ class _Step:
 
 
 def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
-    """Copy replicas, plain tensors and buffers that were not on meta from the first rank."""
+    """Copy from the first rank all replicas, plain tensors and buffers that were not on meta."""
     helds: dict[int, LocalShard] = {}
     for module in model.modules():
         own = meta[id(module)]
@@ -508,7 +509,7 @@ _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def _count_unwritten(tensor: Tensor) -> int:
-    """Return the number of unwritten elements. In one-byte dtypes, 0 if anything was written."""
+    """Return the number of unwritten elements (one-byte dtypes: 0 if any element was written)."""
     raw = _bytes_of(tensor)
     if tensor.numel() == 0 or raw.numel() < tensor.numel() * tensor.itemsize:
         return 0

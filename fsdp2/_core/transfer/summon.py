@@ -2,8 +2,9 @@
 
 [Note: summoned]
 Full parameters are separate tensors in the dtype of the shards, not a group's buffers, so a group's
-state does not change. While they are registered, units must not run or inspect them: the modules
-refuse a forward, and ``Unit.summoned_on`` prevents units from adopting them.
+state does not change. While full parameters are registered, units must not run, and must not
+inspect these parameters: a forward raises, and ``Unit.summoned_on`` prevents units from adopting
+the parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Summoned:
     whole: nn.Parameter | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as None, because a copy of a full parameter is not summoned."""
+        """Copy and pickle as None, because a copy of a full parameter is an ordinary parameter."""
         return type(None), ()
 
     def register(self, param: nn.Parameter) -> None:
@@ -99,8 +100,8 @@ def _check(module: nn.Module, flags: dict[str, bool]) -> list[Unit]:
     if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
         raise StateError(
             "FS307",
-            "summon_full_params: the context is nested in another for the same parameters, and one "
-            "of the two uses rank0_only. Exit the outer context first.",
+            "summon_full_params: the context is nested in another context for the same parameters, "
+            "and one of the two uses rank0_only. Exit the outer context first.",
         )
     return units
 
@@ -124,8 +125,8 @@ def summon_full_params(
     ``writeback`` writes them back when it exits.
 
     Args:
-        recurse: include units below ``module``. False uses only the module's own unit or, if it is
-            not a unit, the parameters registered on it directly.
+        recurse: include units below ``module``. False uses only the module's own unit or, if the
+            module is not a unit, the parameters registered directly on the module.
         writeback: on exit, each rank copies its own part of the registered tensors to its shards;
             replicas with different values are not synchronized. False discards all changes.
         rank0_only: only the first rank of the mesh gets full parameters; the others keep their
@@ -137,12 +138,12 @@ def summon_full_params(
     Raises:
         ConfigError: not a module; a flag that is not a bool; ``rank0_only`` with ``writeback``; a
             gradient that only some ranks have.
-        StateError: inside a forward or a backward; a forward, ``unshard`` or ``fully_shard`` of a
-            summoned unit inside the context; on exit, a parameter that was removed or reshaped
+        StateError: called inside a forward or a backward; a forward, ``unshard`` or ``fully_shard``
+            of a summoned unit inside the context; on exit, a parameter that was removed or reshaped
             (shards keep their values).
-        UnsupportedError: a parameter is a wrapper subclass, which has no bytes of its own.
+        UnsupportedError: a parameter is a wrapper subclass, which has no storage of its own.
 
-    Source: ``FullyShardedDataParallel.summon_full_params`` of torch, for composable modules.
+    Source: torch's ``FullyShardedDataParallel.summon_full_params``, for composable modules.
     """
     flags = {
         "recurse": recurse,
@@ -277,7 +278,7 @@ def _received(helds: list[LocalShard], target: Target, grids: Grids) -> list[tup
 
 
 def _problem(item: _Summoned) -> str | None:
-    """Return why a registered tensor cannot be written back to its shard; None if it can."""
+    """Describe why a registered tensor cannot be written back to its shard; None if it can be."""
     if item.whole is None:
         return None
     seen = [site.registered for site in item.sites]
@@ -285,7 +286,7 @@ def _problem(item: _Summoned) -> str | None:
     if now is None:
         return f"{item.name} was removed inside the context. Keep it registered."
     if isinstance(now, DTensor):
-        return f"{item.name} is a DTensor now. Replace it with a full parameter."
+        return f"{item.name} is now a DTensor. Replace it with a full parameter."
     if tuple(now.shape) != item.held.shape:
         return (
             f"{item.name} now has shape {tuple(now.shape)} instead of {item.held.shape}. Write to "
@@ -310,14 +311,14 @@ def full_params(
     names: Callable[[str], bool] | None = None,
     buffers: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over ``(name, full tensor)`` of a module's parameters, in bounded memory.
+    """Iterate over ``(name, full tensor)`` pairs of a module's parameters, in bounded memory.
 
     Parameters are gathered in buckets, in the order of ``named_parameters()``. Names omit wrappers
     such as activation checkpointing; a tied parameter is yielded once, under its first name.
-    Tensors are new, detached and plain, on the device of the shards, and belong to the caller.
-    Tensor-parallel parameters are unsharded too. Collective: every rank must iterate to the end, or
-    leave the loop at the same tensor. If a single rank leaves, or its callback or loop body raises,
-    the other ranks raise at the next bucket.
+    Each tensor is a new, detached plain tensor on the device of the shards, and belongs to the
+    caller. Tensor-parallel parameters are unsharded too. Collective: every rank must iterate to the
+    end, or leave the loop at the same tensor. If only one rank leaves the loop, or its callback or
+    loop body raises, the other ranks raise at the next bucket.
 
     To merge adapters, gather them first, then add them in ``callback``::
 
@@ -332,23 +333,23 @@ def full_params(
 
     Args:
         module: a sharded module, or any module whose parameters may be DTensors.
-        max_bytes: upper bound on a bucket plus its communication buffers, in addition to tensors
-            that the caller keeps (a loop variable keeps one while the next bucket is gathered). A
-            larger parameter is sent separately, in pieces, and its own size is not counted.
-        dtype: cast floating-point tensors to this dtype, before sending if it is narrower.
+        max_bytes: upper bound on the size of a bucket plus its communication buffers. Tensors that
+            the caller keeps are not counted (a loop variable keeps one while the next bucket is
+            gathered). A larger parameter is sent separately, in pieces; its size is not counted.
+        dtype: cast floating-point tensors to this dtype (before sending, if it is narrower).
         callback: called with each name and full tensor on every rank. Its result is yielded; None
             skips the tensor.
-        names: predicate that selects the same parameters on every rank; None selects all.
+        names: predicate, which must select the same names on every rank; None selects all.
         buffers: yield this rank's buffers too, after the parameters.
 
     Raises:
         ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not a
             floating-point dtype.
-        StateError: inside a forward or a backward; a parameter is on the meta device; another rank
-            left the loop, its callback raised, or it ran out of memory.
+        StateError: called inside a forward or a backward; a parameter is on the meta device;
+            another rank left the loop, raised in its callback, or ran out of memory.
         UnsupportedError: a tensor is a partial sum or a wrapper subclass.
     """
-    # an interrupt here is reported in the exchange of the first bucket, which the other ranks reach
+    # an interrupt stays pending; the exchange of the first bucket reports it to the other ranks
     with kept_interrupts(leave_pending=True), checked_together("full_params", module) as same:
         check_count("full_params", "max_bytes", max_bytes)
         check_dtype("full_params", "dtype", dtype)
@@ -380,7 +381,7 @@ def _iterate(
                 try:
                     result = callback(names[index], tensor)
                 except Exception as error:
-                    tensors.throw(error)  # report it to the other ranks
+                    tensors.throw(error)  # report the error to the other ranks
                     raise
             del tensor
             if result is not None:

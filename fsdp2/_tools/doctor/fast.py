@@ -33,8 +33,8 @@ MARK = "fsdp2 doctor: a step"
 SHARE = 0.5
 """Fraction of the requested time budget that the timed rounds may use."""
 SLOWER, BUSIER = 1.1, 1.25
-"""Limits of the step time and the host time, as multiples of those of torch's FSDP2. A larger
-median ratio is a warning if fsdp2 is slower in three quarters of the rounds."""
+"""Limits of the step time and the host time, as multiples of the times of torch's FSDP2. A larger
+median ratio causes a warning if fsdp2 is slower in three quarters of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _variants(ranks: Ranks, size: Size, stack: ExitStack) -> dict[str, Model | s
 
 
 def measure_steps(ranks: Ranks) -> Values:
-    """Time all variants in rounds, then profile one step of three variants."""
+    """Time all variants in rounds, then profile one step of each of three variants."""
     size = LARGE if ranks.is_large else SMALL
     words = batch(size, ranks.size, ranks.device).chunk(ranks.size)[ranks.rank]
     with ExitStack() as stack:
@@ -281,7 +281,7 @@ def judge_steps(found: Sequence[Values]) -> Iterator[Verdict]:
     said = f"{_of(ours)} per step (forward, backward), unsharded model {_of(alone)}"
     if peers:
         low, middle, _ = ratio(ours, peers)
-        said += f", torch's FSDP2 {_of(peers)}: fsdp2 takes {middle:.3g} of its time"
+        said += f", torch's FSDP2 {_of(peers)}: fsdp2 takes {middle:.3g} times as long"
         is_slower = middle > SLOWER and low > 1
         yield Verdict(FAST, "step", WARNING if is_slower else OK, said)
     else:
@@ -374,7 +374,7 @@ def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:
     if one["hardware"] is None:
         yield Verdict(FAST, "plan", NOT_MEASURED, "requires at least two ranks")
         return
-    said = f"predicts {_ms(one['seconds'])} per step ({_ms(one['waits'])} of them spent waiting), "
+    said = f"predicts {_ms(one['seconds'])} per step (including {_ms(one['waits'])} of waiting), "
     said += f"{nbytes_text(one['peak'])} of memory, and {one['collectives']} collectives"
     yield Verdict(FAST, "plan", OK, said)
 

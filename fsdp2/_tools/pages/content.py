@@ -13,16 +13,16 @@ KINDS = (
     "gathered parameters",
     "communication",  # buffers of collectives
     "activations",  # and everything else that the model and its backward allocate
-    "logits",  # activations with one number per vocabulary entry
+    "logits",  # activations with one value per vocabulary entry
 )
-"""Categories of memory, from the bottom of the picture to its top."""
+"""Categories of memory, from bottom to top in the picture."""
 MEASURED = ("parameters", "gathered parameters", "communication")
 """The categories that a recording measures."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A headline value of a page: its name, its value with a unit, and a short note."""
+    """A headline figure of a page: a name, a value with a unit, and a short note."""
 
     name: str
     value: str
@@ -52,7 +52,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class UnitArea:
-    """A group of parameters, under a dotted name. ``padding_nbytes`` is the total over the
+    """A group of parameters, with a dotted name. ``padding_nbytes`` is the total over the
     ``shard_ranks`` ranks of the shard axis, so that the page can draw the padding of a shard."""
 
     name: str
@@ -80,7 +80,7 @@ class Moment:
 @dataclass(frozen=True)
 class MemoryTab:
     """Memory over a step, for one setting or one rank. ``limit_nbytes``: the device's memory, if
-    known. ``measured``: other values, measured or planned, which are drawn over it as a line."""
+    known. ``measured``: other values, measured or planned, drawn as a line over ``moments``."""
 
     name: str
     kinds: tuple[str, ...]
@@ -117,8 +117,8 @@ class TimeLine:
 @dataclass(frozen=True)
 class Planned:
     """The plan of a step, to be drawn over measurements. Each moment has one number, and is
-    drawn at the measured time of the event in its label. ``time_line`` is None if no time
-    was planned."""
+    drawn at the measured time of the event in its label. ``time_line`` is None if no times
+    were planned."""
 
     moments: tuple[Moment, ...]
     time_line: TimeLine | None = None
@@ -126,7 +126,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading, for data without a picture (ranks, collectives by kind)."""
+    """A table with a heading, for data that is not drawn (ranks, collectives by kind)."""
 
     heading: str
     columns: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""Prediction of a sharded model's memory, communication and time, without ranks: see ``plan``."""
+"""Predicts a sharded model's memory, communication and time, on simulated ranks: see ``plan``."""

@@ -1,5 +1,5 @@
-"""Rules that detect problems in units and settings. Each reports a figure and a change to make, and
-plans again with that change to predict the gain."""
+"""Rules that detect problems in units and settings. Each rule reports a figure and a change to
+make, and plans again with that change to predict the gain."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fsdp2._tools.plan.setup import Prediction
 from fsdp2._tools.plan.values import ParamPlan, StepPlan
 
 TINY_NBYTES = 1 << 20
-"""Without hardware, a gather with fewer bytes is small."""
+"""If no hardware is given, a gather with fewer bytes is small."""
 LATENCY_SHARE = 0.5
-"""With hardware, a gather is small if latency is more than this share of its time."""
+"""If hardware is given, a gather is small if latency is more than this share of its time."""
 HUGE_SHARE, HUGE_TIMES = 0.4, 4
 """A unit is huge if it is at least this share of the model and this multiple of the median unit."""
 PADDED_SHARE = 0.05
@@ -62,8 +62,8 @@ def _does_not_fit(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     yield Advice(
         "memory",
         "the step",
-        f"does not fit: it takes {nbytes_text(step.highest_nbytes)} of {nbytes_text(budget)}, of "
-        f"which {nbytes_text(most)} are {kind}",
+        f"does not fit: it takes {nbytes_text(step.highest_nbytes)}, including {nbytes_text(most)} "
+        f"of {kind}; the budget is {nbytes_text(budget)}",
         change,
         gain,
     )
@@ -166,7 +166,7 @@ def _padding(plan: Prediction) -> Iterator[Advice]:
         worst.name,
         f"{worst.shape[worst.dim or 0]} rows over {ranks} ranks: "
         f"{nbytes_text(worst.padding_nbytes)} of padding added to {nbytes_text(worst.nbytes)}; "
-        f"{lost / total:.0%} of all shards are padding",
+        f"{lost / total:.0%} of all shards is padding",
         change,
         gain,
     )
@@ -204,7 +204,7 @@ def _replicas(plan: Prediction, budget: int | None) -> Iterator[Advice]:
         yield Advice(
             "slow",
             "the mesh",
-            f"the shard axis of {ranks} ranks gathers across nodes",
+            f"all-gathers over the shard axis of {ranks} ranks cross node boundaries",
             f"mesh=({ranks // near}, {near}): shard within a node, replicate across nodes",
             _gain(plan, other),
         )
@@ -264,7 +264,7 @@ def _joined(policy: Any, classes: set[type[nn.Module]]) -> set[type[nn.Module]] 
 
 
 def _better_dim(param: ParamPlan, ranks: int) -> int | None:
-    """Return a dim along which sharding needs less than half of the present padding, or None."""
+    """Return a dim along which sharding needs less than half of the current padding, or None."""
 
     def padding(dim: int) -> float:
         rows = param.shape[dim]
@@ -278,7 +278,7 @@ def _better_dim(param: ParamPlan, ranks: int) -> int | None:
 
 
 def _placement(model: nn.Module, dims: dict[str, int]) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a ``shard_placement_fn``. It compares shapes, because a copy has other parameters."""
+    """Return a ``shard_placement_fn`` that matches shapes, because copies have new parameters."""
     shapes = {tuple(param.shape): dims[n] for n, param in model.named_parameters() if n in dims}
 
     def place(param: nn.Parameter) -> Shard | None:

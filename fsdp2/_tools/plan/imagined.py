@@ -1,5 +1,5 @@
 """Simulated ranks, a wire without communication, and a copy of a model with fake tensors. The
-engine uses them like real ones."""
+engine uses the simulated objects like real ones."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fsdp2._tools.plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWa
 
 
 class Nowhere(Wire):
-    """A wire without communication, which tags buffers by purpose. With a clock, a collective takes
-    as long as on the described machine. Without one (CPU ranks), this allocates gloo's buffers."""
+    """A wire that does not communicate, and tags buffers by purpose. With a clock, collectives take
+    as long as on the described machine. Without a clock (CPUs), it allocates gloo's buffers."""
 
     def __init__(
         self, group: ParamGroup, watch: MemoryWatch, clock: AnyClock | None, is_away: bool
@@ -93,7 +93,7 @@ class Nowhere(Wire):
         return self._send("reduce_scatter", sent.nbytes, axis, SHARD, axis.size)
 
     def _copy(self, shard: Tensor) -> None:
-        """Advance the clock by the time that copying a shard between host and device takes."""
+        """Advance the clock by the duration of copying a shard between host and device."""
         if self._copies_on is not None:
             self._copies_on.copy(shard.nbytes)
 
@@ -187,7 +187,7 @@ def without_memory(model: nn.Module) -> nn.Module:
             raise UnsupportedError(
                 "FS907",
                 f"plan: {group.fqn or '<root>'} computes on {group.residence.compute}; a "
-                "sharded model can be planned on a CPU only. Plan the model before fully_shard.",
+                "sharded model can be planned only on a CPU. Plan the model before fully_shard.",
             )
         memo[id(group.data)] = _without_ranks(group.data)
         for param in group.params:
@@ -216,7 +216,7 @@ def groups_of(model: nn.Module) -> list[ParamGroup]:
 
 
 def _without_ranks(data: DataMesh) -> DataMesh:
-    """Return a mesh of the same ranks without communication."""
+    """Return a mesh of the same ranks that does not communicate."""
     shard, replicate = (
         dataclasses.replace(
             axis, pg=None if axis.pg is None else torch_dtensor.ImaginedGroup(axis.rank, axis.size)

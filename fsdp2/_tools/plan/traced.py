@@ -1,14 +1,15 @@
 """Traces of blocks: one trace is used for all identical blocks, in every plan of the same model.
 
-A trace records the bytes, kernels and saved memory of a unit's forward and backward. Its replay is
+A trace records the bytes, kernels and saved memory of a unit's forward and backward. A replay is
 one autograd node with the same memory and time. The engine's work around a unit is never replayed.
 
 [Note: when a block is replayed]
 The layers of a model run the same operations, so planning each layer would repeat the same work. A
-block is a unit without inner units. Its forward is traced, first alone and then with its backward;
-afterwards, an autograd node replaces it. A block runs normally if no node can replace it, because
-it returns its input, stores tensors, changes its attributes, reads other modules' parameters, takes
-or returns values that are neither tensors nor plain values, or has many different forms.
+block is a unit without inner units. The forward of a block is traced, first alone and then together
+with the backward; afterwards, an autograd node replaces the block. A block cannot be replaced, and
+runs normally, if it returns its input, stores tensors, changes its attributes, reads other modules'
+parameters, takes or returns values that are neither tensors nor plain values, or has many different
+forms.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_FORMS = 6
 
 Forward = Callable[..., Any]
 Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""Whether a block's graph keeps each input and output; the indices of parameters it keeps."""
+"""For each input and output, whether a block's graph keeps it; indices of kept parameters."""
 
 
 class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
@@ -194,8 +195,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Phase:
-    """Cost of a forward or a backward: seconds of each kernel, peak of additional bytes, and
-    seconds of all matmuls."""
+    """Cost of a forward or a backward: seconds of each kernel, peak of the additional memory in
+    bytes, and total seconds of matmuls."""
 
     kernels: tuple[float, ...]
     peak_nbytes: int
@@ -220,7 +221,7 @@ class Trace:
 
 @dataclass
 class Traces:
-    """Traces of blocks by form (None: run normally), and of optimizers with the bytes of states."""
+    """Traces: of blocks, by form (None: not replaced); of optimizers, with their states' bytes."""
 
     known: dict[tuple[Any, ...], Trace | None] = field(default_factory=dict)
     optimizers: dict[tuple[Any, ...], tuple[Phase, int]] = field(default_factory=dict)
@@ -295,7 +296,7 @@ class Replayer:
 
     @contextmanager
     def inside_a_checkpoint(self) -> Iterator[None]:
-        """Run units normally: a checkpoint counts saved tensors, and tracing would save more."""
+        """Run units normally: a checkpoint counts saved tensors, and tracing would add more."""
         self._checkpoints += 1
         try:
             yield

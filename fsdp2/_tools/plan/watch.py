@@ -34,7 +34,7 @@ class MemoryWatch(DispatchMode):
         self.highest = (0, tuple(self.by_kind))
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, int] = {}
-        self._elsewhere: set[int] = set()  # storages in host memory, which do not count
+        self._elsewhere: set[int] = set()  # storages in host memory, which are not counted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -5,7 +5,7 @@ Defines the digest of a tensor and the file of a rank. ``bits_compared`` compare
 [Note: additive digests]
 A digest is the sum, modulo 2^64, of a hash of each element and its position in the full tensor.
 For any number of ranks, digests of shards therefore add up to the full tensor's digest. Recording
-needs no communication. Each replica of a parameter has a separate digest; these must be equal.
+needs no communication. Each replica of a parameter has a digest; these digests must be equal.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BitsRecording:
         self._handles: list[Any] = []
         # rows are written later, to avoid waiting for the device
         self._rows: list[tuple[list[Any], Tensor]] = []
-        self._counts: dict[tuple[int, int, str], int] = {}  # forwards of a unit in a slot
+        self._counts: dict[tuple[int, int, str], int] = {}  # index of a unit's digest in a slot
 
     def __enter__(self) -> BitsRecording:
         slots = self._slots = slots_of("record_bits", self._model)
@@ -236,10 +236,10 @@ def _processor(units: Sequence[Unit]) -> str:
 def record_bits(model: nn.Module, path: str) -> BitsRecording:
     """Record digests of each unit's results, so that ``same_bits`` can compare two runs.
 
-    For each slot, one 64-bit digest of each unit's outputs is recorded, and one of its gradients.
-    For each step, one digest of each unit's gradients is recorded before the optimizer's step, and
-    one of its parameters after it. Each rank writes a file; nothing is communicated. Computing a
-    digest takes a few kernels, so steps are slower while recording::
+    For each slot, two 64-bit digests are recorded per unit: of its outputs, and of its gradients.
+    For each step, a digest of each unit's gradients is recorded before the optimizer's step, and a
+    digest of its parameters afterwards. Each rank writes a file; nothing is communicated. Computing
+    a digest takes a few kernels, so steps are slower while recording::
 
         with fsdp2.debug.record_bits(model, "run1") as bits:
             ...  # train
@@ -250,7 +250,7 @@ def record_bits(model: nn.Module, path: str) -> BitsRecording:
         path: a folder without a recording.
 
     Raises:
-        ConfigError: the folder has a recording of this rank, or cannot be written to.
+        ConfigError: the folder contains a recording of this rank, or cannot be written to.
         StateError: ``reproducible`` was not called on the model; a step is running on entry.
     """
     slots_of("record_bits", model)

@@ -61,9 +61,10 @@ def record(
         model: a module that was passed to ``fully_shard``, or that contains such modules. The
             model need not have run yet.
         path: a folder, which is created if it does not exist.
-        scalars: a function that gets the number of each step (from 1), and a dict of its figures
-            (see ``RecordedStep``). If it raises, a warning is issued, and it is not called again.
-        tokens: number of tokens of one step on this rank, for ``tokens_per_s``.
+        scalars: a function that is called with each step's number (from 1) and a dict of the step's
+            figures (see ``RecordedStep``). If it raises, a warning is issued, and the function is
+            not called again.
+        tokens: number of tokens in one step on this rank, for ``tokens_per_s``.
 
     Returns:
         A context manager, to be entered between steps.
@@ -177,8 +178,8 @@ class Recording:
             warn(
                 "FS918",
                 f"fsdp2.record: scalars raised {type(error).__name__}: {error} at step "
-                f"{found.number} of rank {self.rank}. It will not be called again; the "
-                "recording continues. Fix this function.",
+                f"{found.number} of rank {self.rank}. The function will not be called again; the "
+                "recording continues. Fix the function.",
                 RuntimeWarning,
             )
 

@@ -1,10 +1,10 @@
 """Traces for Perfetto and chrome://tracing, from recordings and torch.profiler's traces.
 
 A rank is shown as a process, with a memory counter and one thread each for steps, compute, waits,
-gathers, reductions and engine (events without duration). A profiler's processes come after these.
+gathers, reductions and engine (events without duration). A profiler's processes follow all ranks.
 
 Source: "Trace Event Format", the document that Perfetto's importer follows;
-``baseTimeNanoseconds``, as torch.profiler writes it, is the origin of ``ts`` (microseconds).
+``baseTimeNanoseconds``, which torch.profiler writes, is the origin of ``ts`` (microseconds).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fsdp2._tools.record.rows import EVENTS, MOST, MOST_RANKS, RankFile
 from fsdp2._tools.record.time_line import has_times, pieces_of, shown
 
 Time = Callable[[int, int], float]
-"""Maps a rank and a time (ns since the epoch, by its clock) to microseconds of the trace."""
+"""Maps a rank and a time (ns since the epoch, on the rank's clock) to microseconds of the trace."""
 At = Callable[[float], float]
 """Maps nanoseconds in the rows of one rank to microseconds of the trace."""
 
 STEPS, ENGINE, WAITS = "steps", "engine", "waits"
 THREADS = (STEPS, COMPUTE, WAITS, GATHER, REDUCE, ENGINE)
 LANES_OF_ONE = 100
-"""Number of threads reserved for each lane, because spans of one lane may overlap."""
+"""Number of threads reserved for each lane, because spans of a lane may overlap."""
 PROFILE_NBYTES = 4 << 30
 TIMES = 200
-"""Maximum growth of a profile when decompressed; a trace grows by a factor of about 30."""
+"""Maximum growth factor of a decompressed profile; a trace grows by a factor of about 30."""
 FOREIGN = MOST_RANKS
-"""The first process number for profilers; ranks must be below it."""
+"""The lowest process number for profilers; the process number of a rank is lower."""
 
 
 def events_of(file: RankFile, time: Time) -> Iterator[dict[str, Any]]:
@@ -128,13 +128,14 @@ def read_profile(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "FS917",
             f"trace: expected profiles exported by torch.profiler, found {printable(path)} "
-            f"({type(error).__name__}: {printable(error)}). Pass results of export_chrome_trace.",
+            f"({type(error).__name__}: {printable(error)}). Pass files written by "
+            "export_chrome_trace.",
         ) from error
     return found  # type: ignore[no-any-return]  # a dict, or the check above raised
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Decompress gzip data, up to ``TIMES`` times its size plus 64 MiB."""
+    """Decompress gzip data to at most ``TIMES`` times its size plus 64 MiB."""
     machine = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     most = TIMES * len(data) + (64 << 20)
     found = machine.decompress(data, most)
@@ -173,7 +174,7 @@ def rank_of_profile(profile: Mapping[str, Any]) -> int | None:
 
 
 def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[str, Any]]:
-    """Yield a profile's events for a rank, with times of the trace and new process numbers."""
+    """Yield the events of a rank's profile, with new process numbers and times of the trace."""
     base = int(profile["baseTimeNanoseconds"])
     numbers: dict[Any, int] = {}
     for event in profile["traceEvents"]:
@@ -195,5 +196,5 @@ def merged(profile: Mapping[str, Any], rank: int, time: Time) -> Iterator[dict[s
 
 
 def _own_id(given: Any, rank: int) -> Any:
-    """Return a flow id that is unique to the rank; numeric ids stay numbers."""
+    """Return a flow id that no other rank has; numeric ids remain numbers."""
     return given + ((rank + 1) << 40) if isinstance(given, int) else f"{rank}.{given}"

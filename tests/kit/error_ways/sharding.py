@@ -473,7 +473,7 @@ def _(mended: bool) -> None:
     train(fsdp2.fully_shard(Net(), mesh=mesh))
 
 
-@way("FS232", "no such view", "full_tensor")
+@way("FS232", "does not support this view", "full_tensor")
 def _(mended: bool) -> None:
     model = fsdp2.fully_shard(Net(), shard_placement_fn=lambda _: fsdp2.Whole())
     weight = model[0].weight
