@@ -54,13 +54,11 @@ def check_order(
 
     In the first ``steps`` forwards, ranks compare their orders before each unit communicates, so a
     difference raises an error instead of causing a hang. Later, each rank compares its order with
-    that of the last compared forward, and warns once for each unit that is out of order. Ignores
-    recomputation.
+    that of the last compared forward, without recomputation, and warns once per unit out of order.
 
     Args:
         model: a model that contains units; all of them are checked.
-        steps: number of forwards that ranks compare, at least 1. Each comparison is one small
-            synchronous collective.
+        steps: number of forwards that ranks compare (at least 1), each by a small collective.
         process_group: the ranks that run the model; default: all.
 
     Returns:

@@ -211,8 +211,7 @@ def strategy(
     Args:
         name: the strategy's name, or the member of torch's enum.
         mesh: 1-D for the first two strategies, ``(n, 1)`` for ``NO_SHARD``, 2-D for the last two.
-            Default: a mesh over all ranks (``hybrid_mesh`` for the last two); creating it is
-            collective.
+            Default: a mesh over all ranks (``hybrid_mesh`` for the last two). Collective.
         device_type: device type of the default mesh. Default: the accelerator, else the CPU.
 
     Raises:

@@ -16,8 +16,7 @@ parameters remain the shards; only the recomputation reads unsharded parameters.
   returns unsharded parameters only in grad mode or during a unit's call. Hooks run in neither case.
 - A call of a unit gathers all its parameters first and releases them at the end, so that ranks that
   read different parameters issue the same gathers. Parameters read outside of a call are kept until
-  parameters of another unit are read or the backward ends. An early release costs only another
-  gather.
+  parameters of another unit are read or the backward ends. An early release costs one gather.
 - Autograd records every gather. With reentrant checkpointing, gradients flow through the gather in
   backward and are reduced and accumulated at the end of the inner backward. Non-reentrant
   checkpointing uses only the gathered values; gradients flow through the gather in forward.

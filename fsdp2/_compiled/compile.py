@@ -83,8 +83,7 @@ def compile(  # noqa: A001  # torch's name for it
     Raises:
         ConfigError: the model has no sharded module; the backend does not support
             ``overlap=True``; ``torch.compile`` rejects an argument.
-        UnsupportedError: a unit has a feature that a graph cannot contain. The model remains
-            unchanged.
+        UnsupportedError: a unit has a feature that a graph cannot contain. Nothing was changed.
     """
     check_module("compile", "model", model)
     if overlap is not None:

@@ -1,8 +1,7 @@
 """The order of nodes in a compiler's graphs: where collectives start and end.
 
 Owns the passes over graphs with functional collectives. Independent of groups and parameters.
-``place_gathers`` moves each unit's gather to the first use of its result in the traced graph, for
-every backend.
+For every backend, ``place_gathers`` moves each unit's gather to the first use of its result.
 ``Overlapped`` overlaps collectives with compute in the forward and backward graphs.
 
 [Note: overlap in a graph]

@@ -1,7 +1,6 @@
 """The collectives of one group in a compiled graph, and the layouts of their payloads.
 
-Owns ``TracedPlan`` and the keys by which graphs refer to plans. Independent of tensors, groups and
-units.
+Owns ``TracedPlan`` and the keys by which graphs refer to plans. Contains no tensors or units.
 
 Legend: W = number of ranks of the shard axis; a *piece* is the payload of one collective. A large
 parameter is a separate piece: collectives write it and read its gradient directly, without copies.

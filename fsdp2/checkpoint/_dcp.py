@@ -70,8 +70,7 @@ def load(
         path: the checkpoint's folder.
         model: a sharded model, or any other module.
         optimizer: an optimizer over the model's parameters, whose state is loaded too.
-        model_key: key of the model's state in the saved dict. None: the saved dict is the model's
-            state.
+        model_key: key of the model's state in the saved dict. None: the dict is the model's state.
         optim_key: key of the optimizer's state.
         strict: require every name in the model to be in the checkpoint, and vice versa.
         verify: verify all data read against the checksums that ``save`` wrote.

@@ -13,8 +13,7 @@ report ends with its own checksum, and is renamed to its final name once it is c
 [Note: placeholders]
 The metadata is a pickle of instances of a few small torch classes. Each instance is unpickled as a
 placeholder, which has the pickled data but no behaviour; ``read`` validates every value before use.
-A pickle can use only the names in the table that ``_names`` returns, and torch's checkpoint module
-is not imported.
+A pickle can use only names from ``_names``, and torch's checkpoint module is not imported.
 
 [Note: sums]
 The pickle is followed by the checksums of all values in all files, and by a checksum of the

@@ -1,7 +1,6 @@
 """Load states of any form into a model and an optimizer: all or nothing.
 
-Values are full tensors (on all ranks, or only on the first) or each rank's shards. Independent of
-files.
+Values are full tensors (on all ranks, or only on the first) or each rank's shards. Reads no files.
 
 [Note: all or nothing]
 1. *Compare.* Ranks that have a state describe its names, shapes and dtypes. Every rank compares the

@@ -83,10 +83,8 @@ class NeighbourCopies:
     generations of its own parts and of its neighbour's.
 
     Args:
-        name: the job's name. It must stay the same after a restart, and other jobs on the hosts
-            must not use it.
-        memory: a memory-backed folder that outlives processes. In a container, ``/dev/shm`` is
-            often small.
+        name: the job's name, unique on the hosts, and the same after a restart.
+        memory: a memory-backed folder that outlives processes (small in many containers).
         distance: the neighbour's offset in ranks, large enough to reach another host. None: the
             number of ranks per host (``LOCAL_WORLD_SIZE``); on a single host, half of the ranks.
 

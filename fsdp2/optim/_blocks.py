@@ -11,8 +11,7 @@ shard's shape, with the options of the parameter's group. Each plain tensor amon
 inside a wrapper, has one element per ``block`` elements of the flattened parameter. ``block`` must
 be the same for all shard sizes, so that each rank can compute the other ranks' layouts without
 communication. Tables for decoding (``qmap``) are not saved: the optimizer class creates them
-together with the states. Loading runs a step on zeros, which allocates the states, and copies the
-loaded values into them.
+together with the states. Loading runs a step on zeros to allocate the states, and copies values in.
 """
 
 from __future__ import annotations

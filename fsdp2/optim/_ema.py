@@ -203,8 +203,7 @@ class EMA:
         Raises:
             StateError: unexpected or missing names.
             ConfigError: the state dict is invalid; a value has another shape than its average, or
-                cannot be represented in the average's dtype. The message names the value; nothing
-                was changed.
+                cannot be represented in the average's dtype. Nothing was changed.
         """
         is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
         main = Grids([*self._averages.values()]).main if is_sharded else Grid(())

@@ -1,7 +1,6 @@
 """Norms that do not depend on how gradients are sharded, from order-independent integer sums.
 
-Converts local tensors to integers. Independent of ranks and parameters: ``_clip`` sums the integers
-over process groups.
+Converts local tensors to integers, which ``_clip`` sums over ranks. Independent of parameters.
 
 [Note: exact sums]
 Given the largest magnitude of all elements, each power |g|^p is represented by two integers of 30

@@ -16,8 +16,7 @@ are discarded. 4. Rows of the copies are sent back to the shards.
 
 For each round, a rank has an optimizer of the class for the matrices that it owns. This optimizer
 has one parameter per matrix, and the options of the param groups. The class runs as in a single
-process, but with fewer parameters. Its state per param group must not depend on the number of
-parameters.
+process, but with fewer parameters. Its state per param group must not depend on their number.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def whole(
         kwargs: the arguments of ``cls``, for the groups that specify no other class.
 
     Raises:
-        ConfigError: a class or an option known to need all parameters together; arguments that
-            ``cls`` rejects.
+        ConfigError: ``cls`` needs all parameters together, or rejects the arguments.
         UnsupportedError: a class whose ``step`` requires a closure; a parameter that wraps other
             tensors, or is a partial sum.
 

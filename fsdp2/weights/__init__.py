@@ -2,8 +2,7 @@
 
 ``plan`` is called once. It determines which boxes of the parameters each engine rank needs
 (``Box``, ``Spec``, ``tensor_parallel``), and which trainers send them. Each pair of ``Plan.send``
-and ``Receiver.receive`` calls then transfers one version of the weights. No rank assembles a full
-parameter.
+and ``Receiver.receive`` calls then transfers one version. No rank assembles a full parameter.
 """
 
 from fsdp2.weights._layout import Box, Cut, Spec, tensor_parallel

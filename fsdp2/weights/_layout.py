@@ -193,8 +193,7 @@ def tensor_parallel(
         model_or_config: a transformers config, or a model. The config, or the model's ``config``,
             must have the numbers of heads to which the rules refer.
         size: the number of ranks over which the tensors are divided, at most 4096.
-        rules: mapping from each of the engine's tensor names to the tensor's ``Cut``, or to a list
-            of Cuts to fuse.
+        rules: mapping from the engine's tensor names to a ``Cut``, or to a list of Cuts to fuse.
         dtype: dtype of floating-point tensors on the engine.
         shapes: shapes of the parameters by name; None uses the model's shapes. If only a config is
             given, transformers builds the model on the meta device.

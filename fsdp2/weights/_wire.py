@@ -1,7 +1,6 @@
 """Links between trainers and engine ranks: process groups, files, or the caller's transport.
 
-Owns the links, the headers of buffers, and the checksums of blocks. Independent of tensor names,
-parameters and plans.
+Owns the links, the headers of buffers, and the checksums of blocks. Independent of plans.
 
 The ranks of a transfer are numbered from 0: first the trainers, then the engine ranks.
 

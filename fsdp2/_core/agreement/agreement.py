@@ -34,8 +34,7 @@ On a device, the host does not wait for the check: each step copies the stamps o
 host, and usually a later step checks them (``LateLook``). Until then, other ranks continue as
 predicted. A rank that gives up also continues, without data, until all other ranks have given up.
 
-If a wire sends nothing, as in a benchmark without collectives, a rank does not receive its own
-stamp, and checks nothing.
+If a wire sends nothing (in a benchmark), a rank does not receive its own stamp: nothing is checked.
 
 [Note: reuse of numbers]
 A program may copy, run and drop many models, but there are only 65,535 operation numbers.

@@ -80,8 +80,7 @@ def offload_activations(
             ``model``, as in ``fsdp2.wrap.shard_model``. A function that returns False for every
             module undoes an earlier call.
         keep_last: the number of selected modules, from the end of ``model.modules()``, whose
-            tensors stay on the device. Backward begins in these modules while the tensors of other
-            modules are copied back.
+            tensors stay on the device, so that backward can begin while others are copied back.
         min_bytes: the minimum size of an offloaded tensor.
 
     Returns:

@@ -1,7 +1,6 @@
 """Collect the parameters and buffers for a call of ``fully_shard``.
 
-Checks arguments and parameters, evaluates policies, and traverses the module tree. Modifies nothing
-before ``take_ties``.
+Checks arguments and parameters, evaluates policies, and traverses the module tree. Read-only.
 
 [Note: ties]
 A parameter registered in several places is one ``FSDPParam`` with several sites, and remains one

@@ -186,8 +186,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         If another thread starts a step during the call, the step waits until the call returns.
 
         Raises:
-            StateError: another thread is inside a forward or a backward, or has run a forward that
-                left parameters unsharded.
+            StateError: another thread is inside a step, or has left parameters unsharded.
         """
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
         with unless_another_thread_steps(unit) if unit is not None else contextlib.nullcontext():
@@ -311,8 +310,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
         Call it on the root, on every rank, after the last backward of a step and before gradients
         are read or cleared. To reduce once for several backwards, disable gradient sync for them
-        (``set_requires_gradient_sync``) and enable it before this call. No-op before the first
-        forward.
+        (``set_requires_gradient_sync``), and enable it before this call. No-op before a forward.
 
         Args:
             async_op: return once the reductions are issued. Gradients are available after

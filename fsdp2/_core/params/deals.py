@@ -1,7 +1,6 @@
 """Assignment of parameter blocks to ranks, for ``fsdp2.Whole`` and ``fsdp2.Aligned``.
 
-Computes the cost of a matrix, assigns blocks, and records each rank's load so far. Contains no
-tensor or collective code.
+Computes the cost of a matrix, assigns blocks, and records each rank's load. Has no tensor code.
 
 [Note: deals of a mesh]
 Each ``fully_shard`` call assigns its blocks before the model is complete. A call may have fewer

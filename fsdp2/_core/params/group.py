@@ -368,8 +368,7 @@ class ParamGroup(Observable):
             self.context.streams.order_after_compute("gather")
 
     def drop_gather(self, has_run: bool = True) -> None:
-        """Drop the gather in flight, if there is one. ``has_run``: False if it was captured, and
-        the device never ran it."""
+        """Drop any gather in flight. ``has_run``: False if it was captured, and never ran."""
         gather, full = self._gather, self.buffers.full
         if gather is None:
             return

@@ -3,8 +3,7 @@
 The *own axes* of a DTensor parameter are its axes that are not data-parallel, such as a
 tensor-parallel axis. An annotated parameter ([Note: annotated parameters] in ``torch_dtensor``)
 also has own axes. In the sharded spec, own axes come after the data-parallel axes, but keep their
-positions if the user named the data-parallel dims of a full mesh. Contains no group, state or
-collective code.
+positions if the user named the data-parallel dims of a full mesh. Independent of groups.
 """
 
 from __future__ import annotations

@@ -374,8 +374,7 @@ class GradientScale:
         In fp16, divide before and after the sum, each time by about the square root of the divisor:
         otherwise the sum could overflow (the maximum is 65504), or small gradients could underflow.
         In other dtypes, divide once. A mean without ``only_sums`` is divided in the collective. Any
-        other sum is divided afterwards, on the shard only. Source: torch's FSDP and DDP
-        communication hooks.
+        other sum is divided afterwards, on the shard only. Source: torch's communication hooks.
         """
         factor = float(ranks) if divide_by is None else float(divide_by)
         if dtype == torch.float16:

@@ -31,8 +31,7 @@ keeps the gradients of its last reduction, and refills the same memory if there 
 reference to the DTensors (``p.grad``, a user's list, autograd's saved tensors), their local
 tensors, or the storage (views). Otherwise it allocates a new buffer, so a ``p.grad`` that the user
 keeps across steps does not change. On a device, an unreferenced buffer is *released* when a forward
-begins: its memory would be idle while the step needs the most memory, and reallocating it costs
-almost nothing.
+begins: its memory would be idle while the step needs the most, and reallocating it is cheap.
 """
 
 from __future__ import annotations

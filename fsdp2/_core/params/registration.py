@@ -1,8 +1,7 @@
 """Registered forms of a group's parameters: states, legal transitions, and user changes.
 
 Before every forward, a group detects changes by user code: replaced parameters, toggled
-``requires_grad``, writes, and placeholders for one forward. Contains no buffer, collective or hook
-code.
+``requires_grad``, writes, and placeholders for one forward. Has no buffer, collective or hook code.
 
 [Note: what is registered]
 We replace a registered tensor only if we registered it. Any other tensor belongs to the user, and

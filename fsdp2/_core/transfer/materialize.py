@@ -1,7 +1,6 @@
 """``materialize``: initialise the shards of a model on the meta device, module by module.
 
-``materialize`` registers new shards, which param groups adopt. It is therefore independent of the
-buffer layout of a group.
+``materialize`` registers new shards, which param groups adopt. It is independent of their layouts.
 
 [Note: every rank runs the same stream]
 Every rank does the work of a single process: it initialises a module's full tensors from the same

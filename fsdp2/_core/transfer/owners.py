@@ -9,8 +9,7 @@ Each *matrix* has one *owner* among the peers, which holds the full matrix. Each
 holds a *part* (a block, see [Note: chunks] in ``chunk_plan``). Replicas hold equal parts. Each part
 is sent to the owner once, by the replica with the owner's coordinates on the replica axes. The
 owner later sends the part back to all replicas. In a *round*, every rank sends one buffer to every
-other rank. The buffer has the total size of its parts: it is not padded to the size of the largest
-buffer.
+other rank. The buffer has the total size of its parts: it is not padded to the largest buffer's.
 """
 
 from __future__ import annotations

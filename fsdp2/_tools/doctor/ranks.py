@@ -3,8 +3,7 @@
 [Note: answers go through the store]
 A process group with a stopped or failed rank is unusable, so measurements are exchanged through a
 separate store. Each rank writes its answer, waits for the answers of the others, and then proposes
-the set of answers that it found. All ranks use the first proposal, so they agree on which answers
-are missing.
+the set of answers that it found. All ranks use the first proposal, and so the same set of answers.
 """
 
 from __future__ import annotations

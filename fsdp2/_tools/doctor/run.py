@@ -140,10 +140,7 @@ def parser() -> argparse.ArgumentParser:
     )
     effort = made.add_mutually_exclusive_group()
     effort.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=60.0,
-        help="approximate time in seconds for timing steps (60)",
+        "--seconds", type=_seconds, default=60.0, help="about how many seconds to time steps (60)"
     )
     effort.add_argument(
         "--quick", dest="seconds", action="store_const", const=QUICK_S, help="same as --seconds 10"

@@ -1,5 +1,4 @@
-"""Simulated time on a machine that ``Hardware`` describes: compute, links, and the spans of a step.
-Host time is zero."""
+"""Simulated time of a step on a machine that ``Hardware`` describes: compute and links, no host."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ issued it, and the events that its stream waits for have occurred. In addition:
   kernel's blocks occupy the device. In a high-priority stream it starts immediately.
 
 The host issues work asynchronously, so nothing is simulated until the host waits or the step ends.
-Items then start in the order of their earliest possible start, and a wait advances the host's clock
-to the event.
+Items then start in the order of their earliest possible start; a wait advances the host's clock.
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ class Plan(Prediction):
         Another plan predicts the gain of each improvement, so this takes as long as several plans.
 
         Args:
-            budget: as for ``suggest``. If it is None and the hardware's memory is unknown, there is
-                no limit.
+            budget: as for ``suggest``. No limit if it is None and the hardware's memory is unknown.
 
         Returns:
             The advice, most urgent first; empty if there is none.
@@ -211,8 +210,7 @@ def plan(
             does. Has an effect only if ``hardware`` is a device.
         rank: the rank whose shards and memory the plan describes. None: the first rank, which
             stores the most; for a sharded model, the calling rank.
-        micro_batches: the number of backwards in a step, each with ``batch``. Only the last one
-            synchronizes gradients.
+        micro_batches: backwards per step, each with ``batch``. The last one syncs gradients.
         fully_shard_kwargs: other keywords of ``fully_shard``, such as ``mp_policy``,
             ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
@@ -225,8 +223,7 @@ def plan(
             computes on a device.
 
     Memory includes tensors only. It excludes allocator rounding, library workspaces, and memory
-    that the allocator cannot reuse yet because another stream may use it. The simulated mesh is a
-    CPU mesh.
+    that the allocator cannot reuse yet because another stream may use it. The mesh is on CPUs.
     """
     check_module("plan", "model", model)
     given = {"mesh": mesh, "policy": policy, **fully_shard_kwargs}

@@ -8,8 +8,7 @@ The layers of a model run the same operations, so planning each layer would repe
 block is a unit without inner units. The forward of a block is traced, first alone and then together
 with the backward; afterwards, an autograd node replaces the block. A block cannot be replaced, and
 runs normally, if it returns its input, stores tensors, changes its attributes, reads other modules'
-parameters, takes or returns values that are neither tensors nor plain values, or has many different
-forms.
+parameters, takes or returns values that are neither tensors nor plain values, or has many forms.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ def same_bits(
         b: the same for the other run.
 
     Raises:
-        ConfigError: a folder has no recording; the runs have different numbers of slots, or no
-            common step.
+        ConfigError: a folder has no recording; the runs differ in slots, or have no common step.
     """
     runs = [_Run(_path_of(one)) for one in (a, b)]
     first, second = runs

@@ -3,8 +3,7 @@
 [Note: completion of collectives]
 On a device, an event in the lane records the completion. On a CPU, a rank observes the completion
 in a wait, or earlier in a poll (the ``Work`` of some gloo collectives reports completion only in a
-wait). The recorded end may therefore be late, by up to the rank's compute time before the next wait
-or poll.
+wait). The recorded end may thus be late, by up to the rank's compute time before the next of these.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from fsdp2._tools.record.rows import RankFile, files_in, read_file, write_beside
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
     """Read folders or single files that ``fsdp2.record`` wrote on any number of ranks.
 
-    Recordings of a run that is still running, or has crashed, can be read too. All files must be
-    from one run.
+    Recordings of a run that is still running, or has crashed, can be read. Pass files of one run.
 
     Raises:
         ConfigError: there is nothing to read, a file is not a recording, or a rank appears twice.
