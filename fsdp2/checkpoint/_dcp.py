@@ -73,7 +73,7 @@ def load(
         model_key: key of the model's state in the saved dict. None: the dict is the model's state.
         optim_key: key of the optimizer's state.
         strict: require every name in the model to be in the checkpoint, and vice versa.
-        verify: verify all data read against the checksums that ``save`` wrote.
+        verify: verify the data that is read against the checksums that ``save`` wrote.
         trust: allow data that is not plain. Loading it can execute code from the files, so pass
             True only for files that you wrote.
 
@@ -187,7 +187,7 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
-        # older saves omitted empty tensors: drop an empty parameter's state if it lacks them
+        # older saves omitted empty tensors: drop an empty parameter's state if it has none
         named["state"] = {
             name: fields
             for name, fields in named["state"].items()
@@ -277,11 +277,11 @@ def load_latest(
     If a background save of this process is running, the call waits for it first.
 
     Args:
-        folder: a folder of checkpoints, such as ``run/step-100``, or a single checkpoint that each
-            save replaces. The folder need not exist.
+        folder: a folder of checkpoints (for ``run/step-100``, this is ``run``), or a single
+            checkpoint that each save replaces. The folder need not exist.
         model: a sharded model, or any other module.
         optimizer: an optimizer over the model's parameters, whose state is loaded too.
-        default: returned if the folder has no checkpoint. Nothing is loaded in this case.
+        default: the value returned if the folder has no checkpoint. In this case nothing is loaded.
         copies: copies in host memory, which are loaded if they are complete and newer than the
             checkpoints in the folder.
         strict, verify, trust: as for ``load``.

@@ -3,7 +3,7 @@
 ``_files`` defines the formats, ``_contents`` assigns writers, and ``_place`` renames folders.
 
 [Note: no collective]
-The background thread uses no collectives, so it cannot interfere with training, and continues after
+The background thread uses no collectives: it cannot interfere with training, and continues after
 process groups are destroyed. Ranks synchronise through files in the workspace: each rank locks a
 file, and writes a report when it is done. The first rank waits for all reports and renames the
 workspace to the checkpoint's path; the other ranks wait for the rename. A rank that fails removes
@@ -167,7 +167,7 @@ class Saving:
         self.pieces = []
 
     def finish(self) -> None:
-        """Complete and rename the checkpoint. Called on the first rank, after all have written."""
+        """Complete and rename the checkpoint, on the first rank, after all ranks have written."""
         folder = self.workspace.path
         sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
         require_written(folder, sizes)
@@ -181,7 +181,7 @@ class Saving:
             keep_newest(self.place, self.keep_last, self.workspace.token)
 
     def give_up(self) -> None:
-        """Remove all files, first the metadata, which would indicate success to other ranks."""
+        """Remove all files, the metadata first: it would indicate success to other ranks."""
         with contextlib.suppress(OSError):
             (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
@@ -218,7 +218,7 @@ class SaveHandle:
         self._is_leaving = False
         self._done = threading.Event()
         self._lock = own(self._workspace / f"{RANK}{self._number}")
-        # remains valid when the folder is renamed
+        # this descriptor remains valid when the folder is renamed
         self._seen = os.open(self._workspace, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
 
     def done(self) -> bool:
@@ -233,7 +233,7 @@ class SaveHandle:
 
         Raises:
             StateError: the save failed. The previous checkpoint, if any, is unchanged.
-            TimeoutError: the save has not finished.
+            TimeoutError: the save has not finished within ``timeout`` seconds.
         """
         if timeout is not None:
             check_number("wait", "timeout", timeout, "seconds, or None", low=0)
@@ -249,7 +249,7 @@ class SaveHandle:
         return self._error
 
     def wait_for_copies(self) -> None:
-        """Order all later device work after the copies of the state.
+        """Make all later device work wait for the copies of the state.
 
         Optimizer steps, and fsdp2 functions that write to parameters, call this automatically.
         """
@@ -357,7 +357,7 @@ class SaveHandle:
                         raise StateError("FS627", text)
                     raise self._failed_on(number, text)
                 if is_due and (why := self._why_gone(f"{RANK}{number}")):
-                    raise self._failed_on(number, f"{why} before it wrote its part")
+                    raise self._failed_on(number, f"{why}, and its part is missing")
 
     def _wait_for_the_first(self) -> None:
         """Wait until the workspace is renamed, and check that it was not removed instead."""
@@ -365,7 +365,7 @@ class SaveHandle:
             if not self._workspace.exists():
                 break
             if is_due and (why := self._why_gone(OWNER)):
-                raise self._failed_on(0, f"{why} before it renamed the checkpoint")
+                raise self._failed_on(0, f"{why}, and the checkpoint was not renamed")
         try:
             written = os.stat(METADATA, dir_fd=self._seen).st_mtime_ns
         except OSError as error:
@@ -385,7 +385,7 @@ class SaveHandle:
 
 
 class _Process:
-    """The current or last background save of this process, which runs one at a time."""
+    """The current or last background save of this process, which runs one save at a time."""
 
     handle: SaveHandle | None = None
     finishes_at_exit = False
@@ -401,7 +401,8 @@ def start(handle: SaveHandle) -> SaveHandle:
 
 
 def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
-    """Wait for the previous save, or raise if busy; warn on all ranks if it failed. Collective."""
+    """Wait for the previous save, or raise if it is still running (``when_busy``). Warn on all
+    ranks if it failed. Collective."""
     before = _Process.handle
     (is_busy,) = main.highest(int(before is not None and not before.done()))
     if is_busy and when_busy == "refuse":
@@ -466,7 +467,7 @@ def save(
     keep_last: int | None = None,
     when_busy: WhenBusy = "wait",
 ) -> SaveHandle | None:
-    """Write a sharded checkpoint in the format of ``torch.distributed.checkpoint``: all or nothing.
+    """Write a sharded checkpoint atomically, in the format of ``torch.distributed.checkpoint``.
 
     The checkpoint is written to a temporary folder, which is renamed to ``path`` once every rank
     has finished. Therefore a save that fails or is interrupted leaves the previous checkpoint
@@ -475,17 +476,18 @@ def save(
     have separate meshes: save each stage to a separate folder. If two jobs save to the same path,
     the complete checkpoint of the job that finished last remains.
 
-    With ``background=True`` the call returns once the state is copied to host memory, and a thread
-    writes the copy. The checkpoint has the state at the time of the call, regardless of later
-    changes to the model and the optimizer. The thread uses no collectives. For a model on a device,
-    the copies overlap with later device work, up to the next optimizer step; before other writes to
-    parameters, call ``handle.wait_for_copies``. A failure does not stop training: ``handle.wait()``
-    raises it, and the next save warns about it on every rank. At exit, the program waits for the
-    save. The host buffers, which are as large as the rank's part, are kept for the next save.
+    With ``background=True``, the call only copies the state to host memory; a thread then writes
+    the copy. The checkpoint contains the state at the time of the call, regardless of later changes
+    to the model and the optimizer. The thread uses no collectives. For a model on a device, the
+    call only starts the copies, which overlap with later device work until the next optimizer step.
+    Before other writes to parameters, call ``handle.wait_for_copies``. A failure does not stop
+    training: ``handle.wait()`` raises it, and the next save warns about it on every rank. At exit,
+    the program waits for the save. The host buffers, which are as large as the rank's part, are
+    kept for the next save.
 
     Args:
-        path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
-            replaced; other files in the folder are kept.
+        path: a folder that is empty, contains a checkpoint, or does not exist. An existing
+            checkpoint is replaced; other files in the folder are kept.
         model: a sharded model, or any other module. Unsharded tensors (buffers, ignored parameters)
             are saved from the first rank.
         optimizer: an optimizer over the model's parameters.
@@ -493,9 +495,9 @@ def save(
             ``load`` returns it, with tensors on the CPU. DTensors in it (from an ``EMA``) are saved
             as shards and loaded unsharded. Data that is not plain needs ``trust=True`` in ``load``.
         background: write while the program continues.
-        keep_last: add the checkpoint to a series: all checkpoints that were saved to the parent
-            folder of ``path`` with ``keep_last``. Only the newest ``keep_last`` of them are
-            kept. A link ``latest`` next to them points to the last complete checkpoint.
+        keep_last: add the checkpoint to the series of checkpoints that were saved to the parent
+            folder of ``path`` with ``keep_last``, and keep only the newest ``keep_last`` of them.
+            The link ``latest`` in that folder points to the last complete checkpoint.
         when_busy: what to do if a save in the background is still running: ``"wait"`` for it, or
             ``"refuse"`` to save. A rank writes one save at a time.
 
@@ -538,7 +540,7 @@ def save(
                 raise StateError(
                     "FS613",
                     f"save: this rank does not see {workspace.path}, which the first rank created. "
-                    "Save to one path on a file system that all ranks share.",
+                    "Save to the same path on every rank, on a file system that all ranks share.",
                 )
             saving = Saving(place, workspace, contents, [*contents.pieces()], keep_last)
             if background:

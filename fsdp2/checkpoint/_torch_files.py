@@ -42,7 +42,7 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 DEPTH = 200
 TIMES = 100  # limit on the factor by which shared parts may inflate a value's apparent size
 
-# storage classes by name, which torch writes for most dtypes
+# dtypes by storage class; for most dtypes, torch writes the name of this class
 STORAGES = {
     "BFloat16Storage": torch.bfloat16, "BoolStorage": torch.bool, "ByteStorage": torch.uint8,
     "CharStorage": torch.int8, "ComplexDoubleStorage": torch.complex128,
@@ -103,14 +103,14 @@ def _entries(file: View) -> dict[str, _Stored]:
             if entry.flag_bits & 1:
                 raise DamagedError("the directory of its archive has an unexpected entry")
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-                raise DamagedError("an entry of its archive is compressed, which torch never does")
+                raise DamagedError("an entry of its archive is compressed; torch never compresses")
             if entry.filename in found:
                 raise DamagedError("two entries of its archive have the same name")
             header = file.seek(entry.header_offset)
             magic, *_, in_name, in_extra = HEADER.unpack(file.read(HEADER.size))
             begin = header + HEADER.size + in_name + in_extra
             if magic != LOCAL or begin + entry.file_size > end:
-                raise DamagedError("an entry of its archive extends beyond it")
+                raise DamagedError("an entry of its archive extends beyond the archive")
             found[entry.filename] = _Stored(begin, entry.file_size, entry.CRC)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise DamagedError("it is not a torch.save archive, or is truncated") from error
@@ -120,7 +120,7 @@ def _entries(file: View) -> dict[str, _Stored]:
 
 
 def shared(places: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield the byte ranges (file, offset, length) that, when sorted, overlap the previous one."""
+    """Sort byte ranges (file, offset, length), and yield those that overlap the previous range."""
     for (file, offset, length), place in itertools.pairwise(sorted(places)):
         if file == place[0] and offset + length > place[1]:
             yield place
@@ -145,8 +145,8 @@ def read_torch_file(
     verify: bool,
 ) -> Any:
     """Return the value that ``torch.save`` wrote to a byte range of a file. Raises RefusedError if
-    it is not plain data and tensors, UnpicklingError or DamagedError if it is damaged. ``verify``
-    also verifies the archive's own checksums."""
+    the value is not plain data and tensors, and UnpicklingError or DamagedError if the range is
+    damaged. With ``verify``, the archive's own checksums are verified too."""
     return _TorchFile(View(file, offset, length), verify).read()
 
 
@@ -187,7 +187,7 @@ class _TorchFile:
     def _storage(self, pid: Any) -> _Storage:
         kind, cls, key, _device, numel = pid
         if kind != "storage" or type(cls) is not _StorageClass or type(key) is not str:
-            raise UnpicklingError("a reference is not to a storage")
+            raise UnpicklingError("a reference does not refer to a storage")
         if key not in self._read:
             self._read[key] = self._tensor(self._entries[f"{self._top}/data/{key}"])
         content = self._read[key]
@@ -256,7 +256,7 @@ def tensor_names() -> dict[tuple[str, str], Any]:
         tensor: Tensor = function(*args)
         named, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
         if type(named) is not dict or slots or any(type(name) is not str for name in named):
-            raise UnpicklingError("attributes of a tensor are not a dict of names")
+            raise UnpicklingError("the attributes of a tensor are not a dict with str keys")
         vars(tensor).update(named)
         return tensor
 
@@ -320,7 +320,7 @@ def _tensor_of(
 
 
 def _tensor_with_dtype(*args: Any) -> Tensor:
-    dtype = args[6]  # after the arguments of ``_tensor_of`` up to ``hooks``
+    dtype = args[6]  # follows the arguments of ``_tensor_of`` up to ``hooks``
     if not isinstance(dtype, torch.dtype):
         raise UnpicklingError("a tensor has no dtype")
     return _tensor_of(*args[:6], *args[7:], dtype=dtype)

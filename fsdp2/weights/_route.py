@@ -1,13 +1,14 @@
 """The planned route of a transfer (pieces, senders, order and bytes), and the cost of the route.
 
-The route is planned once, from integers and names. Independent of tensors, models and groups.
+The route is planned once, from integers and names. This module contains no code for tensors, models
+or process groups.
 
 [Note: buffers of a pair]
 Each pair of a trainer and an engine rank has a series of buffers; the n-th buffers of all pairs
-form round n. Two rounds are in memory at a time, so each may use half of ``max_bytes`` on a rank.
+form round n. Two rounds are in memory at once, so a round may use half of ``max_bytes`` on a rank.
 A pair's share of that half is proportional to its share of the rank's bytes. All pairs therefore
 need about the same number of rounds, and the buffers of a pair depend only on total sizes.
-Entries of a buffer are sorted by element size, the largest first. No entry therefore needs padding.
+Entries of a buffer are sorted by descending element size. No entry therefore needs padding.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ Cells = list[tuple[Region, list[int]]]
 @dataclass(frozen=True)
 class Source:
     """A parameter as sharded over the trainers. ``ranks`` lists the trainers at the positions of
-    the blocks' grid, in row-major order; -1 marks a trainer without this parameter (an expert).
-    """
+    the blocks' grid, in row-major order; -1 marks a trainer that lacks the parameter (such as an
+    expert of another trainer)."""
 
     name: str
     shape: Shape
@@ -57,8 +58,8 @@ class Source:
 class Piece(NamedTuple):
     """A region of a parameter, and ``at``, the start of this region in a tensor of the engine.
 
-    ``tensor`` is the number of that tensor on its engine rank. ``dtype`` is the wire dtype: the
-    narrower of the parameter's and the tensor's. A piece with an empty ``name`` is zeros.
+    ``tensor`` is the index of that tensor on its engine rank. ``dtype`` is the wire dtype: the
+    narrower of the parameter's and the tensor's. A piece with an empty ``name`` contains zeros.
     """
 
     tensor: int
@@ -74,7 +75,7 @@ class Piece(NamedTuple):
 
     @property
     def made(self) -> Shape:
-        """The shape on the wire, which may differ from the engine's in leading dims of size 1."""
+        """The shape on the wire. The engine's shape may differ in leading dims of size 1."""
         return turned(self.region.sizes, self.transposed)
 
     def part(self, region: Region) -> Piece:
@@ -91,7 +92,7 @@ class Piece(NamedTuple):
 def pieces_of(
     engine: int, layout: Layout, sources: Mapping[str, Source], names: Mapping[str, str]
 ) -> Iterator[Piece]:
-    """Yield the pieces of an engine rank's tensors. ConfigError if they overlap or do not fit."""
+    """Yield the pieces of an engine rank's tensors. ConfigError: they overlap or do not fit."""
     for tensor, (title, spec) in enumerate(layout.items()):
         what = f"{title} of engine rank {engine}"
         found: dict[str, list[Piece]] = defaultdict(list)
@@ -146,12 +147,12 @@ def _misfit(what: str, spec: Spec, found: str) -> ConfigError:
     return ConfigError(
         "FS632",
         f"{what}: expected parts that add up to {spec.shape} along dim {spec.dim}, found {found}. "
-        "Give parts the tensor's size in all other dims.",
+        "Every part must have the tensor's size in all other dims.",
     )
 
 
 def _wire_dtype(what: str, box: Box, dtype: torch.dtype, source: Source | None) -> torch.dtype:
-    """Return the wire dtype of a box; check that the box exists."""
+    """Return the wire dtype of a box; check that the parameter contains the box."""
     if source is None:
         raise ConfigError(
             "FS631",
@@ -208,7 +209,7 @@ class Route:
     """The plan of a transfer, as plain values: identical on every rank that computes it.
 
     ``nodes`` lists the nodes of the trainers, followed by those of the engine ranks. ``names`` maps
-    each name of a parameter to the parameter's first name.
+    each name of a (possibly tied) parameter to the first of the parameter's names.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class Route:
     # Buffers. See [Note: buffers of a pair].
 
     def cap(self, trainer: int, engine: int) -> int:
-        """Return the maximum bytes of a pair's buffer."""
+        """Return the maximum size of a pair's buffer, in bytes."""
         half, nbytes = self.max_bytes // 2, self.pairs[trainer, engine]
         caps = []
         for side, total in enumerate((self.sent[trainer], self.received[engine])):
@@ -345,7 +346,7 @@ def _distinct(blocks: Blocks) -> dict[Region, list[int]]:
 
 
 def _entry(piece: Piece, start: int) -> list[Any]:
-    """Return ``[tensor, start there, shape there, dtype, offset in the buffer]``."""
+    """Return ``[tensor, start in it, shape in it, dtype, offset in the buffer]``."""
     shape = fitted(piece.made, len(piece.at), fill=1)
     return [piece.tensor, piece.at, shape, str(piece.dtype).removeprefix("torch."), start]
 
@@ -400,7 +401,7 @@ class Figures:
             self.peaks[side][rank] = max(self.peaks[side][rank], now)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the estimated time of the slowest rank, in seconds, from its links alone.
+        """Return the estimated time of the slowest rank, in seconds, considering only its links.
 
         Without ``nodes``, all traffic is assumed to cross nodes.
         """

@@ -52,7 +52,7 @@ def test_a_reduction_that_nothing_comes_for_names_its_unit() -> None:
     assert first.startswith(
         "StateError: 0 (reduce-scatter): another rank did not take part: no data"
     )
-    assert "0.5 s. It hangs, is slower than that, or the link to it is down." in first
+    assert "0.5 s. It hangs, needs more time, or the link to it is down." in first
 
 
 def expected_losses() -> list[float]:

@@ -1,4 +1,4 @@
-"""The exception hierarchy. User errors are ``FSDPError``; bugs in fsdp2 are ``AssertionError``.
+"""The exception hierarchy. User errors raise ``FSDPError``; bugs in fsdp2 raise ``AssertionError``.
 
 ::
 
@@ -8,13 +8,13 @@
     ├── StateError(RuntimeError)                a call that is invalid at this time
     └── UnsupportedError(NotImplementedError)   a plausible request that is not implemented
 
-A message has three parts: the parameter or module, the value found, and the remedy. It ends with a
-code such as ``[FS104]``, which ``fsdp2/_core/errors`` explains in more detail.
+A message has three parts: the parameter or module, the value found, and the remedy. Each message
+ends with a code such as ``[FS104]``. The pages in ``fsdp2/_core/errors`` explain the codes.
 
 [Note: a rank that is gone]
 A killed or stopped rank cannot report an error; the next collective on other ranks fails with a
-backend error. The context ``carrying`` around collectives converts it to a ``LostRank``, to
-which callers add the parameter and the operation (``named``).
+backend error. The context manager ``carrying``, which wraps collectives, converts the backend error
+to a ``LostRank``. Callers add the parameter and the operation to this error with ``named``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def coded(code: str, text: str) -> str:
 class FSDPError(Exception):
     """Base class of all errors that this package raises deliberately.
 
-    ``code`` is a string such as ``"FS104"``, whose meaning is the same in later versions. The
-    manual and ``python -m fsdp2 explain FS104`` explain it. ``text`` is the message without the
-    code; ``str(error)`` contains both."""
+    ``code`` is a string such as ``"FS104"``, whose meaning stays the same in later versions. For
+    an explanation of the code, see the manual or run ``python -m fsdp2 explain FS104``. ``text`` is
+    the message without the code; ``str(error)`` contains both."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(coded(code, text))
@@ -61,13 +61,13 @@ class FSDPError(Exception):
 class ConfigError(FSDPError, ValueError):
     """An argument or a model cannot be used as requested. Nothing was changed.
 
-    Also a ``ValueError`` and, if an argument has the wrong type, a ``TypeError``."""
+    This is also a ``ValueError`` and, if an argument has the wrong type, a ``TypeError``."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
     """An argument has the wrong type. Nothing was changed.
 
-    Catch it as ``ConfigError``, or as ``TypeError``, which torch's own functions raise."""
+    Catch it as ``ConfigError``, or as ``TypeError``, the class that torch's own functions raise."""
 
 
 class StateError(FSDPError, RuntimeError):
@@ -92,11 +92,11 @@ WAITED = re.compile(
 
 
 def known_of(cause: str) -> str:
-    """Describe what a backend's error indicates about the missing rank; "" if nothing."""
+    """Describe what a backend's error indicates about the missing rank, or return ""."""
     waited = WAITED.search(cause)
     if waited is not None:
         silence = f"no data arrived from it for {int(waited[1]) / 1000:g} s"
-        return f"{silence}. It hangs, is slower than that, or the link to it is down"
+        return f"{silence}. It hangs, needs more time, or the link to it is down"
     if CLOSED.search(cause):
         return (
             "it closed the connection. Its program ended (did it have fewer batches?), it failed, "
@@ -118,11 +118,11 @@ class LostRank(StateError):  # noqa: N818  # a StateError whose cause is another
 
     def __str__(self) -> str:
         known = known_of(self.cause)
-        what = f": {known}. If no rank has exited, one" if known else ". It has exited, or it"
+        what = f": {known}. If no rank has exited, a rank" if known else ". It has exited, or it"
         text = (
             f"{': '.join(self.where) or 'a collective'}: another rank did not take part{what} "
-            "called something else: is this call under `if rank == 0:`? Check the output of the "
-            f"other ranks, and restart all ranks. The backend reported: {self.cause}"
+            "called a different operation: is this call under `if rank == 0:`? Check the output of "
+            f"the other ranks, and restart all ranks. The backend reported: {self.cause}"
         )
         return coded(self.code, text)
 
@@ -141,7 +141,7 @@ def carrying() -> Iterator[None]:
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Prefix a LostRank with the current operation. Use as a context manager or decorator."""
+    """Prefix a LostRank's message with an operation. Use as a context manager or decorator."""
     try:
         yield
     except LostRank as error:
@@ -156,7 +156,7 @@ SHOWN_CHARACTERS = 60
 
 
 def described(value: object) -> str:
-    """Describe any value in a few words; its ``repr`` may be as large as a model."""
+    """Describe any value in a few words, because a ``repr`` (of a model, say) can be very long."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 100:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | complex):
@@ -219,7 +219,7 @@ def check_count(who: str, name: str, value: object, low: int = 1) -> int:
 def check_number(
     who: str, name: str, value: object, expected: str = "a number", low: float = -math.inf
 ) -> float:
-    """Accept a number, NumPy scalar or one-element tensor of at least ``low``; reject NaN."""
+    """Accept a number, NumPy scalar or one-element tensor that is at least ``low``; reject NaN."""
     if type(value) is float:
         number = value
     elif isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
@@ -256,7 +256,7 @@ def check_function(
     value: object,
     expected: str = "a function or None",
 ) -> Any:
-    """Accept a function or None. Reject classes and modules: callable, but probably a mistake."""
+    """Accept a function or None. Reject classes and modules (callable, but probably mistakes)."""
     if value is not None and (not callable(value) or isinstance(value, type | nn.Module)):
         raise wrong_type(who, name, expected, value)
     return value
@@ -283,7 +283,7 @@ def check_key(who: str, name: str, value: object) -> str:
 
 
 def check_path(who: str, name: str, value: object) -> str:
-    """Accept a path. Reject an empty one, which would mean the working directory."""
+    """Accept a path. Reject an empty path, which would mean the working directory."""
     path: object = None
     if isinstance(value, str | os.PathLike):
         try:
@@ -320,7 +320,7 @@ def check_device_type(who: str, name: str, value: object) -> str | None:
     if not isinstance(value, str):
         raise wrong_type(who, name, 'a device type such as "cuda", or None', value)
     if ":" in value:
-        raise wrong_value(who, name, 'a device type such as "cuda", without a number', value)
+        raise wrong_value(who, name, 'a device type such as "cuda", without an index', value)
     return check_device(who, name, value).type
 
 
@@ -331,6 +331,6 @@ def check_process_group(who: str, name: str, value: object) -> dist.ProcessGroup
 
 
 def translated(who: str, error: Exception) -> ConfigError:
-    """Convert an error that another library raised for arguments that we passed on."""
+    """Convert an error that another library raised for arguments that we passed to it."""
     kind = ConfigTypeError if isinstance(error, TypeError) else ConfigError
     return kind("FS103", f"{who}: {type(error).__name__}: {error}")

@@ -2,9 +2,10 @@
 
 [Note: Ctrl-C waits]
 A KeyboardInterrupt between two collectives of a save would leave the other ranks waiting in the
-second one. So during such an operation, Ctrl-C is deferred until the ranks exchange failures (then
-all of them raise), or until the operation completes. A second Ctrl-C is raised immediately. Only
-Python's default handler is replaced, in the main thread, where handlers run; user handlers stay.
+second one. Therefore, Ctrl-C during such an operation is deferred until the ranks exchange failures
+(then all of them raise), or until the operation completes. A second Ctrl-C is raised immediately.
+Only Python's default handler is replaced, not a user's handler, and only in the main thread, where
+handlers run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 _plain: Any = importlib.import_module("_signal")
-"""``signal`` without its conversions to enums, which make it ten times slower."""
+"""``signal`` without the conversions to enums, which make calls ten times slower."""
 
 
 class _Kept:

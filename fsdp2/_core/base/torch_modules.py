@@ -1,7 +1,7 @@
-"""Private torch API for modules, and for other software's queries about them.
+"""Private torch APIs for modules, and for queries about modules by other software.
 
-The only file that imports the public names of torch's own FSDP2, for isinstance checks. Comments
-say why each private name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
+Only this file imports the public names of torch's own FSDP2, which isinstance checks need. Comments
+explain why each private name is needed. Tested with torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ except ImportError:
 
 HOMES = (
     "torch.distributed.fsdp",
-    "torch.distributed.fsdp._fully_shard",  # the module above imports them from this one
+    "torch.distributed.fsdp._fully_shard",  # the module above imports FSDP2's names from it
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
-"""Torch modules from which software imports FSDP2's names."""
+"""Torch modules from which other software imports FSDP2's names."""
 
 INNER_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"
-"""The module that implements torch's FSDP2; some software imports the names from it."""
+"""The module that implements torch's FSDP2; some software imports FSDP2's names from it."""
 
 for _home in (*HOMES, INNER_HOME):
-    importlib.import_module(_home)  # a later import would get our names from the first module
+    importlib.import_module(_home)  # imported later, it would get our names from the first module
 
 PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
-"""Torch's own objects by name, even after they are replaced."""
+"""Torch's own objects by name, unaffected by ``replace_torch``."""
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
@@ -91,7 +91,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def name_of_class_policy(policy: object) -> str | None:
-    """Return the name of an FSDP1 policy that picks modules by class; None for other policies."""
+    """Return the name of an FSDP1 policy that selects modules by class; None for other policies."""
     if isinstance(policy, ModuleWrapPolicy):
         return "ModuleWrapPolicy"
     if getattr(policy, "func", None) is transformer_auto_wrap_policy:  # a functools.partial
@@ -109,8 +109,9 @@ REGISTRIES = (REGISTRY_KEY, STATE_KEY)
 
 
 class _Registry(dict[str, RegistryItem]):
-    """The composable APIs of a module. Torch's own ``fully_shard``, which would shard our shards,
-    looks up only ``replicate``: any lookup from its helper (recognised by name) raises an error."""
+    """The composable APIs of a module. Torch's own ``fully_shard`` would shard our shards, and its
+    helper looks up only ``replicate`` here. Therefore any lookup by this helper, which is
+    recognised by its name, raises an error."""
 
     def __contains__(self, name: object) -> bool:
         if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
@@ -124,19 +125,20 @@ class _Registry(dict[str, RegistryItem]):
 
 
 def register_composable_name(module: nn.Module, name: str) -> None:
-    """Register a composable API for ``replicate`` and similar. The public decorator ``contract``
-    checks all names in the tree at each call, which is quadratic in the number of units."""
+    """Register a composable API, which ``replicate`` and similar APIs look up. We do not use the
+    public decorator ``contract``, because it checks all names in the tree at each call: the total
+    cost is quadratic in the number of units."""
     known = module.__dict__.get(REGISTRY_KEY, {})
     module.__dict__[REGISTRY_KEY] = _Registry({**known, name: RegistryItem()})
 
 
 def register_torch_state(module: nn.Module, state: FSDPState) -> None:
-    """Make torch's getters return ``state``: ``fully_shard.state(module)``, which looks up the
-    function that the decorator ``contract`` wrapped, and two private getters. Programs call
+    """Make torch's getters return ``state``: two private getters, and ``fully_shard.state``, which
+    looks up the function that the decorator ``contract`` wrapped. Programs call the private getters
     ``_get_module_state`` and ``_get_module_fsdp_state`` (which returns only an ``FSDPState``) to
     check whether a module is already sharded."""
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
-    found: Any = state  # ours is not a `_State` to a type checker
+    found: Any = state  # for a type checker, it is not a `_State`
     _composable_state._module_state_mapping[module] = weakref.ref(found)
 
 
@@ -150,13 +152,13 @@ def composable_names(module: nn.Module) -> list[str]:
 
 
 def forget_composable_names(state: dict[str, Any]) -> None:
-    """Drop the registries from a module's state before pickling: keys differ per process."""
+    """Drop the registries from a module's state before pickling: keys differ between processes."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)
 
 
 def mesh_info(mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None) -> Any:
-    """Describe a mesh by torch's FSDP2 class for it: the role, size and group of each dim."""
+    """Return torch's FSDP2 description of a mesh: the role, size and group of each dim."""
     if shard_dim is None:
         return DDPMeshInfo(mesh, replicate_mesh_dim=replicate_dim)
     if replicate_dim is None:

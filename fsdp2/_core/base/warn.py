@@ -1,11 +1,11 @@
 """Warnings: all ranks issue a warning, but only one rank shows it.
 
 Rank 0 shows all warnings that it issues. Other ranks show only those that rank 0 does not issue,
-such as a warning about one stage of a pipeline. All ranks still issue it: if filters turn warnings
-into errors, every rank must raise, or ranks would wait for each other. A program that records
-warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces ``warnings.showwarning``
-(as ``logging.captureWarnings`` does) receives all warnings of its rank, and its filters apply on
-every rank. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
+such as a warning about one stage of a pipeline. A rank that does not show a warning still issues
+it: if filters turn warnings into errors, every rank must raise, or ranks would wait for each other.
+A program that records warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces
+``warnings.showwarning`` (as ``logging.captureWarnings`` does) receives all warnings of its rank,
+and its filters apply on every rank. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import torch.distributed as dist
 from fsdp2._core.base import torch_comm
 from fsdp2._core.base.errors import coded
 
-PATIENCE_S = 0.5  # how long other ranks wait, once per text, for rank 0 to show it
-NOT_USERS = ("fsdp2", "torch", "contextlib")  # the last one runs our context managers
+PATIENCE_S = 0.5  # how long other ranks wait for rank 0 to show a warning, once per text
+NOT_USERS = ("fsdp2", "torch", "contextlib")  # contextlib runs our context managers
 
 _shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 """For each world (a job may create several): issued texts, and whether this rank shows them."""
 
 _unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Process groups with an unusable store: torch would log a long message at each attempt."""
+"""Process groups whose store failed: torch would log a long message at each new attempt."""
 
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
-    """Like ``warnings.warn``, but shown by only one of the ranks that pass the same text. Waits at
-    most ``PATIENCE_S`` for rank 0. The warning points to the calling line of user code."""
+    """Issue a warning like ``warnings.warn``, but show it on only one of the ranks that pass the
+    same text. Wait at most ``PATIENCE_S`` for rank 0. The warning points to the calling line of
+    user code."""
     message, level = coded(code, text), _level_outside()
     if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
@@ -52,8 +53,8 @@ def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _level_outside() -> int:
-    """Return the stack level above ``warn`` of the first function outside of fsdp2 and torch."""
-    frame, level = inspect.currentframe(), -1  # this function is one below ``warn``
+    """Return the stack level above ``warn`` of the first caller outside of fsdp2 and torch."""
+    frame, level = inspect.currentframe(), -1  # this function is one level below ``warn``
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_USERS:
             break
@@ -62,7 +63,7 @@ def _level_outside() -> int:
 
 
 def _has_filter(message: str, category: type[Warning]) -> bool:
-    """Return True if the program has a filter for a warning; Python's defaults do not match."""
+    """Return True if the program has a filter for a warning; Python's default ones do not match."""
     return any(
         issubclass(category, of) and (text is None or text.match(message))
         for _, text, of, _, _ in warnings.filters
@@ -70,8 +71,8 @@ def _has_filter(message: str, category: type[Warning]) -> bool:
 
 
 class _Silence:
-    """Replaces ``warnings.showwarning``, and suppresses this thread's output until ``is_over``.
-    Another thread may save this object and restore it much later."""
+    """Replaces ``warnings.showwarning``, and suppresses the output of the thread that created it
+    until ``is_over``. Another thread may save this object and restore it much later."""
 
     is_over = False
 
@@ -88,7 +89,7 @@ class _Silence:
         shown = self.shown
         while isinstance(shown, _Silence):  # set by another thread
             shown = shown.shown
-        if shown.__module__ == "warnings":  # Python's: prints to the file, or appends to a record
+        if shown.__module__ == "warnings":  # Python's own: prints to the file, or appends to a log
             shown(*args[:4], io.StringIO())
         else:
             shown(*args, **kwargs)
@@ -105,7 +106,7 @@ def _is_shown_here(message: str) -> bool:
 
 
 def _is_first(message: str) -> bool:
-    """Return True if no other rank shows the warning, according to the ranks' store, if any."""
+    """Return True if no other rank shows the warning, or if the ranks' store cannot be queried."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return True

@@ -27,7 +27,7 @@ class Comm(ABC):
     ) -> Tensor:
         """Return an uninitialised buffer of ``size`` elements for the collective.
 
-        It may always return the same buffer: a group finishes using it before the next call."""
+        May return the same buffer every time: a group finishes using it before the next call."""
 
 
 class AllGather(Comm):
@@ -51,7 +51,7 @@ class AllGather(Comm):
 
         Returns:
             A ``Work`` to wait for, if ``async_op`` is set. None is always allowed; it means that
-            the output is complete, or is filled by work ordered on the current stream.
+            the output is complete, or will be complete before later work on the current stream.
         """
 
 
@@ -73,18 +73,18 @@ class ReduceScatter(Comm):
         """Fill ``output_tensor`` ``[S]`` with this rank's part of the reduced inputs ``[W * S]``.
 
         W is the number of ranks in ``group``, and S the number of elements per rank. Both tensors
-        are 1-D, in the reduce dtype. Complex gradients are passed as real and imaginary parts.
+        are 1-D and have the reduce dtype. Complex gradients are passed as real and imaginary parts.
         ``op`` is the reduction: ``AVG``, or ``SUM`` if the group scales the gradients itself.
 
         Returns:
             A ``Work`` to wait for, if ``async_op`` is set. None is always allowed; it means that
-            the output is complete, or is filled by work ordered on the current stream.
+            the output is complete, or will be complete before later work on the current stream.
         """
 
 
 @runtime_checkable
 class CustomComm(Protocol):
-    """Objects that the setters for custom collectives accept, including torch's."""
+    """Interface that the setters for custom collectives accept; torch's classes have it too."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -1,12 +1,13 @@
 """Exchange of objects and failures between the ranks of a mesh, outside steps.
 
 [Note: a failure reaches every rank]
-If one rank fails (a full disk, a missing file), the others would hang in their next collective. So
-local work runs inside ``Grid.together``: at its end, ranks exchange whether it failed, and all
-raise the error of the first rank that failed. An interrupted rank (Ctrl-C, ``sys.exit``) informs
-the others, then raises its interrupt. The exchange also compares arguments that must be equal on
-all ranks. Elsewhere in an ``operation``, Ctrl-C is deferred to the next exchange
-(``_core.base.interrupts``). A rank that stops a stream of tensors early calls ``Grid.leave``.
+If one rank fails (a full disk, a missing file), the others would hang in their next collective.
+Therefore local work runs inside ``Grid.together``. When the work ends, ranks exchange whether it
+failed; if so, all ranks raise the error of the first rank that failed. An interrupted rank (Ctrl-C,
+``sys.exit``) informs the others, then raises its own interrupt. The exchange also compares
+arguments that must be equal on all ranks. During an ``operation``, Ctrl-C is deferred to the next
+exchange (``_core.base.interrupts``). A rank that leaves a loop over full tensors early calls
+``Grid.leave``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def operation(what: str) -> Iterator[None]:
 
 
 def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``. If ``error`` is one of ``FAULTS``, the result also has that class."""
+    """Return ``failed``. If ``error`` has a class in ``FAULTS``, the result also has that class."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
     if kind is None:
         return failed
@@ -68,7 +69,7 @@ def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
 
 
 class _Told(NamedTuple):
-    """A rank's error, as sent to others. ``kind``: its class name, if fsdp2 defines the class."""
+    """A rank's error, sent to other ranks. ``kind``: its class name, if fsdp2 defines the class."""
 
     kind: str
     code: str
@@ -83,7 +84,7 @@ def _compared(value: object) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes of a mesh of ranks. A grid without axes is a single process."""
+    """The axes of a mesh of ranks. A grid without axes represents a single process."""
 
     axes: tuple[MeshAxis, ...]
     device_type: str = "cpu"
@@ -133,7 +134,7 @@ class Grid:
         return held[0]  # type: ignore[no-any-return]  # the first rank's value
 
     def gather(self, value: Any) -> list[Any] | None:
-        """On the first rank, return all ranks' objects, starting with its own; elsewhere, None."""
+        """Return all ranks' objects on the first rank (its own first), and None on other ranks."""
         held: list[Any] | None = [value]
         for index, axis in reversed([*enumerate(self.axes)]):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -144,7 +145,7 @@ class Grid:
         return held
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """Return this rank's item of the first rank's list, which is ordered like ``gather``'s."""
+        """Return this rank's item of the first rank's list, which has the order of ``gather``."""
         held = values
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
@@ -199,7 +200,7 @@ class Grid:
         self, error: BaseException | None, what: str, same: Mapping[str, object] = NOTHING
     ) -> None:
         """Raise on every rank if any rank has an error, or if the text of an argument in ``same``
-        (keyed by name) differs. See [Note: a failure reaches every rank]."""
+        (keyed by name) differs between ranks. See [Note: a failure reaches every rank]."""
         error = error or take_interrupt()
         try:
             with named(what):
@@ -235,7 +236,7 @@ class Grid:
         return found[0]
 
     def _difference(self, what: str, given: dict[str, str]) -> _Told:
-        """Return an error that shows the first differing argument, with its values on two ranks."""
+        """Return an error that names the first differing argument and its values on two ranks."""
         rank = dist.get_rank()
         ranks: list[tuple[int, dict[str, str]]] = self.collect((rank, given))
         first, one = ranks[0]
@@ -243,9 +244,9 @@ class Grid:
         name = next(name for name in (*one, *two) if one.get(name) != two.get(name))
         error = ConfigError(
             "FS409",
-            f"{what}: ranks called it with different arguments. Found {name}={one.get(name)} on "
-            f"rank {first}, and {name}={two.get(name)} on rank {other}. Pass the same value on "
-            "every rank. Nothing was done.",
+            f"{what}: ranks passed different arguments. Found {name}={one.get(name)} on rank "
+            f"{first}, and {name}={two.get(name)} on rank {other}. Pass the same value on every "
+            "rank. Nothing was done.",
         )
         return _Told(ConfigError.__name__, error.code, error.text, first)
 
@@ -257,8 +258,8 @@ class Grid:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[dict[str, object]]:
-        """Run local work without collectives. Raise on all ranks if it fails on any rank, or if
-        the values stored in the yielded dict differ between ranks."""
+        """Run local work without collectives. Raise on all ranks if the work fails on any rank, or
+        if the values stored in the yielded dict differ between ranks."""
         error: BaseException | None = None
         same: dict[str, object] = {}
         try:

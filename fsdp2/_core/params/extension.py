@@ -1,31 +1,32 @@
-"""All-gather extensions: parameters that choose the tensors to gather, and use the gathered ones.
+"""All-gather extensions: parameters whose methods select the tensors to gather and use the result.
 
 ``Extension`` handles one parameter, from its inputs to the unsharded tensor. ``ExtensionTail`` is
 the data that a group's extended parameters append to the group's all-gather, after ranks have
-agreed on its size. Contains no flat-layout, state or stream code.
+agreed on the size of this data. Contains no code for flat layouts, states or streams.
 
 [Note: extensions]
 A shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, defined by its class or set on
 the object, is *extended* and stays outside the flat buffer. A wrapper subclass is extended too,
-because without these methods it has no bytes to send. They may be added until its first all-gather,
-which raises on every rank if they are missing. Before each all-gather, the pre method returns
-tensors, which are sent as bytes after the flat part of the group's buffer. The post method receives
-the result as ``[sum of rows, *input.shape[1:]]``, always in the same tensors. Their storages, and
-those of the inner tensors that the method returned, are freed on reshard and refilled later, so the
-unsharded parameter stays the same object. A third method (``RELEASE``), called once per parameter,
-may report that the result shares no memory with the gathered tensors, so these are freed early.
+because without these methods it has no bytes to send. The methods may be added until the shard's
+first all-gather, which raises on every rank if they are missing. Before each all-gather, the pre
+method returns tensors, which are sent as bytes after the flat part of the group's buffer. The post
+method receives gathered tensors of shape ``[sum of rows, *input.shape[1:]]``, which are the same
+tensors in every call. Their storages, and those of the inner tensors that the post method returned,
+are freed on reshard and refilled later, so the unsharded parameter stays the same object. A third
+method (``RELEASE``), called once per parameter, may report that the post method's result shares no
+memory with the gathered tensors, which are then freed early.
 
 Frozen tensors whose class lacks these methods may be gathered in the same way: see [Note: parts of
 wrapped parameters] in ``parts``.
 
 [Note: sizes of extensions]
-Ranks may have different numbers of rows, so no rank can compute the size of the gather alone.
-Therefore ranks exchange sizes once per plan of the group, before the first all-gather, in one small
-collective over the shard axis, and send one flag over the replicate axis. If an extension failed on
-any rank, every rank then raises. A rank reports a later failure in the header of its data. On CPUs,
-where reading headers costs nothing, every rank raises for later failures too.
+Ranks may have different numbers of rows, so a rank alone cannot compute the size of the gather.
+Therefore, once per plan of the group, before the first all-gather, ranks exchange their sizes in
+one small collective over the shard axis, and one flag over the replicate axis. If an extension
+failed on any rank, every rank then raises. A rank reports a later failure in the header of its
+data. On CPUs, where reading headers costs nothing, every rank raises for later failures too.
 
-Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.15.
+Source: the contract of extensions in ``torch.distributed.fsdp`` of torch 2.15.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 MAX_INPUTS = 16  # per parameter, because ranks exchange descriptions of a fixed size
 
-FAILED, LACKING = -1, -2  # instead of an input count: the extension failed or is missing
+FAILED, LACKING = -1, -2  # sent instead of an input count if the extension fails, or is missing
 
 HEADER_NBYTES = ALIGN_NBYTES
-FAILED_BYTE = 0xEE  # header bytes after a failure, else 0; unlikely to be in stale memory
+FAILED_BYTE = 0xEE  # in header bytes after a failure, else 0; unlikely in stale memory
 
 
 def has_extension(tensor: Tensor) -> bool:
@@ -112,8 +113,8 @@ def _ask_for_release(local: Tensor, fqn: str, error: type[FSDPError]) -> bool:
 
 
 def is_extended(param: FSDPParam, local: Tensor) -> bool:
-    """Return True if ``local``, a shard of the parameter, is extended. StateError: it is not
-    sharded by rows, or lacks the methods of the previous shard."""
+    """Return True if ``local``, a shard of the parameter, is extended. StateError: the parameter is
+    not sharded by rows, or ``local`` lacks the methods of the previous shard."""
     if needs_extension(local):  # prepare reports a missing method to all ranks
         layout = param.placement.layout
         if layout.dim != 0 or layout.is_dealt:
@@ -123,9 +124,9 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
         raise StateError(
             "FS511",
             f"{param.fqn} was sharded with an all-gather extension, but the "
-            f"{type(local).__name__} that replaced its shard has neither {PRE} nor {POST}. Methods "
-            "set on a tensor object are not copied with it (.to()): set them on the new local "
-            "tensor, or use a tensor subclass.",
+            f"{type(local).__name__} that replaced its shard has neither {PRE} nor {POST}. A copy "
+            "of a tensor (.to()) lacks the methods that were set on the tensor object: set them on "
+            "the new local tensor, or use a tensor subclass.",
         )
     return False
 
@@ -141,11 +142,11 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         except Exception as error:
             raise ConfigError(
                 "FS221",
-                f"{param.fqn} is a {kind}, which cannot be sharded: it lacks {PRE}, and "
-                f"{type(error).__name__}: {error}. Define {PRE} and {POST} in the class; or "
-                "dequantize(), __tensor_flatten__ and __tensor_unflatten__, with inner tensors "
-                "that have a dim whose size is the number of rows; or add the parameter to "
-                "ignored_params.",
+                f"{param.fqn} is a {kind}, which cannot be sharded: it lacks {PRE}, and sharding "
+                f"its inner tensors failed with {type(error).__name__}: {error}. Define {PRE} and "
+                f"{POST} in the class; or define dequantize(), __tensor_flatten__ and "
+                "__tensor_unflatten__, with inner tensors that have a dim whose size is the number "
+                "of rows; or add the parameter to ignored_params.",
             ) from error
         param.wrapped.parts, param.wrapped.divides_parts = parts.parts_by_rows(whole), True
         return shard
@@ -167,8 +168,8 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         raise ConfigError(
             "FS221",
             f"{param.fqn}: a shard of this {kind} is a {type(shard).__name__} without an "
-            "all-gather extension. Return the subclass from split, new_zeros and copy_, or set the "
-            "methods on the local tensors after fully_shard.",
+            "all-gather extension. Return the subclass from split, new_zeros and copy_, or set "
+            f"{PRE} and {POST} on the local tensors after fully_shard.",
         )
     return shard
 
@@ -222,7 +223,7 @@ def _not_by_rows(fqn: str) -> str:
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Layout of one input over all ranks: rows per rank, a row's shape and dtype, start byte."""
+    """Layout of one input over all ranks: rows per rank, a row's shape and dtype, byte offset."""
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
@@ -235,7 +236,7 @@ class InputLayout:
 
     @property
     def most_nbytes(self) -> int:
-        """Number of bytes that each rank sends, padded to that of the rank with the most rows."""
+        """Number of bytes that each rank sends: all pad to the size of the largest input."""
         return max(self.rows) * self.row_nbytes
 
     @property
@@ -349,7 +350,7 @@ class Extension:
             raise StateError(
                 "FS512",
                 f"{fqn}: {PRE} returned {len(inputs)} inputs, but at most {MAX_INPUTS} can be "
-                "gathered for one parameter. Combine some.",
+                "gathered for one parameter. Combine some of them.",
             )
         return inputs
 
@@ -459,7 +460,7 @@ class Extension:
         return self.param.wrapped.parts
 
     def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Build the parameter of a class without extension: [Note: parts of wrapped parameters]."""
+        """Build a parameter whose class has no extension: [Note: parts of wrapped parameters]."""
         if self._is_intact:
             whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
             with torch_autograd.preserved_versions(self._versioned):
@@ -483,14 +484,14 @@ class Extension:
             raise StateError(
                 "FS513",
                 f"{fqn}: {POST} returned {type(result).__name__}. If out is None, return (tensor, "
-                "inner tensors), the latter as a tuple.",
+                "inner_tensors), where inner_tensors is a tuple.",
             )
         if tuple(tensor.shape) != shape:
             if tensor.numel() < math.prod(shape):
                 raise StateError(
                     "FS513",
                     f"{fqn}: {POST} returned a tensor of shape {tuple(tensor.shape)}. Return "
-                    f"{shape}, or more rows if the rest is padding.",
+                    f"{shape}, or more rows if the additional rows are padding.",
                 )
             tensor = tensor.as_strided(shape, contiguous_stride(shape), 0)
         leaves = [leaf for part in inner for leaf in _leaves(part)]
@@ -514,8 +515,8 @@ class Extension:
             raise StateError(
                 "FS513",
                 f"{self.param.fqn}: {RELEASE} returned True, but {POST} returned a tensor that "
-                "shares memory with the gathered ones, which would be freed. Return False from the "
-                "former, or a copy from the latter.",
+                "shares memory with the gathered ones, which would be freed. Return a copy from "
+                f"{POST}, or False from {RELEASE}.",
             )
 
     def free(self) -> None:
@@ -535,7 +536,7 @@ def kind_of(param: FSDPParam) -> tuple[type, torch.dtype]:
 
 
 def _method(local: Tensor, name: str) -> Callable[..., Any]:
-    """Return a shard's method, bound to it even after a deepcopy, which keeps the old binding."""
+    """Return a shard's method, rebound to the shard, because a deepcopy keeps the old binding."""
     method: Callable[..., Any] = getattr(local, name)
     if isinstance(method, MethodType) and isinstance(method.__self__, Tensor):
         return MethodType(method.__func__, local)
@@ -563,7 +564,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield ``tensor`` if it is plain, else the plain tensors inside this wrapper."""
+    """Yield ``tensor`` if it is plain, else the plain tensors inside the wrapper."""
     if not torch_dtensor.is_wrapper_subclass(tensor):
         yield tensor
         return
@@ -590,7 +591,7 @@ class ExtensionTail:
     nbytes: int = 0
 
     def plan(self, params: Sequence[FSDPParam]) -> None:
-        """Set the extended parameters of a new plan. Unchanged ones keep their outputs."""
+        """Set the extended parameters of a new plan. Unchanged parameters keep their outputs."""
         if not params:
             self.items = []
             return
@@ -607,8 +608,8 @@ class ExtensionTail:
     @torch.inference_mode(False)
     @torch.no_grad()
     def before(self) -> None:
-        """Collect the inputs of all shards. Collective if sizes are not agreed yet: [Note: sizes of
-        extensions]. StateError: an extension failed on some rank, or inputs do not match."""
+        """Collect the inputs of all shards. Collective if ranks must agree on sizes first: [Note:
+        sizes of extensions]. StateError: an extension failed on a rank, or inputs do not match."""
         for item in self.items:
             item.prepare()
         if not self.is_agreed:
@@ -682,7 +683,8 @@ class ExtensionTail:
                 ) from item.error
         names = ", ".join(item.param.fqn for item in self.items)
         raise StateError(
-            "FS514", f"{names}: {PRE} failed for one of these on {where}; see the error there."
+            "FS514",
+            f"{names}: {PRE} failed for one of these parameters on {where}; see the error there.",
         )
 
     def free(self) -> None:

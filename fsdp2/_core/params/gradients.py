@@ -27,7 +27,8 @@ def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
 def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
     """Redistribute a gradient like its parameter on the parameter's own axes, and return its local
     part. A plain gradient is returned as is, unless its parameter is annotated. Sums over own axes
-    are computed in ``dtype`` if it is wider. The group reduces over the data axes later."""
+    are computed in ``dtype`` if it is wider than the gradient's. The group reduces over the data
+    axes later."""
     spec, annotation = param.placement.tensor_parallel, param.placement.annotation
     if not isinstance(grad, DTensor):
         if annotation is None or not annotation.sums:
@@ -46,8 +47,8 @@ def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor
 
 
 def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
-    """Add ``grad`` to the existing gradient, from an earlier backward or set by the user. If the
-    existing one is a full tensor, or has other placements, first redistribute it like ``grad``."""
+    """Add ``grad`` to the existing gradient, which an earlier backward or the user set. An existing
+    gradient that is a full tensor or has other placements is redistributed like ``grad`` first."""
     is_placed = isinstance(existing, DTensor) and torch_dealt.are_same(
         existing.placements, grad.placements
     )

@@ -14,8 +14,9 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 class RecordedStep:
     """A step of one rank, from its first forward to the end of the wait for its reductions.
 
-    Times are seconds, sizes are bytes. ``seconds`` is the sum of ``compute_s``, ``between_s`` (the
-    loss, the caller's own code) and the three waits. Waits are *exposed*: compute was idle.
+    Times are in seconds, and sizes in bytes. ``seconds`` is the sum of ``compute_s``, ``between_s``
+    (the loss, the caller's own code) and the three waits. All waits are *exposed*: compute was idle
+    during them.
 
     - ``gathered_nbytes``, ``reduced_nbytes``: the buffer sizes of all-gathers and reduce-scatters.
     - ``prefetch_hits``: all-gathers that had completed when they were needed; ``prefetch_late``:
@@ -47,18 +48,18 @@ class RecordedStep:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """All values but the step number, keyed by name, as passed to ``record(scalars=...)``."""
+        """All values except ``number``, keyed by name, as passed to ``record(scalars=...)``."""
         values = dataclasses.asdict(self)
         del values["number"]
         return values
 
 
 class Step:
-    """A step that is running or has pending times. Number 0 collects rows outside of steps."""
+    """A step that is running, or whose times are pending. Step 0 collects rows outside of steps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.unknown = 0  # number of rows without times yet
+        self.unknown = 0  # number of rows whose times are still unknown
         self.failed = False
         self.begin_ns: int | None = None
         self.end_ns = 0
