@@ -300,7 +300,7 @@ def test_a_narrow_wire_and_a_reduction_of_the_users_own_are_refused() -> None:
         model.set_custom_reduce_scatter(fsdp2._core.comm.wire.DefaultAllGather())
     model.set_gradient_wire_dtype(None)
     model.set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(fsdp2.ConfigError, match="either that or a wire dtype"):
+    with pytest.raises(fsdp2.ConfigError, match="either this reduce-scatter or a wire dtype"):
         model.set_gradient_wire_dtype(torch.bfloat16)
 
 

@@ -101,7 +101,7 @@ CAUSES: dict[str, tuple[dict[str, int], list[str], str]] = {
     "a host between the units": (
         {"compute": 20, "gap": 30},
         ["between the units", "a"],
-        "between the units: 59 % of the step time is neither compute",
+        "between the units: 59 % of the step time is spent outside of compute",
     ),
     "a link, and a slower host": (
         {"compute": 10, "link": 30, "gap": 40},

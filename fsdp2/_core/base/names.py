@@ -18,7 +18,7 @@ V = TypeVar("V")
 
 
 def class_name(module: object) -> str:
-    """Return the name of the user's class, not of the subclass that ``fully_shard`` creates."""
+    """Return the name of the class that the user defined, not of its ``fully_shard`` subclass."""
     return getattr(type(module), "_fsdp2_original", type(module)).__name__
 
 
