@@ -26,7 +26,7 @@ from tests.lab.ring import ring_order
 pytestmark = pytest.mark.ecosystem
 
 ROUGH = {"mobilevit": 2e-3}
-"""Differences of families whose own gradients in fp32 differ from those in fp64 by 1e-4 and more."""
+"""Of families whose unsharded gradients in fp32 differ from those in fp64 by more than 1e-4."""
 
 DRAWN = {"family": 6, "compiled_family": 2}
 """How many families CI draws for a test with an argument of this name."""
