@@ -188,7 +188,7 @@ def without_communication(
 ) -> Iterator[None]:
     """Skip the collectives of a model's units, to measure their cost.
 
-    The rest of a step runs: packing, copies, casts, scaling. Other ranks' shards and all reduced
+    Packing, copies, casts and scaling still run. Other ranks' shards and all reduced
     gradients are uninitialised memory, so results are wrong, and a warning is issued. Do not step
     the optimizer if you need the parameters afterwards. Custom collectives and reduction hooks are
     skipped too. Collectives in ``clip_grad_norm_`` and in your own code still run. All ranks must

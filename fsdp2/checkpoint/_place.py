@@ -207,7 +207,7 @@ def _acquire(path: Path) -> int | None:
             raise StateError(
                 "FS614",
                 f"save: {path} has been locked for {LOCK_WITHIN_S:.0f} s by another process, which "
-                "is renaming the files of its save. End that process, or save to another path.",
+                "is renaming its checkpoint files. End that process, or save to another path.",
             )
         time.sleep(0.01)
 

@@ -137,8 +137,8 @@ def offload_states(
     if not torch_optim.steps_as_its_class(optimizer):
         raise ConfigError(
             "FS717",
-            f"{who}: other code replaced the step method of this {plain.__name__}, and the "
-            "replacement would not run. Call offload_states before replacing the method.",
+            f"{who}: other code replaced the step method of this {plain.__name__}, and this "
+            "replacement would not be called. Call offload_states before replacing the method.",
         )
     state = optimizer.state
     optimizer.__class__ = offloaded_class(type(optimizer))

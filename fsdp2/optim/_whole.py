@@ -450,7 +450,7 @@ class WholeOptimizer(Wrapped):
 
     @property
     def state(self) -> Table:
-        """States by parameter: those of the last ``state_dict``, or those owned by this rank now.
+        """States by parameter: of the last ``state_dict`` or, after a step, those of this rank.
 
         Other states have only field names, with value None. Only ``clear()`` changes states.
         """

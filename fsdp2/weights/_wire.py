@@ -230,7 +230,7 @@ class Link:
         due += [(dist.irecv, *one) for one in (receives or {}).items()]
         due = [each for each in due if each[1] not in self.lost and each[2].numel()]
         flight: Flight = []
-        # a device's backend starts a batch at once; on the host, single calls show which failed
+        # on a device, start all in one batch; on the host, one by one, to know which one failed
         for some in [[each] for each in due] if self.device.type == "cpu" else [due] if due else []:
             others = [other for _, other, _ in some]
             try:

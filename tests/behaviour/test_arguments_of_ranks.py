@@ -73,7 +73,7 @@ CALLS = {
     "full_state, bytes": Call(checkpoint.full_state, MODEL_ONLY, {"max_bytes": "x"}, "FS101"),
     "full_state, few bytes": Call(checkpoint.full_state, MODEL_ONLY, {"max_bytes": 64}, "FS409"),
     "full_state, many bytes": Call(
-        checkpoint.full_state, MODEL_ONLY, {"max_bytes": 10**5000}, "FS409"
+        checkpoint.full_state, MODEL_ONLY, {"max_bytes": 10**5000}, "FS102"
     ),
     "full_state, all": Call(checkpoint.full_state, MODEL_ONLY, {"rank0_only": False}, "FS409"),
     "load_full_state": Call(checkpoint.load_full_state, STATE, {"strict": "x"}, "FS101"),

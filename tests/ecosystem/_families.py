@@ -341,7 +341,7 @@ def train(family: Family, library: str, compiled: bool = False) -> Trained:
     optimizers = [LocalSGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     run = fsdp2.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     rank, size = dist.get_rank(), dist.get_world_size()
-    found = [(0.0, "")]
+    found, least = [(0.0, "")], 0.0
     for step in range(STEPS):
         torch.manual_seed(step)
         parts = [batch_of(reference, family, ROWS) for _ in range(size)]
@@ -353,22 +353,29 @@ def train(family: Family, library: str, compiled: bool = False) -> Trained:
             (expected / size).backward()
             if index == rank:
                 found.append((_difference(loss, expected), f"loss {step}"))
-        found += _differences(model, reference, f"gradient {step}")
+        # Some gradients are sums that cancel, and some parameters are only the sums of those, of
+        # earlier steps too.
+        least = max(least, 1e-3 * _largest_gradient(reference))
+        found += _differences(model, reference, f"gradient {step}", least)
         for optimizer in optimizers:
             optimizer.step()
-        found += _differences(model, reference, f"parameter {step}")
+        found += _differences(model, reference, f"parameter {step}", least)
         for optimizer in optimizers:
             optimizer.zero_grad()
     return Trained(len(units), *_largest_of_ranks(found))
 
 
-def _differences(model: nn.Module, reference: nn.Module, kind: str) -> Iterator[tuple[float, str]]:
+def _largest_gradient(model: nn.Module) -> float:
+    grads = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+    return max((grad.abs().max().item() for grad in grads), default=0.0)
+
+
+def _differences(
+    model: nn.Module, reference: nn.Module, kind: str, least: float
+) -> Iterator[tuple[float, str]]:
     """Yield the differences of gradients or parameters, by name."""
     given, expected = names_of(model), names_of(reference)
     assert list(given) == list(expected)
-    grads = [p.grad for p in expected.values() if p.grad is not None and p.grad.numel()]
-    # Some gradients are sums that cancel, and some parameters are only the sums of those.
-    least = 1e-3 * max((grad.abs().max().item() for grad in grads), default=0.0)
     pairs = {name: (given[name], parameter) for name, parameter in expected.items()}
     if kind.startswith("gradient"):
         pairs = {name: (mine.grad, theirs.grad) for name, (mine, theirs) in pairs.items()}

@@ -25,6 +25,9 @@ from tests.lab.ring import ring_order
 
 pytestmark = pytest.mark.ecosystem
 
+ROUGH = {"mobilevit": 2e-3}
+"""Of families whose unsharded gradients in fp32 differ from those in fp64 by more than 1e-4."""
+
 DRAWN = {"family": 6, "compiled_family": 2}
 """How many families CI draws for a test with an argument of this name."""
 
@@ -62,7 +65,7 @@ def test_a_family_is_one_graph_if_the_unsharded_model_is(compiled_family: str) -
         with pytest.raises(type(found)):
             step_compiled(family)
     else:
-        assert trained.difference < 1e-4, trained.where
+        assert trained.difference < ROUGH.get(family.name, 1e-4), trained.where
 
 
 @pytest.mark.parametrize("left_out", UNTRIED, ids=str)

@@ -201,8 +201,8 @@ class Stamp:
             self.agreement.compare(self.number, numbers, self.axis)
 
     def check_sum(self, seen: Tensor, number: int | None = None) -> None:
-        """Check a sum of stamps ``[n]`` that differs from the expected one. ``number``: this
-        stamp's number at the time of the reduction, if the number has changed since then."""
+        """Check a sum of stamps ``[n]`` that differs from the expected one. Pass as
+        ``number`` the stamp's number at the time of the reduction, if it has changed since."""
         if self.is_checked:
             known = self.number if number is None else number
             self.agreement.compare_sum(known, seen.tolist(), self.axis)

@@ -2,8 +2,8 @@
 
 The *own axes* of a DTensor parameter are its axes that are not data-parallel, such as a
 tensor-parallel axis. An annotated parameter ([Note: annotated parameters] in ``torch_dtensor``)
-also has own axes. In the sharded spec, own axes come after the data-parallel axes, but keep their
-positions if the user named the data-parallel dims of a full mesh. Independent of groups.
+also has own axes. In the sharded spec, these axes come after the data-parallel axes. If the user
+named the data-parallel dims of a full mesh, they keep their positions. Independent of groups.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Registration:
         _all[id(self)] = self
 
     def move(self, target: GroupState, fqn: str) -> None:
-        """Change the state and register its form. Raise StateError if the transition is illegal."""
+        """Change the state and register its parameters. StateError: the transition is illegal."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 "FS313",

@@ -200,8 +200,8 @@ def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
         return
     off = {int(rank): off for rank, (way, off) in offsets.items() if abs(off) > CLOCK_S + way}
     for rank, offset in off.items():
-        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s: timestamps"
-        yield _say("clocks", WARNING, f"{said} of logs and files cannot be compared")
+        said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s"
+        yield _say("clocks", WARNING, f"{said}: do not compare their timestamps")
     if not off:
         most = max(abs(offset) for _, offset in offsets.values())
         yield _say("clocks", OK, f"within {most * 1e3:.2g} ms of rank 0's")

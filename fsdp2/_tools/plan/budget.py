@@ -310,8 +310,8 @@ def search_of(
     if nbytes is None:
         raise ConfigError(
             "FS901",
-            "Plan.suggest: found neither a budget nor hardware with known memory. Pass budget, the "
-            "bytes per rank, such as '70GB'.",
+            "Plan.suggest: found neither a budget nor hardware with known memory. Pass as "
+            "budget the number of bytes per rank, such as '70GB'.",
         )
     setup, chosen = plan.setup, {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
     may_choose = not plan.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)

@@ -153,7 +153,7 @@ class ComputeTime(DispatchMode):
             return
         if func in READS_ROWS:
             nbytes = 2 * made.nbytes
-        else:  # tensors that are read or created count once, and tensors updated in place twice
+        else:  # read or created tensors count once; tensors that are updated in place count twice
             moved = {id(one): one.nbytes for one in tensors}
             nbytes = sum(moved.values())
             for key, is_only_written in written:

@@ -61,7 +61,7 @@ def _thread(lane: str) -> int:
 
 
 def _threads(pieces: list[Span]) -> Iterator[tuple[Span, int]]:
-    """Yield each piece with the number of a thread in which no other piece overlaps it."""
+    """Yield each span with a thread index; spans with the same index do not overlap."""
     ends: dict[str, list[float]] = {}
     for piece in sorted(pieces, key=lambda one: one.begin):
         lane = WAITS if piece.cause else piece.lane
