@@ -376,7 +376,7 @@ def test_a_local_state_is_complete_and_of_the_same_shapes(rank: int) -> None:
         (lambda s: s.pop("optimizer"), "has no 'optimizer'"),
         (
             lambda s: s["optimizer"]["state"]["up.bias"].update(exp_avg=torch.ones(1)),
-            r"up\.bias\.exp_avg is \(1[45],\) on this rank",
+            r"up\.bias\.exp_avg has size \(1[45],\) on this rank",
         ),
     ]
     for change, message in cases:
