@@ -552,7 +552,10 @@ def _finish(result: Any) -> None:
             pass
     elif isinstance(
         result,
-        fsdp2.UnshardHandle | fsdp2.GradientReductionHandle | fsdp2.checkpoint.SaveHandle,
+        fsdp2.UnshardHandle
+        | fsdp2.GradientReductionHandle
+        | fsdp2.checkpoint.SaveHandle
+        | weights.SendHandle,  # or its thread's collectives meet those of the next call
     ):
         result.wait()
     elif isinstance(result, fsdp2.debug.OrderCheck):

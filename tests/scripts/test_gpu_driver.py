@@ -85,7 +85,7 @@ def test_rows_are_written_while_a_stage_runs_and_nothing_begins_too_late(tmp_pat
     )
     (tmp_path / "results.json").write_text("")
     stages = [fake("waits", code, 100.0), *(fake(str(n), "pass", 0.01) for n in range(3))]
-    outcomes = run_stages(stages, 6.0, tmp_path, dict(os.environ), say=lambda line: None)
+    outcomes = run_stages(stages, 60.0, tmp_path, dict(os.environ), say=lambda line: None)
     assert [one.verdict for one in outcomes] == ["ok", "ok", "ok", "ok"]
     outcomes = run_stages(
         [fake("long", "import time; time.sleep(60)", 100.0), fake("no", "pass", 0.01)],
