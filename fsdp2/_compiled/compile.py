@@ -396,7 +396,7 @@ def check_units(model: nn.Module) -> None:
 def check_group(group: ParamGroup, name: str) -> None:
     """Raise UnsupportedError if a group has a feature that a graph cannot contain."""
     found = None
-    extended = [param.fqn for param in group.params if param.is_extended]
+    extended = [param.fqn for param in group.params if param.wrapped.is_extended]
     deals = ((param.fqn, param.placement.layout.deal) for param in group.params)
     dealt = [f"{fqn} {deal.asked_by}" for fqn, deal in deals if deal is not None]
     if extended:

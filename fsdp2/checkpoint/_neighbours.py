@@ -84,7 +84,7 @@ class NeighbourCopies:
 
     Args:
         name: the job's name, unique on the hosts, and the same after a restart.
-        memory: a memory-backed folder that outlives processes (small in many containers).
+        memory: a memory-backed folder that outlives processes (containers: often small).
         distance: the neighbour's offset in ranks, large enough to reach another host. None: the
             number of ranks per host (``LOCAL_WORLD_SIZE``); on a single host, half of the ranks.
 

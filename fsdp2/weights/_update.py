@@ -96,7 +96,8 @@ def plan(
 
     Raises:
         ConfigError: a box does not exist, or occurs twice; parts do not add up to a tensor; a dtype
-            cannot be cast; ``max_bytes`` is too small for the ranks; ranks pass other destinations.
+            cannot be cast; ``max_bytes`` is too small for the number of ranks; ranks pass different
+            destinations.
         StateError: the call is inside a forward or a backward; a parameter is on the meta device.
         UnsupportedError: a parameter is a partial sum, or a subclass that wraps other tensors.
     """

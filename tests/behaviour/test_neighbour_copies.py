@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
+from fsdp2.checkpoint import _neighbours
 from tests.accidents import lost_hosts
 from tests.behaviour.test_background_saves import OPTIMIZERS, make, require_equal, state_of, step
 from tests.kit.models import seeded
@@ -99,6 +102,22 @@ def test_a_file_that_is_newer_counts(tmp_path: Path, rank: int) -> None:
     assert checkpoint.load_latest(tmp_path / "run", model, copies=copies) == 3
     copies.save(model, extra=4)
     assert checkpoint.load_latest(tmp_path / "run", model, copies=copies) == 4
+
+
+@ranks(1, slow(2))
+def test_a_load_waits_for_copies_that_are_not_written_yet(tmp_path: Path, rank: int) -> None:
+    copies = checkpoint.NeighbourCopies("tried", memory=tmp_path / f"host{rank}")
+    model, goes_on, write = make(), threading.Event(), _neighbours.write_part
+
+    def held(*args: Any) -> None:
+        assert goes_on.wait(60)
+        write(*args)
+
+    checkpoint.save(tmp_path / "run" / "step-1", model, extra=1)
+    with mock.patch.object(_neighbours, "write_part", held), quiet():
+        copies.save(model, extra=2)
+        threading.Timer(1.0, goes_on.set).start()
+        assert checkpoint.load_latest(tmp_path / "run", model, copies=copies) == 2
 
 
 @ranks(slow(2))

@@ -53,7 +53,8 @@ class Threads(Ranks):
 
 
 class _Case(MultiThreadedTestCase):
-    """One program on its ranks; ``told`` has what came of it by rank."""
+    """One program on its ranks; ``told`` has what came of it by rank. The harness makes an object
+    for each thread from a name alone, so the program is an attribute of the class."""
 
     __test__ = False
 

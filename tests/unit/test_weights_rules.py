@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,29 @@ def test_a_config_alone_is_made_a_model_without_memory(monkeypatch: pytest.Monke
     layout = weights.tensor_parallel(config, 3, rules)
     assert [one["q"].shape for one in layout] == [(6, 7), (6, 7), (3, 7)]
     assert made[0][0].weight.is_meta
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    model, cut = torch.nn.Linear(13, 29, bias=False), weights.Cut("weight", 0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"size": 4097}, "size to be at most 4096 ranks, found 4097"),
+        ({"size": 1 << 70}, r"size to be an int below 2\*\*63"),
+        ({"rules": {"w": 1}}, r"rules\['w'\] to be a Cut or a non-empty list of Cuts"),
+        ({"rules": {"w": []}}, "a non-empty list of Cuts"),
+        (
+            {"rules": {"w": weights.Cut("weight", 2)}},
+            r"dim to be a dim of weight, of shape \(29, 13",
+        ),
+        ({"rules": {"w": weights.Cut("weight", 0, heads="no")}}, "heads \\('no' of the config"),
+        ({"shapes": {"weight": 13}}, r"shapes\['weight'\] to be a sequence of ints"),
+    ]
+    for change, message in wrong:
+        given = {"size": 2, "rules": {"w": cut}, **change}
+        with pytest.raises(ConfigError, match=message):
+            weights.tensor_parallel(model, **given)
+    for change in ({"name": 1}, {"heads": -1}, {"pad": 1.5}, {"parts": 0}):
+        with pytest.raises(ConfigError, match=f"Cut: expected {next(iter(change))} to be"):
+            weights.Cut(**{"name": "weight", **change})
 
 
 @pytest.mark.parametrize("counts", [(8,), (64,), (2, 8)])

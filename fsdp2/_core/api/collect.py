@@ -1,6 +1,7 @@
 """Collect the parameters and buffers for a call of ``fully_shard``.
 
-Checks arguments and parameters, evaluates policies, and traverses the module tree. Read-only.
+Checks arguments and parameters, evaluates policies, and traverses the module tree. Modifies nothing
+before ``take_ties``.
 
 [Note: ties]
 A parameter registered in several places is one ``FSDPParam`` with several sites, and remains one
@@ -373,7 +374,7 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
 def check_smaller(collected: Collected) -> None:
     """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
     for param in itertools.chain.from_iterable(collected.escaped.values()):
-        if param.is_extended or param.placement.layout.is_dealt:
+        if param.wrapped.is_extended or param.placement.layout.is_dealt:
             refuse_smaller(param.fqn, param.placement.layout.deal)
     for original, own in collected.own.items():
         is_extended = needs_extension(torch_dtensor.local_part(original))

@@ -314,7 +314,7 @@ class Slots:
 def _refuse_change(fqn: str | None, found: str) -> None:
     raise StateError(
         "FS330",
-        f"{WHO}: {fqn or '<root>'}: {found} after the call of reproducible(). Remove this "
+        f"{WHO}: {fqn or '<root>'}: {found} after reproducible() was called. Remove this "
         "change, or make it before that call.",
     )
 

@@ -465,7 +465,8 @@ class ControlSurface:
             comm: a ``ReduceScatter``, or any object with ``allocate`` and the same call signature.
 
         Raises:
-            ConfigError: ``comm`` is not as described above, or a gradient wire dtype is set.
+            ConfigError: ``comm`` is a class, is not callable, or has no ``allocate``; or a gradient
+                wire dtype is set.
         """
         check_comm("set_custom_reduce_scatter", comm)
         groups = groups_in(self)

@@ -120,7 +120,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
         if layout.dim != 0 or layout.is_dealt:
             raise StateError("FS510", _not_by_rows(param.fqn))
         return True
-    if param.is_extended:
+    if param.wrapped.is_extended:
         raise StateError(
             "FS511",
             f"{param.fqn} was sharded with an all-gather extension, but the "

@@ -31,7 +31,7 @@ def whole_tensor(
     UnsupportedError: ``placeholder`` is neither a shard nor an unsharded tensor of ``param``."""
     placement = param.placement
     if isinstance(placeholder, DTensor) and placement.is_sharded(placeholder):
-        if param.is_extended:
+        if param.wrapped.is_extended:
             raise UnsupportedError(
                 "FS318",
                 f"{param.fqn}: found a shard in place of a parameter with an all-gather extension. "

@@ -137,10 +137,6 @@ class FSDPParam(Forms):
         self.span: Span | None = None  # read by optimizers
 
     @property
-    def is_extended(self) -> bool:
-        return self.wrapped.is_extended
-
-    @property
     def state(self) -> ParamState:
         return self.registration.form
 
@@ -187,7 +183,7 @@ class FSDPParam(Forms):
     @property
     def _computed_dtype(self) -> torch.dtype:
         """Dtype in which backward computes the gradient; an all-gather extension may choose it."""
-        if self.is_extended and self.unsharded is not None:
+        if self.wrapped.is_extended and self.unsharded is not None:
             return self.unsharded_dtype
         return self.compute_dtype
 
@@ -287,7 +283,7 @@ class FSDPParam(Forms):
     def like(self) -> torch.Tensor | None:
         """Return a plain tensor with the shard's shape, dtype and device."""
         local = self.local
-        if local is not None and self.is_extended:
+        if local is not None and self.wrapped.is_extended:
             return torch.empty(local.shape, dtype=local.dtype, device=local.device)
         return local
 

@@ -127,7 +127,7 @@ class Buffers:
 
     @property
     def flat_params(self) -> list[FSDPParam]:
-        return [param for param in self._params if not param.is_extended]
+        return [param for param in self._params if not param.wrapped.is_extended]
 
     @property
     def whole_nbytes(self) -> int:
@@ -187,14 +187,14 @@ class Buffers:
             self.full.bind(buffer)
         index = 0
         for param, (source, registered) in zip(self._params, sources, strict=True):
-            if param.is_extended:
+            if param.wrapped.is_extended:
                 param.set_shard(source, registered)
                 continue
             local = buffer.shards[index]
             local.copy_(source.detach())
             param.set_shard(local, registered, buffer.span(index))
             index += 1
-        self.open_tail.plan([param for param in self._params if param.is_extended])
+        self.open_tail.plan([param for param in self._params if param.wrapped.is_extended])
         self.home = buffer
 
     def _layout_of(
@@ -228,7 +228,7 @@ class Buffers:
                 "shard_placement_fn, or shard the two in separate units.",
             )
         for param, shard, is_so in zip(self._params, shards, extended, strict=True):
-            if is_so and not param.is_extended and shard is param.local:
+            if is_so and not param.wrapped.is_extended and shard is param.local:
                 shard.data = shard.clone()  # the same object, moved out of the flat buffer
             param.wrapped.is_extended = is_so
 

@@ -226,7 +226,7 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
     """
     groups = groups_below(model)
     for owner in (param for group in groups for param in group.params):
-        if owner.is_extended and owner.is_on_meta:
+        if owner.wrapped.is_extended and owner.is_on_meta:
             kind = type(torch_dtensor.local_tensor(owner.sharded)).__name__
             raise UnsupportedError(
                 "FS221",

@@ -343,7 +343,8 @@ def full_params(
         buffers: yield this rank's buffers too, after the parameters.
 
     Raises:
-        ConfigError: not a module, a positive int as ``max_bytes``, or a float ``dtype``.
+        ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not a
+            floating-point dtype.
         StateError: called inside a forward or a backward; a parameter is on the meta device;
             another rank left the loop, raised in its callback, or ran out of memory.
         UnsupportedError: a tensor is a partial sum or a wrapper subclass.

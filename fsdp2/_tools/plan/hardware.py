@@ -59,7 +59,8 @@ class Hardware:
         device_type: a device type of ``torch.device``. The plan sends large parameters as the
             engine does on such a device.
         source: the source of the figures.
-        compute_share: ``flops`` as a fraction of the peak, to which MFU relates (``scaled``).
+        compute_share: ``flops`` as a fraction of the machine's peak, as set by ``scaled``. MFU is
+            relative to the peak.
 
     Raises:
         ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` lacks

@@ -210,7 +210,7 @@ def plan(
             does. Has an effect only if ``hardware`` is a device.
         rank: the rank whose shards and memory the plan describes. None: the first rank, which
             stores the most; for a sharded model, the calling rank.
-        micro_batches: backwards per step, each with ``batch``. The last one syncs gradients.
+        micro_batches: backwards per step, each with ``batch``. Only the last one syncs.
         fully_shard_kwargs: other keywords of ``fully_shard``, such as ``mp_policy``,
             ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 

@@ -37,7 +37,8 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters that are gathered and reduced together. Sizes are bytes, mostly on one rank.
+    """Parameters that are gathered and reduced together. Sizes are in bytes, on one rank unless
+    stated otherwise.
 
     - ``name``: full name of the unit, or of the large part of a root that is a separate group.
     - ``parameters``, ``numel``: number of unsharded parameters, and number of their elements.

@@ -23,7 +23,8 @@ WORTH = 0.01
 BOUND = 0.25
 """Minimum cost of a bottleneck of the whole step, as a fraction of the step time."""
 SIGMAS = 2
-"""Standard deviations above the expectation at which a rank is last significantly often."""
+"""A rank is significantly late if it is last more often than expected, by more than this many
+standard deviations."""
 LATER = 2
 """A rank is habitually late if its delays exceed this multiple of all other ranks' delays."""
 

@@ -5,7 +5,8 @@ An event in a stream has a time only after the stream reaches it. The host does 
 time, but queries the event again when a root's forward begins and when a step ends. The time
 between two events is in fp32 milliseconds, which become too coarse after minutes. Each forward of a
 root therefore sets an *anchor*: an event from which later moments are measured. An anchor's time is
-the previous anchor's time plus the time between both anchors. The host waits for the first anchor.
+the previous anchor's time plus the time between both anchors. The host waits only for the first
+anchor.
 """
 
 from __future__ import annotations
