@@ -163,8 +163,7 @@ def make(setup: Setup, library: Any = fsdp2, **kwargs: Any) -> tuple[nn.Module, 
     model, mesh = build(), setup.mesh()
     distribute(model, mesh, setup)
     dims = library.DataParallelMeshDims(setup.dims.shard, setup.dims.replicate)
-    for module in (*model, model):
-        library.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **kwargs)
+    shard_each(*model, model, library=library, mesh=mesh, dp_mesh_dims=dims, **kwargs)
     return model, mesh
 
 
@@ -251,8 +250,7 @@ def test_shards_lie_as_in_torch(name: str) -> None:
         del block.scale  # torch refuses scalars
     distribute(theirs, mesh, setup)
     dims = torch_fsdp.DataParallelMeshDims(setup.dims.shard, setup.dims.replicate)
-    for module in (*theirs, theirs):
-        torch_fsdp.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    shard_each(*theirs, theirs, library=torch_fsdp, mesh=mesh, dp_mesh_dims=dims)
     for fqn, expected in names_of(theirs).items():
         param = names_of(ours)[fqn]
         assert param.device_mesh == expected.device_mesh, fqn

@@ -25,6 +25,7 @@ from fsdp2._core.api.settings import ControlSurface
 from fsdp2._core.base import torch_modules
 from fsdp2._core.engine.between_steps import TorchState, View
 from tests.behaviour.test_lifetime import COPIES
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import CASES, WIDTH, Block, seeded
 from tests.kit.parity import assert_same_gradients, sharded
@@ -145,8 +146,7 @@ def test_what_programs_read_of_a_state_is_true(replicates: bool) -> None:
     seen = []
     for library in (torch_fsdp, fsdp2):
         model: Any = seeded(CASES["stack"].build)
-        for module in (*model.blocks, model):
-            library.fully_shard(module, mesh=mesh, mp_policy=policy)
+        shard_each(*model.blocks, model, library=library, mesh=mesh, mp_policy=policy)
         before = [facts(module) for module in (*model.blocks, model)]
         model._get_fsdp_state()._lazy_init()
         model(torch.ones(2, WIDTH))

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 from tests.behaviour.test_tensor_parallel import in_short
+from tests.kit.in_turn import shard_each
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import with_slow
 from tests.kit.tensor_parallel import Transformer, mesh_of, sequence_parallel
@@ -159,8 +160,7 @@ def test_shards_and_specs_are_torchs(names: tuple[str, ...], global_rank: int) -
     for library in (fsdp2, torch_fsdp):
         model = Transformer()
         sequence_parallel(model, mesh["tensor"])
-        for module in (*model.blocks, model):
-            library.fully_shard(module, mesh=mesh[names])
+        shard_each(*model.blocks, model, library=library, mesh=mesh[names])
         found.append(dict(model.named_parameters()))
     assert list(found[0]) == list(found[1])
     for name, ours in found[0].items():
