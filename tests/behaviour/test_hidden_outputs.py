@@ -79,45 +79,34 @@ def yielded(loss: Tensor) -> Iterator[Tensor]:
 
 
 class Leaves(nn.Module):
-    """Leaves its loss somewhere, and returns what ``how`` says."""
+    """Leaves its loss somewhere."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.how = how
+        self.hide, self.find = WAYS[how]
         self.loss: Any = None
 
     def forward(self, x: Tensor) -> Any:
-        loss = self.layer(x).square().mean()
-        match self.how:
-            case "attribute":
-                self.loss = {"main": [loss]}
-                return None
-            case "slots":
-                return InSlots(loss)
-            case "closure":
-                return lambda: loss
-            case "default":
-                return lambda kept=loss: kept
-            case "generator":
-                return yielded(loss)
-        ELSEWHERE.append(loss)
-        return "done"
+        return self.hide(self, self.layer(x).square().mean())
 
     def taken(self, output: Any) -> Tensor:
-        match self.how:
-            case "attribute":
-                return self.loss["main"][0]
-            case "slots":
-                return output.get()
-            case "closure" | "default":
-                return output()
-            case "generator":
-                return next(output)
-        return ELSEWHERE.pop()
+        return self.find(self, output)
 
 
-PLACES = ["attribute", "slots", "closure", "default", "generator"]
+WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Any], Tensor]]] = {
+    "attribute": (
+        lambda module, loss: setattr(module, "loss", {"main": [loss]}),
+        lambda module, _: module.loss["main"][0],
+    ),
+    "slots": (lambda _, loss: InSlots(loss), lambda _, output: output.get()),
+    "closure": (lambda _, loss: lambda: loss, lambda _, output: output()),
+    "default": (lambda _, loss: lambda kept=loss: kept, lambda _, output: output()),
+    "generator": (lambda _, loss: yielded(loss), lambda _, output: next(output)),
+    "elsewhere": (lambda _, loss: ELSEWHERE.append(loss), lambda *_: ELSEWHERE.pop()),
+}
+"""How a loss is left somewhere, and found there again."""
+PLACES = [place for place in WAYS if place != "elsewhere"]
 
 
 @pytest.mark.parametrize("how", PLACES)
@@ -185,15 +174,10 @@ class Expert(nn.Module):
     def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
         y = self.layer(x).tanh()
         extra = self.gate(y).softmax(-1).square().mean()
-        match self.where:
-            case "attribute":
-                self.extra = extra
-            case "argument":
-                losses.append(extra)
-            case "elsewhere":
-                ELSEWHERE.append(extra)
-            case "nowhere":
-                pass
+        if self.where == "attribute":
+            self.extra = extra
+        elif self.where != "nowhere":
+            (losses if self.where == "argument" else ELSEWHERE).append(extra)
         return y
 
 
@@ -205,11 +189,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         losses: list[Tensor] = []
         x = self.second(self.first(x, losses), losses)
-        match self.first.where:
-            case "attribute":
-                losses = [self.first.extra, self.second.extra]  # type: ignore[list-item]  # set
-            case "elsewhere":
-                losses = [ELSEWHERE.pop(), ELSEWHERE.pop()]
+        if self.first.where == "attribute":
+            losses = [self.first.extra, self.second.extra]  # type: ignore[list-item]  # set
+        elif self.first.where == "elsewhere":
+            losses = [ELSEWHERE.pop(), ELSEWHERE.pop()]
         return sum(losses, x.square().mean())
 
 
@@ -499,16 +482,16 @@ class Gives(nn.Module):
         self.how = how
 
     def forward(self) -> Any:
-        match self.how:
-            case "weight":
-                return self.weight
-            case "view":
-                return {"a": [self.weight.t()[1:]]}
-            case "detached":
-                return self.weight.detach()
-            case "frozen":
-                return self.frozen, self.weight.sum()
-        return self.weight.data.view(-1)
+        return GIVEN[self.how](self)
+
+
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "weight": lambda module: module.weight,
+    "view": lambda module: {"a": [module.weight.t()[1:]]},
+    "detached": lambda module: module.weight.detach(),
+    "frozen": lambda module: (module.frozen, module.weight.sum()),
+    "data": lambda module: module.weight.data.view(-1),
+}
 
 
 class Takes(nn.Module):
@@ -520,21 +503,17 @@ class Takes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given = self.gives()
         x = self.layer(x)
-        match self.gives.how:
-            case "view":
-                given = given["a"][0]
-            case "frozen":
-                given, total = given
-                x = x * total
+        if self.gives.how == "view":
+            given = given["a"][0]
+        elif self.gives.how == "frozen":
+            given, total = given
+            x = x * total
         return (x @ given.reshape(-1, WIDTH).t()).square().mean()
-
-
-OWN = ["weight", "view", "detached", "frozen", "data"]
 
 
 @pytest.mark.parametrize(
     ("how", "reshard"),
-    with_slow(itertools.product(OWN, [None, False, True]), [(how, None) for how in OWN]),
+    with_slow(itertools.product(GIVEN, [None, False, True]), [(how, None) for how in GIVEN]),
 )
 @ranks(2)
 def test_a_unit_may_return_its_own_weight(how: str, reshard: Any) -> None:

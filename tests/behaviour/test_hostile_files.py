@@ -10,7 +10,9 @@ import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.nn as nn
@@ -162,49 +164,42 @@ def test_a_packed_profile_that_becomes_huge(tmp_path: Path) -> None:
     assert found.nbytes < MOST_NBYTES * 10, found
 
 
+OVERTAKEN: dict[str, tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = {
+    "load": (_dcp, "read", checkpoint.save, checkpoint.load),
+    "load_safetensors": (
+        _safetensors, "_read_index", checkpoint.save_safetensors, checkpoint.load_safetensors
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERTAKEN)
 def test_a_load_that_another_save_overtakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """What is read is of two checkpoints then, and the next load is right."""
-    folder = tmp_path / "saved"
-    checkpoint.save(folder, model_of(0))
-    read, model = _dcp.read, model_of(1)
+    module, reads, save, load = OVERTAKEN[name]
+    folder = tmp_path if name == "load_safetensors" else tmp_path / "saved"
+    if name == "load_safetensors":
+        several(folder)
+    else:
+        save(folder, model_of(0))
+    read, model = getattr(module, reads), model_of(1)
     before = values_of(model)
 
     def overtaken(*args: object, **named: object) -> object:
-        found = read(*args, **named)  # type: ignore[arg-type]  # what it was given
-        checkpoint.save(folder, model_of(2))
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_dcp, "read", overtaken)
-        with pytest.raises(fsdp2.StateError, match="Call load again") as caught:
-            checkpoint.load(folder, model)
-    assert caught.value.code == "FS626"
-    assert values_of(model) == before
-    checkpoint.load(folder, model)
-    assert values_of(model) == values_of(model_of(2))
-
-
-def test_safetensors_that_another_save_overtakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    several(tmp_path)
-    read, model = _safetensors._read_index, model_of(1)
-
-    def overtaken(*args: object, **named: object) -> object:
-        found = read(*args, **named)  # type: ignore[arg-type]  # what it was given
+        found = read(*args, **named)
         with monkeypatch.context() as patched:
-            patched.setattr(_safetensors, "_read_index", read)
-            checkpoint.save_safetensors(tmp_path, model_of(2))
+            patched.setattr(module, reads, read)
+            save(folder, model_of(2))
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(_safetensors, "_read_index", overtaken)
-        with pytest.raises(fsdp2.StateError, match="Call load_safetensors again") as caught:
-            checkpoint.load_safetensors(tmp_path, model)
+        patched.setattr(module, reads, overtaken)
+        with pytest.raises(fsdp2.StateError, match=f"Call {name} again") as caught:
+            load(folder, model)
     assert caught.value.code == "FS626"
-    checkpoint.load_safetensors(tmp_path, model)
+    assert values_of(model) == before or name != "load"
+    load(folder, model)
     assert values_of(model) == values_of(model_of(2))
 
 

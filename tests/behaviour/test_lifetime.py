@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.kit.models import CASES, WIDTH, Case, floats, loss_of, no_units, seeded
-from tests.kit.parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard
+from tests.kit.models import CASES, WIDTH, Case, floats, loss_of, no_units
+from tests.kit.parity import Pair, assert_sharded, bits, make_mesh, names_of, sharded
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
 
@@ -66,9 +66,9 @@ def storages_of(model: nn.Module) -> list[Tensor]:
 def test_deleting_a_model_frees_its_tensors(name: str, ending: str) -> None:
     case = CASES[name]
     mesh = make_mesh()
-    shard(seeded(case.build), case, mesh=mesh)  # fills the caches of torch that are made once
+    sharded(case, mesh=mesh)  # fills the caches of torch that are made once
     before = tensors_alive()
-    model = shard(seeded(case.build), case, mesh=mesh)
+    model = sharded(case, mesh=mesh)
     unit_state = weakref.ref(model)
     whole: list[weakref.ref[Tensor]] = []
 
@@ -114,7 +114,7 @@ def test_deleting_a_model_frees_its_tensors(name: str, ending: str) -> None:
 def test_deleting_a_model_needs_no_collector_for_its_big_buffers() -> None:
     """A parameter that outlives its model is whole; the others die."""
     case = CASES["stack"]
-    model = shard(seeded(case.build), case)
+    model = sharded(case)
     loss_of(model(*case.batch(4).args)).backward()
     kept = model.blocks[0].up.weight
     reference = weakref.ref(model.blocks[1].up.weight)
@@ -124,10 +124,6 @@ def test_deleting_a_model_needs_no_collector_for_its_big_buffers() -> None:
     assert kept.full_tensor().shape == (29, 13)
 
 
-def deep_copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
 def through_pickle(model: nn.Module) -> nn.Module:
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -135,7 +131,7 @@ def through_pickle(model: nn.Module) -> nn.Module:
     return torch.load(buffer, weights_only=False)
 
 
-COPIES = {"deepcopy": deep_copy, "pickle": through_pickle}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
 
 
 @pytest.mark.parametrize(
@@ -162,19 +158,11 @@ def test_a_copy_trains_on_its_own(kind: str, name: str) -> None:
         assert names_of(twin)[fqn] is not parameter
 
 
-@pytest.mark.parametrize("kind", with_slow(COPIES, ["deepcopy"]))
-@ranks(2)
-def test_a_copy_made_before_the_first_forward(kind: str) -> None:
-    pair = Pair("stack")
-    pair.model = COPIES[kind](pair.model)
-    pair.optimizer, _ = pair._optimizers()
-    pair.train(steps=2)
-
-
-@pytest.mark.parametrize("kind", with_slow(COPIES, ["pickle"]))
-@ranks(4)
-def test_a_copy_on_a_replicate_axis(kind: str) -> None:
-    pair = Pair("stack", mesh=make_mesh(2, 2))
+@pytest.mark.parametrize("kind", COPIES)
+@ranks(2, 4)
+def test_a_copy_made_before_the_first_forward(kind: str, world_size: int) -> None:
+    """On four ranks with a replicate axis."""
+    pair = Pair("stack", mesh=make_mesh(2, 2) if world_size == 4 else None)
     pair.model = COPIES[kind](pair.model)
     pair.optimizer, _ = pair._optimizers()
     pair.train(steps=2)
@@ -201,25 +189,10 @@ def test_the_original_trains_on_after_a_copy() -> None:
 def test_a_copy_keeps_policy_and_settings() -> None:
     case = Case(CASES["stack"].build, no_units, floats)
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    model = copy.deepcopy(shard(seeded(case.build), case, mp_policy=policy))
+    model = copy.deepcopy(sharded(case, mp_policy=policy))
     seen: list[torch.dtype] = []
     model.blocks[0].register_forward_hook(
         lambda m, args, out: seen.append(m.up.weight.dtype), prepend=True
     )
     assert model(torch.randn(4, WIDTH)).dtype is torch.float64
     assert seen == [torch.bfloat16]
-
-
-@ranks(2)
-def test_models_come_and_go() -> None:
-    """Ten models in a row leave as many tensors alive as one."""
-    case: Case = CASES["stack"]
-    counts = []
-    for _ in range(4):
-        model = shard(seeded(case.build), case)
-        loss_of(model(*case.batch(4).args)).backward()
-        del model
-        let_go()
-        counts.append(len(tensors_alive()))
-    assert len(set(counts[1:])) == 1, counts
-    assert_same(torch.ones(1) * dist.get_world_size(), torch.full((1,), 2.0), "ranks")

@@ -57,8 +57,8 @@ def build() -> Any:
     return model
 
 
-def full_params(w: World) -> None:
-    for _ in fsdp2.full_params(w.model, max_bytes=200):
+def full_params(w: World, **kwargs: Any) -> None:
+    for _ in fsdp2.full_params(w.model, max_bytes=200, **kwargs):
         pass
 
 
@@ -67,11 +67,11 @@ def summon(w: World) -> None:
         pass
 
 
-def materialize(w: World) -> None:
+def materialize(w: World, *init: Callable[[nn.Module], None]) -> None:
     with torch.device("meta"):
         model = Net()
     fsdp2.fully_shard(model)
-    fsdp2.materialize(model, DEVICE)
+    fsdp2.materialize(model, DEVICE, *init)
 
 
 def check_order(w: World) -> None:
@@ -312,9 +312,6 @@ class Interrupting:
 
 
 def materialize_interrupted(w: World, is_victim: bool) -> None:
-    with torch.device("meta"):
-        model = Net()
-    fsdp2.fully_shard(model)
     calls: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
@@ -323,13 +320,11 @@ def materialize_interrupted(w: World, is_victim: bool) -> None:
             interrupt()
         module.reset_parameters()  # type: ignore[operator]  # a Linear's
 
-    fsdp2.materialize(model, DEVICE, init)
+    materialize(w, init)
 
 
 def full_params_interrupted(w: World, is_victim: bool) -> None:
-    callback = interrupt if is_victim else lambda name, tensor: tensor
-    for _ in fsdp2.full_params(w.model, max_bytes=200, callback=callback):
-        pass
+    full_params(w, callback=interrupt if is_victim else lambda name, tensor: tensor)
 
 
 def save_interrupted(w: World, is_victim: bool) -> None:

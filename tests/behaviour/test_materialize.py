@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
 from tests.kit.allocations import peak_of
-from tests.kit.in_turn import shard_each
+from tests.kit.in_turn import assert_tensors, shard_each
 from tests.kit.meshes import DEVICE
 from tests.kit.models import HIDDEN, VOCAB, WIDTH
 from tests.kit.parity import bits, make_mesh, names_of, whole
@@ -64,10 +64,7 @@ def on_meta(tied: bool = False) -> Net:
 
 
 def sharded(model: nn.Module, mesh: Any, **kwargs: Any) -> nn.Module:
-    for table in model.tables:  # type: ignore[union-attr]
-        fsdp2.fully_shard(table, mesh=mesh, **kwargs)
-    fsdp2.fully_shard(model, mesh=mesh, **kwargs)
-    return model
+    return shard_each(*model.tables, model, mesh=mesh, **kwargs)  # type: ignore[misc]
 
 
 def one_process(tied: bool = False) -> Net:
@@ -144,8 +141,7 @@ def test_tensor_parallel() -> None:
     torch.manual_seed(3)
     expected = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, HIDDEN))
     found = dict(fsdp2.full_params(model, max_bytes=10**6))
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(found[name], parameter.detach()), name
+    assert_tensors(expected.named_parameters(), found)
 
 
 @ranks(2)
@@ -298,9 +294,7 @@ def test_peak_memory_is_the_shards_and_the_largest_module(world_size: int) -> No
     layers = [nn.Linear(300, 300, bias=False, device="meta") for _ in range(8)]
     layers.insert(3, nn.Linear(300, 700, bias=False, device="meta"))
     model = nn.Sequential(*layers)
-    for layer in layers[::2]:
-        fsdp2.fully_shard(layer, mesh=make_mesh())
-    fsdp2.fully_shard(model, mesh=make_mesh())
+    shard_each(*layers[::2], model, mesh=make_mesh())
     highest = peak_of(lambda: fsdp2.materialize(model, DEVICE))
     held = sum(p.to_local().nbytes for p in model.parameters())
     shards = max(held, 4 * sum(-(-p.shape[0] // world_size) * 300 for p in model.parameters()))

@@ -29,6 +29,7 @@ from fsdp2._core.engine.parts import Parts
 from fsdp2._core.engine.tree import unit_of
 from fsdp2._core.params.reduce import Reduction
 from fsdp2._core.params.registration import GATHERING, WHOLE
+from tests.behaviour.test_recovery import fail
 from tests.kit.in_turn import shard_each
 from tests.kit.models import Batch, Case, loss_of, seeded
 from tests.kit.parity import Pair, assert_same_gradients, make_mesh, train_alike
@@ -203,20 +204,24 @@ def test_an_embedding_that_is_a_unit_is_not_gathered_either() -> None:
     pair.check()
 
 
+def tied_losses(pair: Pair, readers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Run both forwards, in which some of two ranks read the embedding's weight behind its back."""
+    whole, expected = pair.batch(), []
+    for index in range(2):
+        pair.reference.tie = index in readers
+        expected.append(pair.run(pair.reference, whole.chunk(index, 2)))
+    pair.model.tie = dist.get_rank() in readers
+    return pair.run(pair.model, pair.local(whole)), torch.stack(expected).mean()
+
+
 @ranks(2)
 def test_what_backward_reads_stays_or_is_gathered() -> None:
     """A weight that a rank starts to read, behind the embedding's back, is there for backward."""
     pair = Pair(Case(TiedLanguage, lambda m: list(m.blocks), batch))
     pair.train(steps=2)
-    for ranks_that_read in ((), (1,), (0, 1), (1,)):
-        losses = []
-        whole = pair.batch()
-        for index in range(2):
-            pair.reference.tie = index in ranks_that_read
-            losses.append(pair.run(pair.reference, whole.chunk(index, 2)))
-        torch.stack(losses).mean().backward()
-        pair.model.tie = dist.get_rank() in ranks_that_read
-        pair.run(pair.model, pair.local(whole)).backward()
+    for readers in ((), (1,), (0, 1), (1,)):
+        for loss in tied_losses(pair, readers):
+            loss.backward()
         pair.step()
     pair.check()
 
@@ -226,16 +231,9 @@ def test_a_rank_keeps_a_part_that_two_forwards_released() -> None:
     """Reduced in the middle of the backward of a sum: whoever freed it or not, all gather alike."""
     pair = Pair(Case(TiedLanguage, lambda m: list(m.blocks), batch))
     pair.train(steps=2)
-    losses, ours = [], []
-    pair.model.tie = dist.get_rank() == 1
-    for _ in range(2):
-        whole = pair.batch()
-        for index in range(2):
-            pair.reference.tie = index == 1
-            losses.append(pair.run(pair.reference, whole.chunk(index, 2)))
-        ours.append(pair.run(pair.model, pair.local(whole)))
-    torch.stack(losses).sum().div(2).backward()
-    torch.stack(ours).sum().backward()
+    first, second = tied_losses(pair, (1,)), tied_losses(pair, (1,))
+    for losses in zip(first, second, strict=True):
+        torch.stack(losses).sum().backward()
     pair.step()
     pair.check()
 
@@ -477,20 +475,12 @@ def test_a_unit_is_not_prefetched_into_its_own_backward(skips: str) -> None:
         assert_same_gradients(model, reference)
 
 
+@pytest.mark.parametrize("setting", ["set_requires_gradient_sync", "set_is_last_backward"])
 @ranks(2)
-def test_accumulation_without_sync() -> None:
+def test_accumulation(setting: str) -> None:
     pair = Pair(CASE)
     for _ in range(3):
-        pair.accumulate(2)
-        pair.step()
-    pair.check()
-
-
-@ranks(2)
-def test_backwards_that_are_not_the_last() -> None:
-    pair = Pair(CASE)
-    for _ in range(2):
-        pair.accumulate(2, "set_is_last_backward")
+        pair.accumulate(2, setting)
         pair.step()
     pair.check()
 
@@ -506,26 +496,12 @@ def test_hooks_of_the_user_run_once_a_backward() -> None:
     assert set(seen.values()) == {3}
 
 
-@pytest.mark.parametrize("phase", with_slow(["forward", "backward"], ["backward"]))
+@pytest.mark.parametrize("phase", with_slow(["after forward", "backward"], ["backward"]))
 @ranks(2)
 def test_training_goes_on_after_an_exception(phase: str) -> None:
-    class ProvokedError(Exception):
-        pass
-
-    def fail(*_: Any) -> None:
-        raise ProvokedError
-
     pair = Pair(CASE)
     pair.train(steps=2)
-    block = pair.model.blocks[1]
-    register = (
-        block.register_forward_hook if phase == "forward" else block.register_full_backward_hook
-    )
-    handle = register(fail)
-    with pytest.raises(ProvokedError):
-        pair.run(pair.model, pair.local(pair.batch())).backward()
-    handle.remove()
-    pair.model.zero_grad()
+    fail(pair, "blocks.1", phase)
     pair.train(steps=3)
 
 
@@ -627,7 +603,6 @@ def test_a_budget_buys_overlap() -> None:
     """More bytes never give less; too few name what is needed, and change nothing."""
     model = Pair(CASE).model
     unit = unit_of(model)
-    assert unit is not None
     with pytest.raises(fsdp2.ConfigError, match="bytes are not enough") as caught:
         model.set_memory(1000)
     least = int(str(caught.value).split(" take ")[1].split()[0])

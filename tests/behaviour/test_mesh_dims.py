@@ -36,8 +36,8 @@ from tests.kit.meshes import DEVICE, random_numbers, shared_mesh
 from tests.kit.parity import assert_same, names_of
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import RTOL, check_gradients
 
-RTOL = 1e-10  # everything is computed in float64
 ROWS = 8
 
 
@@ -80,8 +80,8 @@ class Setup:
     dims: DataParallelMeshDims
 
     @property
-    def data_names(self) -> set[str]:
-        return {*self.dims.shard_names, *self.dims.replicate_names}
+    def data_names(self) -> list[str]:
+        return [n for n in self.names if n in (*self.dims.shard_names, *self.dims.replicate_names)]
 
     def mesh(self) -> DeviceMesh:
         return shared_mesh(self.shape, self.names)
@@ -122,7 +122,6 @@ SETUPS = {
         DataParallelMeshDims(shard=("a", "b"), replicate="out"),
     ),
 }
-COMMON = ("both", "both_turned", "two_shard", "three")
 
 
 class OnMesh(nn.Module):
@@ -164,8 +163,7 @@ def make(setup: Setup, library: Any = fsdp2, **kwargs: Any) -> tuple[nn.Module, 
     model, mesh = build(), setup.mesh()
     distribute(model, mesh, setup)
     dims = library.DataParallelMeshDims(setup.dims.shard, setup.dims.replicate)
-    for module in (*model, model):
-        library.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **kwargs)
+    shard_each(*model, model, library=library, mesh=mesh, dp_mesh_dims=dims, **kwargs)
     return model, mesh
 
 
@@ -180,17 +178,6 @@ def my_rows(batch: Tensor, mesh: DeviceMesh, setup: Setup) -> Tensor:
 def batch_of(step: int) -> Tensor:
     generator = random_numbers(step)
     return torch.randn(ROWS, 13, generator=generator, dtype=torch.float64)
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module, rtol: float = RTOL) -> None:
-    expected = names_of(reference)
-    for name, param in names_of(model).items():
-        grad, other = param.grad, expected[name].grad
-        assert (grad is None) == (other is None), name
-        if grad is not None and other is not None:
-            assert grad.placements == param.placements
-            assert grad.device_mesh == param.device_mesh
-            assert_same(grad, other, name, rtol)
 
 
 def train(
@@ -210,7 +197,7 @@ def train(
         batch = batch_of(step)
         run(mine(batch)).square().mean().backward()
         reference(batch).square().mean().backward()
-        assert_same_gradients(model, reference, rtol)
+        check_gradients(model, reference, rtol)
         advance(*optimizers)
     for name, param in names_of(model).items():
         assert_same(param, names_of(reference)[name], name, rtol)
@@ -263,8 +250,7 @@ def test_shards_lie_as_in_torch(name: str) -> None:
         del block.scale  # torch refuses scalars
     distribute(theirs, mesh, setup)
     dims = torch_fsdp.DataParallelMeshDims(setup.dims.shard, setup.dims.replicate)
-    for module in (*theirs, theirs):
-        torch_fsdp.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    shard_each(*theirs, theirs, library=torch_fsdp, mesh=mesh, dp_mesh_dims=dims)
     for fqn, expected in names_of(theirs).items():
         param = names_of(ours)[fqn]
         assert param.device_mesh == expected.device_mesh, fqn
@@ -356,20 +342,17 @@ def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     expected = reference(batch).square().mean()
     expected.backward()
     assert_same(loss.full_tensor(), expected, "loss", RTOL)
-    assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize("choice", with_slow([True, False, 2], [2]))
-@ranks(4)
-def test_every_way_to_reshard(choice: bool | int) -> None:
-    """`reshard_after_forward` takes an int with named dims too, and training stays the same."""
-    train_setup(SETUPS["two_shard"], reshard_after_forward=choice)
+    check_gradients(model, reference)
 
 
 @ranks(4)
 def test_an_int_leaves_larger_shards_after_forward() -> None:
-    """After a forward with 2, a rank holds what two neighbours of the flat shard axis hold."""
+    """After a forward with 2, a rank holds what two neighbours of the flat shard axis hold.
+
+    Training stays the same.
+    """
     setup = SETUPS["two_shard"]
+    train_setup(setup, reshard_after_forward=2)
     model, mesh = make(setup, reshard_after_forward=2)
     output = OnMesh(model, mesh, setup)(my_rows(batch_of(0), mesh, setup))
     weight = model[0].up.weight
@@ -378,15 +361,17 @@ def test_an_int_leaves_larger_shards_after_forward() -> None:
     assert torch.equal(weight.to_local(), build()[0].up.weight.chunk(2)[inner])
 
 
+IN_FP32 = fsdp2.MixedPrecisionPolicy(
+    param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
+)
+
+
 @pytest.mark.parametrize("name", with_slow(["shard_all", "replicate"], ["shard_all"]))
 @ranks(4)
 def test_mixed_precision(name: str) -> None:
     """Compute in float32 with float64 weights: gradients arrive in float64, right to 1e-5."""
-    policy = fsdp2.MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
-    )
     setup = SETUPS[name]
-    model, mesh = make(setup, mp_policy=policy)
+    model, mesh = make(setup, mp_policy=IN_FP32)
     reference = build()
     run = OnMesh(model, mesh, setup)
     batch = batch_of(0)
@@ -394,7 +379,7 @@ def test_mixed_precision(name: str) -> None:
     reference(batch).square().mean().backward()
     for param in model.parameters():
         assert param.grad.dtype is torch.float64
-    assert_same_gradients(model, reference, 1e-5)
+    check_gradients(model, reference, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +404,7 @@ def test_accumulation_without_sync(name: str, reduce_dtype: torch.dtype | None) 
         if step < 2:
             model.reshard()
             assert all(param.grad is None for param in model.parameters())
-    assert_same_gradients(model, reference, RTOL if reduce_dtype is None else 1e-6)
+    check_gradients(model, reference, RTOL if reduce_dtype is None else 1e-6)
 
 
 @pytest.mark.parametrize("name", with_slow(["shard", "replicate", "both_turned"], ["both_turned"]))
@@ -444,6 +429,23 @@ def test_frozen_and_tied_parameters(name: str) -> None:
     assert model[0].down.weight.grad is None
 
 
+def load_a_whole_state(model: nn.Module, reference: nn.Module) -> None:
+    """Give both other values; those of the model come as its parameters lie, and are assigned."""
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.mul_(1.5)
+    whole = reference.state_dict()
+    assert list(model.state_dict()) == list(whole)
+    for assign in (False, True):
+        state = {
+            fqn: distribute_tensor(whole[fqn], p.device_mesh, p.placements, src_data_rank=None)
+            for fqn, p in model.state_dict().items()
+        }
+        model.load_state_dict(state, assign=assign)
+        for fqn, param in names_of(model).items():
+            assert_same(param, whole[fqn], fqn, 0.0)
+
+
 @pytest.mark.parametrize("name", with_slow(["shard", "replicate", "two_shard"], ["two_shard"]))
 @ranks(4)
 def test_states_load_through_distribute_tensor(name: str) -> None:
@@ -451,18 +453,7 @@ def test_states_load_through_distribute_tensor(name: str) -> None:
     setup = SETUPS[name]
     model, mesh = make(setup)
     reference = build()
-    with torch.no_grad():
-        for param in reference.parameters():
-            param.mul_(1.5)
-    whole = reference.state_dict()
-    state = {
-        fqn: distribute_tensor(whole[fqn], p.device_mesh, p.placements, src_data_rank=None)
-        for fqn, p in model.state_dict().items()
-    }
-    for assign in (False, True):
-        model.load_state_dict(state, assign=assign)
-        for fqn, param in names_of(model).items():
-            assert_same(param, whole[fqn], fqn, 0.0)
+    load_a_whole_state(model, reference)
     train(model, reference, OnMesh(model, mesh, setup), lambda b: my_rows(b, mesh, setup))
 
 
@@ -484,6 +475,7 @@ def test_smaller_meshes_of_different_slices_do_not_mix(rank: int) -> None:
         DataMesh.of(mesh["data"]),
         DataMesh.named(mesh, DataParallelMeshDims(shard="data")),
     ):
+        assert data.split(1).shard.size == 1
         smaller = data.split(2)
         assert smaller.mesh.mesh.tolist() == [[rank % 2, rank % 2 + 2]]
         seen = [torch.empty(1) for _ in range(2)]

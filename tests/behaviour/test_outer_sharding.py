@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
+from torch.distributed.tensor import Shard
 
-import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._core.engine.between_steps import units_below
-from tests.behaviour.test_sharding_modes import KINDS, POLICY, SGD, UNITS, counted, train_with
-from tests.kit.models import CASES, loss_of, seeded
-from tests.kit.parity import Pair, assert_same, make_mesh, shard, whole
+from tests.behaviour.test_sharding_modes import (
+    KINDS,
+    SGD,
+    UNITS,
+    bf16_run,
+    counted,
+    expected_output,
+    micro_batches,
+    train_with,
+    written,
+)
+from tests.kit.models import CASES, loss_of
+from tests.kit.parity import Pair, assert_same, make_mesh, sharded, whole
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
 
@@ -36,9 +44,6 @@ def sent(model: nn.Module) -> list[list[Any]]:
     for unit in units_below(model):
         for group in unit.own_groups:
             wire = group.wire
-
-            def gather(*args: Any, own: Any = wire.all_gather_each, **kwargs: Any) -> Any:
-                return own(*args, **kwargs)
 
             def note(name: str, into: list[Any], wire: Any = wire) -> None:
                 own = getattr(wire, name)
@@ -65,9 +70,7 @@ def test_the_outer_dim_carries_once_a_step(rank: int) -> None:
     for step in range(4):
         gathers.clear()
         reductions.clear()
-        for micro in range(3):
-            pair.model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
-            pair.backward(scale=1 / 3)
+        pair.accumulate(3, scale=1 / 3)
         if step < 2:  # ranks learn the order, and send more meanwhile
             pair.step()
             continue
@@ -87,10 +90,8 @@ def test_what_is_kept_between_steps_lies_over_all_ranks() -> None:
     pair.backward()
     pair.optimizer.step()
     for param in pair.model.parameters():
-        assert isinstance(param, DTensor)
         state = pair.optimizer.state[param]["exp_avg"]
         for tensor in (param, param.grad, state):
-            assert isinstance(tensor, DTensor)
             assert tensor.device_mesh.size() == 4
             assert tensor.device_mesh.ndim == 1
             assert tensor.placements == (Shard(0),)
@@ -117,9 +118,7 @@ NAMES = [
 def test_any_parameter(name: str, reshard: bool | None) -> None:
     pair = layered(name, reshard_after_forward=reshard)
     for _ in range(2):
-        for micro in range(3):
-            pair.model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
-            pair.backward(scale=1 / 3)
+        pair.accumulate(3, scale=1 / 3)
         pair.step()
     for _ in range(2):
         pair.backward()
@@ -134,30 +133,9 @@ def test_gradients_are_reduced_where_they_lie(min_bytes: int | None) -> None:
     pair = layered()
     pair.model.set_copy_free_min_bytes(min_bytes)  # type: ignore[operator]
     for _ in range(2):
-        for micro in range(2):
-            pair.model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
-            pair.backward(scale=1 / 2)
+        pair.accumulate(2, scale=1 / 2)
         pair.step()
     pair.check()
-
-
-def bf16_run(count: int, **kwargs: Any) -> list[Tensor]:
-    case = CASES["stack"]
-    model = shard(seeded(case.build), case, mp_policy=POLICY, **kwargs)
-    optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=0.02)
-    found = []
-    torch.manual_seed(5)
-    for _ in range(3):
-        for micro in range(count):
-            model.set_requires_gradient_sync(micro == count - 1)  # type: ignore[operator]
-            batch = case.batch(12).chunk(dist.get_rank(), dist.get_world_size())
-            loss = loss_of(model(*batch.args, **batch.kwargs))
-            (loss / count).backward()
-            found.append(loss.detach())
-        fsdp2.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *(whole(p).clone() for p in model.parameters())]
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -176,45 +154,8 @@ def test_fp16_is_scaled_in_two_steps() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     pair = layered(mp_policy=policy)
     pair.first_rtol = pair.later_rtol = 4e-3
-    for micro in range(2):
-        pair.model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
-        pair.backward(scale=1 / 2)
+    pair.accumulate(2, scale=1 / 2)
     pair.step()
-
-
-@ranks(slow(4))
-def test_a_checkpoint_moves_to_other_layouts(tmp_path: Path) -> None:
-    case = CASES["stack"]
-    layouts: list[dict[str, Any]] = [
-        {"mesh": make_mesh(2, 2), **OUTER},
-        {"mesh": make_mesh(2, 2)},
-        {"mesh": make_mesh(), "shard": "gradients"},
-    ]
-    models = [shard(seeded(case.build), case, **layout) for layout in layouts]
-    made = [fsdp2.optim.local(torch.optim.AdamW, m.parameters(), lr=0.02) for m in models]
-    shared = [str(tmp_path)]
-    dist.broadcast_object_list(shared)
-
-    def step(index: int, batch: Any) -> None:
-        for micro in range(2):
-            models[index].set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
-            (loss_of(models[index](*batch.args)) / 2).backward()
-        made[index].step()
-        made[index].zero_grad()
-
-    for index in range(3):
-        target = (index + 1) % 3
-        batches = [case.batch(12).chunk(dist.get_rank(), 4) for _ in range(3)]
-        step(index, batches[0])
-        fsdp2.checkpoint.save(f"{shared[0]}/{index}", models[index], made[index])
-        fsdp2.checkpoint.load(f"{shared[0]}/{index}", models[target], made[target])
-        for batch in batches[1:]:
-            step(index, batch)
-            step(target, batch)
-        for ours, theirs in zip(
-            models[index].parameters(), models[target].parameters(), strict=True
-        ):
-            assert_same(whole(ours), whole(theirs), "after a load", 1e-5)
 
 
 @pytest.mark.parametrize("puts_off", [True, False])
@@ -225,9 +166,7 @@ def test_hpz_composes_with_accumulation(puts_off: bool) -> None:
     gathers, _ = sent(pair.model)
     for _ in range(2):
         gathers.clear()
-        for micro in range(3):
-            pair.model.set_requires_gradient_sync(micro == 2 or not puts_off)  # type: ignore[operator]
-            pair.backward(scale=1 / 3)
+        micro_batches(pair, 3, puts_off)
         assert gathers.count([0, 1, 2, 3]) == (UNITS if puts_off else 3 * UNITS)
         pair.step()
     pair.check()
@@ -245,25 +184,17 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("hpz", with_slow([True, False], [True]))
 @ranks(4)
 def test_no_write_is_missed(hpz: bool, kind: str) -> None:
-    case = CASES["stack"]
     how: dict[str, Any] = (
         {"reshard_after_forward": 2} if hpz else {"mesh": make_mesh(2, 2), **OUTER}
     )
-    model = shard(seeded(case.build), case, **how)
-    x = case.batch(4).args[0]
-    with fsdp2.no_sync(model):
-        loss_of(model(x)).backward()
+    model, x = written(**how)
     with counted() as seen:
         before = model(x).detach()
     assert seen["unshard"] == UNITS
     with torch.no_grad():
         WRITES[kind](model)
         after = model(x).detach()
-    plain = seeded(case.build)
-    with torch.no_grad():
-        for param, own in zip(plain.parameters(), model.parameters(), strict=True):
-            param.copy_(whole(own))
-        expected = plain(x)
+    expected = expected_output(model, x)
     assert_same(model(x).detach(), expected, kind)
     assert_same(after, expected, kind)
     if kind != "step":  # its gradients wait, or there are none
@@ -276,7 +207,7 @@ def test_copies_and_pickles_keep_the_layers() -> None:
     import pickle
 
     case = CASES["stack"]
-    model = shard(seeded(case.build), case, mesh=make_mesh(2, 2), **OUTER)
+    model = sharded(case, mesh=make_mesh(2, 2), **OUTER)
     x = case.batch(4).args[0]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(twin(x)).backward()

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -35,18 +36,20 @@ from fsdp2._core.base import torch_dtensor
 from fsdp2._core.comm.wire import DefaultAllGather
 from fsdp2._core.params.deals import start_anew
 from fsdp2.optim import EMA
-from tests.kit.in_turn import advance, shard_each
+from tests.behaviour.test_whole import both
+from tests.kit.in_turn import advance, assert_tensors, shard_each
 from tests.kit.models import CASES, loss_of, seeded
 from tests.kit.parity import (
     ROWS,
     Pair,
     assert_same,
     assert_same_parameters,
+    backward_on,
     bits,
     make_mesh,
     names_of,
-    shard,
     shard_owner,
+    sharded,
     whole,
 )
 from tests.kit.pool import ranks_that_share as ranks
@@ -81,8 +84,13 @@ HARD = ["few_rows", "non_contiguous", "partly_frozen", "tied_lm", "unused_parts"
 HARD += ["stack", "tied_blocks", "scalars", "mixed_dtypes"]
 
 
+def owned_by(rank: int) -> Any:
+    """Return a layer that lies whole on a rank."""
+    place = lambda param: fsdp2.Whole(owner=rank)  # noqa: E731  # short
+    return fsdp2.fully_shard(nn.Linear(4, 5), mesh=make_mesh(), shard_placement_fn=place)
+
+
 def owner_of(param: Tensor) -> int | None:
-    assert isinstance(param, DTensor)
     return next((o for o in map(shard_owner, param.placements) if o is not None), None)
 
 
@@ -96,7 +104,6 @@ def test_a_model_is_trained_alike(choose: Any, case: str) -> None:
     owned = [p for p in pair.model.parameters() if owner_of(p) is not None]
     assert owned
     for param in owned:
-        assert isinstance(param, DTensor)
         rows = param.shape[0] if owner_of(param) == rank else 0
         assert param.to_local().shape == (rows, *param.shape[1:])
     pair.train(3)
@@ -182,13 +189,11 @@ def test_our_own_optimizers_clipping_averages_and_scaling() -> None:
     before = {name: whole(param).clone() for name, param in pair.model.named_parameters()}
     scaler.scale(pair.run(pair.model, pair.local(pair.batch()))).backward()
     owned = next(p for p in pair.model.parameters() if owner_of(p) == 1)
-    assert isinstance(owned.grad, DTensor)
     if dist.get_rank() == 1:
         owned.grad.to_local().fill_(float("inf"))
     scaler.step(optimizer)
     scaler.update()
-    for name, param in pair.model.named_parameters():
-        assert torch.equal(whole(param), before[name])
+    assert_tensors(pair.model.named_parameters(), before)
 
 
 @ranks(3)
@@ -201,23 +206,17 @@ def test_whole_matrices_step_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch
         sent.append(given.numel())
         return exchange(received, given, *args, **kwargs)
 
-    def muon(params: Any, **_: Any) -> Any:
-        params = [param for param in params if param.dim() == 2]
-        if any(isinstance(param, DTensor) for param in params):
-            return fsdp2.optim.whole(torch.optim.Muon, params, lr=0.1)
-        return torch.optim.Muon(params, lr=0.1)
-
     case = CASES["few_rows"]
-    model = shard(seeded(case.build), case, shard_placement_fn=matrices)
+    model = sharded(case, shard_placement_fn=matrices)
     plain = seeded(case.build)
-    ours, theirs = muon(model.parameters()), muon(plain.parameters())
+    ours, theirs = (
+        both(torch.optim.Muon)([p for p in m.parameters() if p.dim() == 2], lr=0.1)
+        for m in (model, plain)
+    )
     monkeypatch.setattr(dist, "all_to_all_single", counted)
     for _ in range(3):
-        batch = case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
-        loss_of(model(*batch.args, **batch.kwargs)).backward()
-        for (_, param), (_, leaf) in zip(
-            model.named_parameters(), plain.named_parameters(), strict=True
-        ):
+        backward_on(case, model)
+        for param, leaf in zip(model.parameters(), plain.parameters(), strict=True):
             leaf.grad = None if param.grad is None else whole(param.grad).clone()
         ours.step()
         theirs.step()
@@ -228,92 +227,46 @@ def test_whole_matrices_step_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch
     assert sent == []
 
 
-@ranks(4)
-def test_replicas_share_the_work_of_owned_matrices() -> None:
-    """Each matrix steps once in all, on its owner in one of the replicas, which sends it on."""
-    steps: list[int] = []
-
-    class Counted(Scaled):
-        def step(self, closure: Any = None) -> None:
-            steps.append(sum(len(group["params"]) for group in self.param_groups))
-            super().step(closure)
-
-    def make(params: Any, **kwargs: Any) -> Any:
-        params = list(params)
-        if any(isinstance(param, DTensor) for param in params):
-            return fsdp2.optim.whole(Counted, params)
-        return Scaled(params)
-
-    mesh = make_mesh(2, 2)
-    pair = Pair("stack", mesh=mesh, optimizer=make, shard_placement_fn=everything)
-    pair.train(2)
-    counts = torch.zeros(4, dtype=torch.int64)
-    counts[dist.get_rank()] = sum(steps)
-    dist.all_reduce(counts)
-    assert counts.min() > 0
-    assert counts.sum() == 2 * len(list(pair.model.parameters()))
+def stepped(seed: int, choose: Any, make: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return a sharded model and its optimizer, after a step."""
+    model = sharded("stack", seed, shard_placement_fn=choose)
+    optimizer = make(model.parameters(), lr=0.1)
+    backward_on("stack", model)
+    optimizer.step()
+    return model, optimizer
 
 
-class Scaled(torch.optim.Optimizer):
-    """Steps by the whole gradient's norm: no element steps by itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad / (param.grad.norm() + 1), alpha=0.1)
+def assert_same_moments(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for ours, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
+        own, other = found[1].state[ours]["exp_avg"], expected[1].state[theirs]["exp_avg"]
+        assert torch.equal(whole(own), whole(other))
 
 
 @ranks(3)
 def test_states_go_through_dcp_and_come_back_in_any_placement(tmp_path: Path) -> None:
     """Files hold whole tensors with right offsets; optimizer states too; full states as well."""
-    case = CASES["stack"]
-    model = shard(seeded(case.build), case, shard_placement_fn=matrices)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    batch = case.batch(ROWS)
-    loss_of(model(*batch.args, **batch.kwargs)).backward()
-    optimizer.step()
-    dcp.save(
-        {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        },
-        checkpoint_id=str(tmp_path / "dcp"),
-    )
+    model, optimizer = stepped(1, matrices, torch.optim.AdamW)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=str(tmp_path / "dcp"))
     expected = {name: whole(param).clone() for name, param in model.named_parameters()}
     plain = {name: torch.zeros_like(value) for name, value in expected.items()}
     dcp.load({"model": plain}, checkpoint_id=str(tmp_path / "dcp"))
-    for name, value in expected.items():
-        assert torch.equal(plain[name], value), name
+    assert_tensors(expected.items(), plain)
     for choose in (everything, None, matrices):
-        other = shard(seeded(case.build, 2), case, shard_placement_fn=choose)
-        its = torch.optim.AdamW(other.parameters(), lr=0.1)
-        loss_of(other(*batch.args, **batch.kwargs)).backward()
-        its.step()
-        state = {
-            "model": get_model_state_dict(other),
-            "optimizer": get_optimizer_state_dict(other, its),
-        }
-        dcp.load(state, checkpoint_id=str(tmp_path / "dcp"))
-        set_model_state_dict(other, state["model"])
-        set_optimizer_state_dict(other, its, state["optimizer"])
-        for name, param in other.named_parameters():
-            assert torch.equal(whole(param), expected[name]), name
-            there = optimizer.state[names_of(model)[name]]["exp_avg"]
-            assert torch.equal(whole(its.state[param]["exp_avg"]), whole(there)), name
+        other, its = stepped(2, choose, torch.optim.AdamW)
+        states = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+        dcp.load(states, checkpoint_id=str(tmp_path / "dcp"))
+        set_model_state_dict(other, states["model"])
+        set_optimizer_state_dict(other, its, states["optimizer"])
+        assert_tensors(other.named_parameters(), expected)
+        assert_same_moments((other, its), (model, optimizer))
     # torch's full state: gathered, and handed out again by one rank
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    for name, value in expected.items():
-        assert torch.equal(full[name], value), name
-    other = shard(seeded(case.build, 3), case, shard_placement_fn=matrices)
+    assert_tensors(expected.items(), full)
+    other = sharded("stack", 3, shard_placement_fn=matrices)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full if dist.get_rank() == 0 else {}, options=options)
-    for name, param in other.named_parameters():
-        assert torch.equal(whole(param), expected[name]), name
+    assert_tensors(other.named_parameters(), expected)
 
 
 @pytest.mark.parametrize("library", ["torch's", slow("ours")])
@@ -344,70 +297,33 @@ def test_states_that_torch_loads_in_rows(library: str) -> None:
     assert_same_parameters(pairs[0][0], pairs[1][0])
 
 
-@pytest.mark.parametrize("kind", ["whole", "rows", "replicated"])
-@ranks(3)
-def test_gradients_that_users_put_there_are_added_to(kind: str) -> None:
-    """What they put there, in any placement, is a summand, and is not written to itself."""
-    mesh, seen = make_mesh(), torch.arange(20.0).view(5, 4)
-    model, plain = seeded(lambda: nn.Linear(4, 5)), seeded(lambda: nn.Linear(4, 5))
-    fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: fsdp2.Whole(owner=1))
-    model.weight.grad_dtype = None
-    given: Tensor = seen.clone()
-    if kind != "whole":
-        placement = Shard(0) if kind == "rows" else Replicate()
-        given = distribute_tensor(seen.clone(), mesh, [placement])
-    model.weight.grad, plain.weight.grad = given, seen.clone()
-    x = torch.randn(3, 4)
-    for one in (model, plain):
-        one(x).sum().backward()
-    assert model.weight.grad is not None
-    assert_same(whole(model.weight.grad), plain.weight.grad, "gradient", 1e-6)
-    assert torch.equal(whole(given), seen)
-
-
 @ranks(3)
 def test_our_checkpoints(tmp_path: Path) -> None:
     """Sharded, full and rank-local states, of a model and of its optimizers, load again."""
-    case = CASES["stack"]
-    batch = case.batch(ROWS)
-
-    def made(seed: int, choose: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = shard(seeded(case.build, seed), case, shard_placement_fn=choose)
-        optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=0.1)
-        loss_of(model(*batch.args, **batch.kwargs)).backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = made(1, matrices)
+    local = functools.partial(fsdp2.optim.local, torch.optim.AdamW)
+    model, optimizer = stepped(1, matrices, local)
     fsdp2.checkpoint.save(tmp_path / "ours", model, optimizer)
     expected = {name: whole(param).clone() for name, param in model.named_parameters()}
-    momenta = {
-        name: whole(optimizer.state[param]["exp_avg"]).clone()
-        for name, param in model.named_parameters()
-    }
     for choose in (everything, None):
-        other, its = made(2, choose)
+        other, its = stepped(2, choose, local)
         fsdp2.checkpoint.load(tmp_path / "ours", other, its)
-        for name, param in other.named_parameters():
-            assert torch.equal(whole(param), expected[name]), name
-            assert torch.equal(whole(its.state[param]["exp_avg"]), momenta[name]), name
+        assert_tensors(other.named_parameters(), expected)
+        assert_same_moments((other, its), (model, optimizer))
     full = fsdp2.checkpoint.full_state(model, rank0_only=True)
     if dist.get_rank() == 0:
-        assert all(torch.equal(full["model"][name], expected[name]) for name in expected)
-    other, _ = made(3, matrices)
+        assert_tensors(expected.items(), full["model"])
+    other, _ = stepped(3, matrices, local)
     fsdp2.checkpoint.load_full_state(other, full)
-    for name, param in other.named_parameters():
-        assert torch.equal(whole(param), expected[name]), name
+    assert_tensors(other.named_parameters(), expected)
 
 
 @ranks(3)
 def test_whole_parameters_on_every_rank_and_written_ones() -> None:
     """`full_params`, `summon_full_params`, `materialize`, copies and pickles of owned shards."""
     case = CASES["stack"]
-    model = shard(seeded(case.build), case, shard_placement_fn=matrices)
+    model = sharded(case, shard_placement_fn=matrices)
     expected = dict(seeded(case.build).named_parameters())
-    for name, value in fsdp2.full_params(model, max_bytes=1 << 20):
-        assert torch.equal(value, expected[name]), name
+    assert_tensors(fsdp2.full_params(model, max_bytes=1 << 20), expected)
     with fsdp2.summon_full_params(model, writeback=True), torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
@@ -430,7 +346,6 @@ def test_whole_parameters_on_every_rank_and_written_ones() -> None:
         torch.manual_seed(4)
         assert_same_parameters(late, nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     param = next(p for p in model.parameters() if owner_of(p) is not None)
-    assert isinstance(param, DTensor)
     again = pickle.loads(pickle.dumps(param.placements))
     assert [shard_owner(p) for p in again] == [shard_owner(p) for p in param.placements]
 
@@ -440,26 +355,20 @@ def test_low_precision_offload_accumulation_and_skipped_reductions() -> None:
     """The other ways of a step: each is compared with rows of the same dtypes."""
     case = CASES["stack"]
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings: list[dict[str, Any]] = [
-        {"mp_policy": policy},
-        {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        {"mp_policy": policy, "offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        {"reshard_after_forward": False},
-    ]
-    for kwargs in settings:
-        owned = shard(seeded(case.build), case, shard_placement_fn=matrices, **kwargs)
-        rows = shard(seeded(case.build), case, **kwargs)
+    narrow = {"mp_policy": policy}
+    offload = {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)}
+    settings: list[dict[str, Any]] = [narrow, offload, narrow | offload]
+    for kwargs in (*settings, {"reshard_after_forward": False}):
+        owned = sharded(case, shard_placement_fn=matrices, **kwargs)
+        rows = sharded(case, **kwargs)
         for step in range(4):
-            batch = case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
             for model in (owned, rows):
-                assert isinstance(model, fsdp2.FSDPModule)
                 model.set_requires_gradient_sync(step % 2 == 1)
-                loss_of(model(*batch.args, **batch.kwargs)).backward()
+            backward_on(case, owned, rows)
             for name, param in rows.named_parameters():
                 ours = names_of(owned)[name]
                 assert (ours.grad is None) == (param.grad is None), name
                 if param.grad is not None:
-                    assert ours.grad is not None
                     assert_same(whole(ours.grad), whole(param.grad), name, 1e-5)
 
 
@@ -472,17 +381,15 @@ def test_what_is_not_for_owned_parameters_is_told() -> None:
         return fsdp2.fully_shard(nn.Linear(3, 5), mesh=mesh, shard_placement_fn=matrices, **kwargs)
 
     with pytest.raises(ConfigError, match=r"weight: shard_placement_fn returned Whole\(owner=2\)"):
-        fsdp2.fully_shard(
-            nn.Linear(3, 5), mesh=mesh, shard_placement_fn=lambda _: fsdp2.Whole(owner=2)
-        )
+        owned_by(2)
     model = linear()
-    assert isinstance(model, fsdp2.FSDPModule)
-    with pytest.raises(ConfigError, match="weight is stored on one rank"):
-        model.set_custom_all_gather(DefaultAllGather())
-    with pytest.raises(ConfigError, match="weight is stored on one rank"):
-        fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16))
-    with pytest.raises(UnsupportedError, match="parameter weight is stored on one rank"):
-        fsdp2.compile(model)
+    for call, error in (
+        (lambda: model.set_custom_all_gather(DefaultAllGather()), ConfigError),
+        (lambda: fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16)), ConfigError),
+        (lambda: fsdp2.compile(model), UnsupportedError),
+    ):
+        with pytest.raises(error, match="weight is stored on one rank"):
+            call()
     weight = next(p for p in model.parameters() if owner_of(p) is not None)
     with pytest.raises(UnsupportedError, match="does not support this view"):
         weight[0, 0]
@@ -507,9 +414,7 @@ def test_owners_are_chosen_over_all_calls_and_may_be_named() -> None:
     shard_each(*blocks, mesh=mesh, shard_placement_fn=matrices)
     owners = [owner_of(block.weight) for block in blocks]  # type: ignore[arg-type]
     assert sorted(owners, key=str) == [0, 0, 1, 1, 2, 2]
-    named = fsdp2.fully_shard(
-        nn.Linear(4, 4), mesh=mesh, shard_placement_fn=lambda _: fsdp2.Whole(owner=1)
-    )
+    named = owned_by(1)
     assert [owner_of(param) for param in named.parameters()] == [1, 1]
     odd = nn.Module()
     odd.none, odd.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(()))
@@ -522,9 +427,7 @@ def test_owners_are_chosen_over_all_calls_and_may_be_named() -> None:
 @ranks(3)
 def test_operations_on_owned_tensors_are_those_of_whole_ones() -> None:
     """What works element by element stays where it is; anything else is done on the whole."""
-    model = fsdp2.fully_shard(
-        nn.Linear(4, 5), mesh=make_mesh(), shard_placement_fn=lambda _: fsdp2.Whole(owner=2)
-    )
+    model = owned_by(2)
     weight, full = model.weight, whole(model.weight)
     assert isinstance(weight, DTensor)
     operations: list[Callable[[Any], Any]] = [
@@ -554,18 +457,14 @@ def test_operations_on_owned_tensors_are_those_of_whole_ones() -> None:
         assert torch.equal(whole(copied), full)
         assert torch.equal(whole(copied.redistribute(placements=[Shard(0)])), full)
     (weight.full_tensor() ** 2).sum().backward()
-    assert weight.grad is not None
     assert torch.equal(whole(weight.grad), 2 * full)
 
 
 @ranks(3)
 def test_what_is_whole_is_a_copy_and_views_are_the_owners_memory() -> None:
     """A full tensor does not change with the parameter, nor the other way round; a view does."""
-    model = fsdp2.fully_shard(
-        nn.Linear(4, 5), mesh=make_mesh(), shard_placement_fn=lambda _: fsdp2.Whole(owner=1)
-    )
+    model = owned_by(1)
     weight = model.weight
-    assert isinstance(weight, DTensor)
     with torch.no_grad():
         full, replicated = weight.full_tensor(), weight.redistribute(placements=[Replicate()])
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -594,9 +493,7 @@ def test_what_is_whole_is_a_copy_and_views_are_the_owners_memory() -> None:
 def test_lists_that_are_written_to_beside_owned_tensors() -> None:
     """An average that lies otherwise is written to, on every rank, or the operation is refused."""
     mesh = make_mesh()
-    model = fsdp2.fully_shard(
-        nn.Linear(4, 5), mesh=mesh, shard_placement_fn=lambda _: fsdp2.Whole(owner=1)
-    )
+    model = owned_by(1)
     weight, full = model.weight, whole(model.weight).clone()
     with torch.no_grad():
         average = distribute_tensor(torch.zeros(5, 4), mesh, [Replicate()])

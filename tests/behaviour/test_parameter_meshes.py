@@ -21,16 +21,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import ShardPlacementResult
 from fsdp2._core.engine.tree import unit_of
-from tests.kit.in_turn import advance
-from tests.kit.local_sgd import LocalSGD
-from tests.kit.meshes import DEVICE, random_numbers
+from tests.behaviour.test_mesh_dims import IN_FP32, batch_of, load_a_whole_state
+from tests.behaviour.test_mesh_dims import train as train_beside
+from tests.kit.meshes import DEVICE
 from tests.kit.parity import assert_same, names_of
 from tests.kit.pool import ranks
 from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
+from tests.kit.tensor_parallel import RTOL, check_gradients
 
-RTOL = 1e-10  # everything is computed in float64
-ROWS, EXPERTS = 8, 3
+EXPERTS = 3
 
 
 class FromAll(torch.autograd.Function):
@@ -117,45 +117,20 @@ def choose(model: nn.Module, info: Any, placement: Any = None) -> Callable[..., 
     return lambda p: ShardPlacementResult(placement, info) if p in chosen else None
 
 
-def batch_of(step: int) -> Tensor:
-    generator = random_numbers(step)
-    return torch.randn(ROWS, 13, generator=generator, dtype=torch.float64)
-
-
 def my_rows(batch: Tensor) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def assert_same_gradients(model: nn.Module, reference: nn.Module, rtol: float = RTOL) -> None:
-    expected = names_of(reference)
-    for name, param in names_of(model).items():
-        grad, other = param.grad, expected[name].grad
-        assert (grad is None) == (other is None), name
-        if grad is not None and other is not None:
-            assert isinstance(param, DTensor)
-            assert isinstance(grad, DTensor)
-            assert grad.placements == param.placements
-            assert grad.device_mesh == param.device_mesh
-            assert_same(grad, other, name, rtol)
-
-
-def train(
-    model: nn.Module, reference: nn.Module | None = None, steps: int = 3, rtol: float = RTOL
-) -> None:
+def train(model: nn.Module, reference: nn.Module | None = None, steps: int = 3) -> None:
     """Train on this rank's rows and on the whole batch; compare every gradient and weight."""
-    reference = build() if reference is None else reference
-    optimizers = [
-        kind(m.parameters(), lr=0.1, momentum=0.9)
-        for kind, m in ((LocalSGD, model), (torch.optim.SGD, reference))
-    ]
-    for step in range(steps):
-        batch = batch_of(step)
-        model(my_rows(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_same_gradients(model, reference, rtol)
-        advance(*optimizers)
-    for name, param in names_of(model).items():
-        assert_same(param, names_of(reference)[name], name, rtol)
+    train_beside(model, reference or build(), model, my_rows, steps)
+
+
+def spread(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each rank of a mesh other experts."""
+    for name, param in list(experts.named_parameters()):
+        placed = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(placed))
 
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
@@ -200,11 +175,7 @@ def test_expert_parallel(rank: int, how: str, dim: int) -> None:
     everybody = mesh._flatten("all")
     model = build()
     for layer in model:
-        for name, param in list(layer.experts.named_parameters()):
-            spread = distribute_tensor(
-                param.detach(), mesh["experts"], [Shard(0)], src_data_rank=None
-            )
-            layer.experts.register_parameter(name, nn.Parameter(spread))
+        spread(layer.experts, mesh["experts"])
         if how == "nested":
             fsdp2.fully_shard(
                 layer.experts, mesh=mesh["data"], shard_placement_fn=lambda _: Shard(dim)
@@ -232,9 +203,7 @@ def test_a_group_averages_over_its_own_ranks() -> None:
     """
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "experts"))
     model, reference = build()[0], build()[0]
-    for name, param in list(model.experts.named_parameters()):
-        spread = distribute_tensor(param.detach(), mesh["experts"], [Shard(0)], src_data_rank=None)
-        model.experts.register_parameter(name, nn.Parameter(spread))
+    spread(model.experts, mesh["experts"])
     fn = choose(model, mesh["data"])
     fsdp2.fully_shard(model, mesh=mesh._flatten("all"), shard_placement_fn=fn)
     model(my_rows(batch_of(0))).square().mean().backward()
@@ -374,17 +343,7 @@ def test_copies_and_pickles_train_alike() -> None:
 def test_states_load_through_distribute_tensor() -> None:
     """A whole state, distributed as each parameter is, loads into parameters of both meshes."""
     model, reference = make(), build()
-    with torch.no_grad():
-        for param in reference.parameters():
-            param.mul_(1.5)
-    whole = reference.state_dict()
-    assert list(model.state_dict()) == list(whole)
-    for assign in (False, True):
-        state = {
-            fqn: distribute_tensor(whole[fqn], p.device_mesh, p.placements, src_data_rank=None)
-            for fqn, p in model.state_dict().items()
-        }
-        model.load_state_dict(state, assign=assign)
+    load_a_whole_state(model, reference)
     train(model, reference)
 
 
@@ -400,19 +359,16 @@ def test_accumulation_without_sync(reduce_dtype: torch.dtype | None) -> None:
         model.set_requires_gradient_sync(step == 2)
         model(my_rows(batch_of(step))).square().mean().backward()
         reference(batch_of(step)).square().mean().backward()
-    assert_same_gradients(model, reference, RTOL if reduce_dtype is None else 1e-6)
+    check_gradients(model, reference, RTOL if reduce_dtype is None else 1e-6)
 
 
 @ranks(4)
 def test_mixed_precision() -> None:
     """Compute in float32 with float64 weights on both meshes: gradients are right to 1e-5."""
-    policy = fsdp2.MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
-    )
-    model, reference = make(mp_policy=policy), build()
+    model, reference = make(mp_policy=IN_FP32), build()
     model(my_rows(batch_of(0))).square().mean().backward()
     reference(batch_of(0)).square().mean().backward()
-    assert_same_gradients(model, reference, 1e-5)
+    check_gradients(model, reference, 1e-5)
 
 
 @ranks(2)

@@ -33,20 +33,6 @@ def test_trains_like_the_unsharded_model_on_other_counts(name: str) -> None:
     Pair(name).train(steps=2)
 
 
-@pytest.mark.parametrize("name", with_slow(["stack", "tied_blocks", "scalars"], ["scalars"]))
-@ranks(4)
-def test_trains_on_a_mesh_with_a_replicate_axis(name: str) -> None:
-    Pair(name, mesh=make_mesh(2, 2)).train(steps=2)
-
-
-@products(
-    [("nested_units", 2)], name=["stack", "nested_units"], reshard_after_forward=[True, False, 2]
-)
-@ranks(4)
-def test_trains_with_each_way_to_reshard(name: str, reshard_after_forward: bool | int) -> None:
-    Pair(name, reshard_after_forward=reshard_after_forward).train(steps=2)
-
-
 @ranks(slow(2), 3)
 def test_trains_like_one_forward_over_the_global_batch_in_fp64() -> None:
     pair = Pair("stack", prepare=lambda model: model.double())
@@ -60,14 +46,8 @@ def test_trains_like_one_forward_over_the_global_batch_in_fp64() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_slow(
-        IN_TORCH,
-        ["partly_frozen", "untied_lm"],
-    ),
-)
-@ranks(2)
+@pytest.mark.parametrize("name", with_slow(IN_TORCH, ["partly_frozen", "untied_lm"]))
+@ranks(slow(1), 2, slow(3), slow(4))
 def test_trains_like_torch(name: str) -> None:
     train_alike(CASES[name])
 
@@ -84,29 +64,20 @@ def test_every_case_everywhere(name: str, reshard_after_forward: bool | None) ->
     Pair(name, reshard_after_forward=reshard_after_forward).train()
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "reshard_after_forward"),
-    [
-        slow(name, shape, reshard)
-        for name in CASES
-        for shape in [(2, 2), (4, 1), (1, 4)]
-        for reshard in [None, True, False]
-    ],
+@products(
+    [("scalars", (2, 2), None)],
+    name=CASES,
+    shape=[(2, 2), (4, 1), (1, 4)],
+    reshard_after_forward=[None, True, False],
 )
-@ranks(slow(4))
+@ranks(4)
 def test_every_case_on_every_mesh(
     name: str, shape: tuple[int, int], reshard_after_forward: bool | None
 ) -> None:
     Pair(name, mesh=make_mesh(*shape), reshard_after_forward=reshard_after_forward).train(steps=2)
 
 
-@pytest.mark.parametrize("name", CASES)
-@ranks(slow(4))
+@pytest.mark.parametrize("name", with_slow(CASES, ["nested_units"]))
+@ranks(4)
 def test_every_case_on_a_smaller_mesh_after_forward(name: str) -> None:
     Pair(name, reshard_after_forward=2).train(steps=2)
-
-
-@pytest.mark.parametrize("name", IN_TORCH)
-@ranks(slow(1), slow(3), slow(4))
-def test_trains_like_torch_everywhere(name: str) -> None:
-    train_alike(CASES[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -80,30 +81,22 @@ def expected_placement(function: PlacementFn | None, parameter: nn.Parameter) ->
 
 @ranks(2, 3, 4)
 def test_rows_are_chunked_by_default(rank: int, world_size: int) -> None:
-    mesh = make_mesh()
-    for name in ("stack", "one_row", "few_rows"):
+    """And a replicate axis repeats the chunks."""
+    for name, replicas in itertools.product(("stack", "one_row", "few_rows"), (1, 2)):
+        count = world_size // replicas
+        if count * replicas != world_size:
+            continue
+        mesh = make_mesh(*([replicas] if replicas > 1 else []), count)
         case = CASES[name]
         whole, model = names_of(seeded(case.build)), shard(seeded(case.build), case, mesh=mesh)
         for fqn, parameter in names_of(model).items():
-            assert isinstance(parameter, DTensor), fqn
             assert isinstance(parameter, nn.Parameter), fqn
-            assert parameter.placements == (Shard(0),), fqn
+            assert parameter.placements == (Replicate(),) * (replicas - 1) + (Shard(0),), fqn
             assert parameter.device_mesh == mesh, fqn
             assert parameter.shape == whole[fqn].shape, fqn
             assert parameter.stride() == whole[fqn].stride(), fqn
-            expected = chunk(whole[fqn], Shard(0), rank, world_size)
+            expected = chunk(whole[fqn], Shard(0), rank % count, count)
             assert torch.equal(parameter.to_local(), expected), fqn
-
-
-@ranks(4)
-def test_a_replicate_axis_repeats_the_chunks(rank: int) -> None:
-    case, mesh = CASES["stack"], make_mesh(2, 2)
-    whole, model = names_of(seeded(case.build)), shard(seeded(case.build), case, mesh=mesh)
-    for fqn, parameter in names_of(model).items():
-        assert isinstance(parameter, DTensor), fqn
-        assert parameter.placements == (Replicate(), Shard(0)), fqn
-        assert parameter.device_mesh == mesh, fqn
-        assert torch.equal(parameter.to_local(), chunk(whole[fqn], Shard(0), rank % 2, 2)), fqn
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -121,22 +114,15 @@ def test_any_dim_is_chunked_like_rows(function: str, rank: int, world_size: int)
 
 
 @pytest.mark.parametrize("function", with_slow(FUNCTIONS, ["largest_dim", "mixed"]))
-@ranks(2, 3)
-def test_any_dim_trains_right(function: str) -> None:
-    pair = Pair(ODD, shard_placement_fn=FUNCTIONS[function])
+@ranks(2, 3, 4)
+def test_any_dim_trains_right(function: str, world_size: int) -> None:
+    """On four ranks with a replicate axis."""
+    axes = (2, 2) if world_size == 4 else ()
+    pair = Pair(ODD, shard_placement_fn=FUNCTIONS[function], mesh=make_mesh(*axes))
     pair.train(steps=2)
     for fqn, parameter in names_of(pair.model).items():
-        original = names_of(pair.reference)[fqn]
-        assert parameter.placements == (expected_placement(FUNCTIONS[function], original),), fqn
-
-
-@ranks(4)
-def test_any_dim_trains_right_with_a_replicate_axis() -> None:
-    pair = Pair(ODD, shard_placement_fn=mixed, mesh=make_mesh(2, 2))
-    pair.train(steps=2)
-    for fqn, parameter in names_of(pair.model).items():
-        placement = expected_placement(mixed, names_of(pair.reference)[fqn])
-        assert parameter.placements == (Replicate(), placement), fqn
+        placement = expected_placement(FUNCTIONS[function], names_of(pair.reference)[fqn])
+        assert parameter.placements == (*[Replicate()] * (len(axes) // 2), placement), fqn
 
 
 @pytest.mark.parametrize("reshard_after_forward", with_slow([True, False, 2], [2]))
@@ -181,7 +167,6 @@ def test_replicated_parameters_have_whole_gradients() -> None:
     pair.backward()
     for fqn, parameter in names_of(pair.model).items():
         gradient = parameter.grad
-        assert isinstance(gradient, DTensor)
         assert gradient.placements == parameter.placements, fqn
         if parameter.dim() == 1:
             assert gradient.placements == (Replicate(),), fqn
@@ -195,7 +180,6 @@ def test_optimizer_states_are_placed_like_parameters() -> None:
     pair.optimizer.step()
     for parameter in pair.model.parameters():
         state = pair.optimizer.state[parameter]["exp_avg"]
-        assert isinstance(state, DTensor)
         assert state.placements == parameter.placements
 
 
@@ -224,6 +208,5 @@ def test_mesh_none_shards_over_the_default_group(rank: int, world_size: int) -> 
     parameter = model.inp.weight
     assert dist.is_initialized()
     assert dist.get_world_size() == world_size
-    assert isinstance(parameter, DTensor)
     assert parameter.device_mesh.size() == world_size
     assert torch.equal(parameter.to_local(), seeded(CASES["stack"].build).inp.weight.chunk(2)[rank])

@@ -28,10 +28,11 @@ from tests.kit.meshes import shared_mesh
 from tests.kit.models import CASES, seeded
 from tests.kit.parity import shard
 from tests.kit.pool import ranks
-from tests.kit.slow import with_slow
+from tests.kit.slow import slow, with_slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTH = 48
+TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 
 
 class Block(nn.Module):
@@ -85,10 +86,10 @@ def real_step(
 
 
 def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
-    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    model = seeded(Model)
     policy = {Block}
     found = fsdp2.plan(
-        model, mesh=shape, policy=policy, batch=batch, rank=dist.get_rank(), **settings
+        model, mesh=shape, policy=policy, batch=TOKENS, rank=dist.get_rank(), **settings
     )
     assert not any(isinstance(module, fsdp2.FSDPModule) for module in model.modules())
     given = dict(settings)
@@ -97,8 +98,7 @@ def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     fsdp2.wrap.shard_model(model, policy, mesh=shared_mesh(shape, names), **given)
     if memory is not None:
         model.set_memory(memory)
-    seen, peak = real_step(model, batch, micro_batches)
-    assert found.step is not None
+    seen, peak = real_step(model, TOKENS, micro_batches)
     assert list(map(str, found.step.events)) == list(map(str, seen))
     for planned, real in zip(found.step.events, seen, strict=True):
         assert planned == real
@@ -111,16 +111,10 @@ def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", with_slow(SETTINGS, ["fp32", "bf16_fast"]))
-@ranks(2)
-def test_a_step_on_two_ranks(name: str) -> None:
+@ranks(2, slow(3))
+def test_a_step_on_two_and_three_ranks(name: str, world_size: int) -> None:
     """Order, bytes and units of all events are equal; the peak of memory is within 3 %."""
-    check_step((2,), SETTINGS[name])
-
-
-@pytest.mark.parametrize("name", with_slow(["fp32", "bf16", "fast"]))
-@ranks(3)
-def test_a_step_on_three_ranks(name: str) -> None:
-    check_step((3,), SETTINGS[name])
+    check_step((world_size,), SETTINGS[name])
 
 
 @pytest.mark.parametrize("name", with_slow(["fp32", "bf16", "low"], ["bf16"]))
@@ -175,16 +169,14 @@ def test_shards_of_any_model(name: str) -> None:
 
 @ranks(2)
 def test_an_optimizer_is_counted() -> None:
-    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    model = seeded(Model)
     plain, found = (
-        fsdp2.plan(model, mesh=2, policy={Block}, batch=batch, optimizer=make).step
+        fsdp2.plan(model, mesh=2, policy={Block}, batch=TOKENS, optimizer=make).step
         for make in (None, torch.optim.AdamW)
     )
-    assert plain is not None
-    assert found is not None
     fsdp2.wrap.shard_model(model, {Block})
     optimizer = torch.optim.AdamW(model.parameters())
-    model(batch).mean().backward()
+    model(TOKENS).mean().backward()
     optimizer.step()
     state = [s for kept in optimizer.state.values() for s in kept.values()]
     local = [s.to_local() if hasattr(s, "to_local") else s for s in state]
@@ -206,15 +198,12 @@ def on_owners(params: Any) -> Any:
 @ranks(3)
 def test_an_optimizer_of_owners_is_planned() -> None:
     """What each rank keeps is what it keeps in a run; on a machine its rounds take time."""
-    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
-    plan = functools.partial(fsdp2.plan, model, mesh=3, policy={Block}, batch=batch)
+    model = seeded(Model)
+    plan = functools.partial(fsdp2.plan, model, mesh=3, policy={Block}, batch=TOKENS)
     found = plan(optimizer=on_owners, rank=dist.get_rank()).step
-    assert found is not None
     with_time, without = (
         plan(optimizer=make, hardware="h100-nvlink-ib").step for make in (on_owners, None)
     )
-    assert with_time is not None
-    assert without is not None
     sent = [span for span in with_time.spans if span.name.startswith("all_to_all")]
     assert len(sent) >= 2
     assert (with_time.seconds or 0.0) > (without.seconds or 0.0) + sum(
@@ -222,7 +211,7 @@ def test_an_optimizer_of_owners_is_planned() -> None:
     )
     fsdp2.wrap.shard_model(model, {Block})
     optimizer = on_owners(model.parameters())
-    model(batch).mean().backward()
+    model(TOKENS).mean().backward()
     optimizer.step()
     (muon, _), (adamw, _) = optimizer._members
     kept: list[torch.Tensor] = []
@@ -235,20 +224,19 @@ def test_an_optimizer_of_owners_is_planned() -> None:
 @ranks(2)
 def test_what_an_optimizers_step_takes() -> None:
     """Above what stays, the most in AdamW's step on DTensors is that on local shards."""
-    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    model = seeded(Model)
     found = fsdp2.plan(
         model,
         mesh=2,
         policy={Block},
-        batch=batch,
+        batch=TOKENS,
         optimizer=torch.optim.AdamW,
         rank=dist.get_rank(),
     ).step
-    assert found is not None
     fsdp2.wrap.shard_model(model, {Block})
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(WARM_UP):
-        model(batch).mean().backward()
+        model(TOKENS).mean().backward()
         optimizer.step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         with record_function(STARTED):
@@ -301,8 +289,7 @@ def test_what_makes_process_groups_is_refused_on_one_rank_too() -> None:
         several = fsdp2.DataParallelMeshDims(shard=("replicate", "shard"))
         with pytest.raises(UnsupportedError, match="cannot be planned, because flattening"):
             fsdp2.plan(nn.Linear(13, 29), mesh=(2, 4), dp_mesh_dims=several)
-        batch = torch.zeros(2, LENGTH, dtype=torch.long)
-        assert fsdp2.plan(Model(), mesh=(2, 4), policy={Block}, batch=batch).step is not None
+        assert fsdp2.plan(Model(), mesh=(2, 4), policy={Block}, batch=TOKENS).step is not None
 
 
 def test_a_step_that_fails_says_so_once() -> None:
@@ -359,8 +346,7 @@ def same_plan(one: fsdp2.plans.Plan, other: fsdp2.plans.Plan) -> None:
 @ranks(4)
 def test_a_sharded_model(memory: str) -> None:
     """It is planned as it would have been before; also after it has run, and by one rank alone."""
-    batch = torch.zeros(2, LENGTH, dtype=torch.long)
-    asked = {"batch": batch, "optimizer": torch.optim.AdamW, "hardware": "h100-nvlink-ib"}
+    asked = {"batch": TOKENS, "optimizer": torch.optim.AdamW, "hardware": "h100-nvlink-ib"}
     for shape in ((4,), (2, 2)):
         model, policy = seeded(Model), fsdp2.MixedPrecisionPolicy(BF16, FP32)
         before = fsdp2.plan(
@@ -377,13 +363,13 @@ def test_a_sharded_model(memory: str) -> None:
         model.set_memory(memory)
         same_plan(fsdp2.plan(model, **asked), before)
         kept = [param.to_local().clone() for param in model.parameters()]
-        model(batch).float().mean().backward()
+        model(TOKENS).float().mean().backward()
         if dist.get_rank() == 1:
             same_plan(fsdp2.plan(model, **asked), before)
         for param, local in zip(model.parameters(), kept, strict=True):
             assert torch.equal(param.to_local(), local)
         model.zero_grad()
-        model(batch).float().mean().backward()  # and it trains on
+        model(TOKENS).float().mean().backward()  # and it trains on
 
 
 @ranks(4)
@@ -399,10 +385,8 @@ def test_a_tensor_parallel_model() -> None:
     ):
         fsdp2.plan(model, mesh=2)
     fsdp2.wrap.shard_model(model, {Block}, mesh=mesh["dp"])
-    batch = torch.zeros(2, LENGTH, dtype=torch.long)
-    found = fsdp2.plan(model, batch=batch).step
-    assert found is not None
-    seen, peak = real_step(model, batch)
+    found = fsdp2.plan(model, batch=TOKENS).step
+    seen, peak = real_step(model, TOKENS)
     assert list(found.events) == seen
     planned = found.peak_nbytes - found.start_nbytes
     assert abs(planned - peak) <= 0.03 * peak, f"{planned} planned, {peak} measured"
@@ -433,14 +417,13 @@ def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
 
 def test_what_is_sharded_is_suggested_for_several_micro_batches() -> None:
     """It is what sends least, where there is room for it."""
-    batch = torch.zeros(2, LENGTH, dtype=torch.long)
 
     def suggested(budget: str, **given: Any) -> list[str]:
         found = fsdp2.plan(
             seeded(Model),
             mesh=8,
             policy={Block},
-            batch=batch,
+            batch=TOKENS,
             hardware="h100-nvlink-ib",
             **given,
         )

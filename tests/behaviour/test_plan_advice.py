@@ -22,13 +22,11 @@ from fsdp2._tools.pages.content import Advice
 from fsdp2._tools.plan.budget import Search, Suggestion, largest_batch, search_of, size_of
 from fsdp2._tools.plan.setup import code_of
 from fsdp2._tools.plan.values import MemoryPoint, StepPlan
-from tests.behaviour.test_plan import LENGTH, Block, Model, real_step
+from tests.behaviour.test_plan import LENGTH, TOKENS, Block, Model, real_step
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import seeded
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
-
-TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 
 
 class Tagged(nn.Module):
@@ -104,7 +102,6 @@ def only(advice: tuple[Advice, ...], severity: str, about: str) -> Advice:
 
 def check_peak(plan: fsdp2.plans.Plan, real: Measured) -> None:
     """A plan is of a device, where each gather allocates. The ranks of this test keep buffers."""
-    assert plan.step is not None
     planned = plan.step.peak_nbytes - plan.step.start_nbytes
     assert -0.03 * real.peak <= planned - real.peak <= 0.03 * real.peak + real.kept, (
         f"{planned} planned, {real}"
@@ -182,14 +179,11 @@ def test_the_largest_batch_is_found_in_few_plans(spare: float) -> None:
     """A plan of a large model takes seconds: two sizes tell the third, whatever the budget."""
     batch = torch.zeros(1, LENGTH, dtype=torch.long)
     plan = fsdp2.plan(Model(), mesh=8, policy={Block}, batch=batch, optimizer=torch.optim.AdamW)
-    assert plan.step is not None
     sizes: list[int] = []
 
-    def predict(changes: dict[str, Any]) -> StepPlan:
+    def predict(changes: dict[str, Any]) -> Any:
         sizes.append(len(changes["batch"]))
-        step = plan.changed(**changes).step
-        assert step is not None
-        return step
+        return plan.changed(**changes).step
 
     def fits(rows: int) -> bool:
         return predict({"batch": batch.expand(rows, -1)}).highest_nbytes <= budget
@@ -197,7 +191,6 @@ def test_the_largest_batch_is_found_in_few_plans(spare: float) -> None:
     budget = int((1 + spare) * plan.step.highest_nbytes)
     found = largest_batch(batch, plan.step, budget, predict, {})
     assert len(sizes) <= 5, sizes
-    assert found is not None
     most, step = found
     assert step == predict({"batch": batch.expand(most, -1)})
     assert fits(most)
@@ -210,7 +203,6 @@ def test_a_budget_that_does_not_fit() -> None:
     batch = torch.zeros(16, LENGTH, dtype=torch.long)
     given = {"mesh": 2, "policy": {Block}, "rank": dist.get_rank(), "memory": "fast"}
     plan = fsdp2.plan(Model(), batch=batch, **given)
-    assert plan.step is not None
     budget = int(0.97 * plan.step.highest_nbytes)
     one = only(plan.advice(budget), "memory", "the step")
     assert one.found.startswith("does not fit: it takes ")
@@ -221,15 +213,12 @@ def test_a_budget_that_does_not_fit() -> None:
     assert str(best).endswith(f"up to a batch of {best.batch}")
     assert one.change == best.code
     assert best.peak_nbytes <= budget
-    assert best.batch is not None
     assert best.batch >= 16
     for rows, fits in ((best.batch, True), (best.batch + 1, False)):
         more = torch.zeros(rows, LENGTH, dtype=torch.long)
         step = plan.changed(batch=more, **best.changes).step
-        assert step is not None
         assert (step.highest_nbytes <= budget) is fits
     better = plan.changed(**best.changes)
-    assert better.step is not None
     if best.changes.get("activation_checkpointing"):
         return  # how the user recomputes is the user's
     check_peak(better, measured(seeded(Model), {Block}, batch, best.changes["memory"]))
@@ -315,7 +304,6 @@ def test_what_cannot_be_suggested() -> None:
         fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 13)).suggest()
     best = fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 13), hardware="a100-pcie").suggest()[0]
     assert best.fits
-    assert best.seconds is not None
     assert best.seconds > 0
 
 
@@ -392,8 +380,6 @@ def test_a_machine_is_read_from_its_values(tmp_path: Path) -> None:
     made = fsdp2.plan(Model(), mesh=8, policy={Block}, batch=TOKENS, hardware=str(file))
     assert made.hardware == machine
     whole = made.changed(hardware="h100").step
-    assert made.step is not None
-    assert whole is not None
     assert made.step.product_seconds == pytest.approx(whole.product_seconds)
     assert made.step.mfu == pytest.approx(whole.product_seconds / (made.step.seconds or 0))
     file.write_text('{"name": "x"}')

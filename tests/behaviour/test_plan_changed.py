@@ -13,7 +13,7 @@ import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._tools.plan import shapes
 from fsdp2._tools.plan.hardware import hardware_for
-from tests.behaviour.test_plan import LENGTH, Block, Model, same_plan
+from tests.behaviour.test_plan import TOKENS, Block, Model, same_plan
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import seeded
 from tests.kit.pool import ranks
@@ -44,7 +44,6 @@ CHANGES: list[dict[str, Any]] = [
 
 def machine(name: str) -> Any:
     h100 = hardware_for("h100")
-    assert h100 is not None
     of_a_host = dataclasses.replace(h100, name="host", device_type="cpu")
     return {"h100": h100, "host": of_a_host, "none": None}[name]
 
@@ -105,21 +104,18 @@ def test_checkpoints_around_units_that_hold_units(name: str) -> None:
     units = {shapes.Layer, shapes.FeedForward}
     found = plan(units, hardware=machine(name), activation_checkpointing=True)
     flat = plan(hardware=machine(name), activation_checkpointing=True)
-    assert found.step is not None
-    assert flat.step is not None
     assert found.step.product_seconds == pytest.approx(flat.step.product_seconds)
     assert found.step.highest_nbytes < plan(units, hardware=machine(name)).step.highest_nbytes
 
 
 @ranks(2)
 def test_a_sharded_model_keeps_the_setting_that_it_came_with() -> None:
-    batch = torch.zeros(2, LENGTH, dtype=torch.long)
     model = seeded(Model)
     fsdp2.wrap.shard_model(model, {Block}, mesh=shared_mesh((2,), ("shard",)))
-    balanced = fsdp2.plan(model, batch=batch, hardware="h100")
+    balanced = fsdp2.plan(model, batch=TOKENS, hardware="h100")
     model.set_memory("low")
-    found = fsdp2.plan(model, batch=batch, hardware="h100")
+    found = fsdp2.plan(model, batch=TOKENS, hardware="h100")
     assert found.step != balanced.step
     same_plan(found.changed(memory="balanced"), balanced)
     same_plan(found.changed(memory="low"), found)
-    same_plan(found.changed(batch=batch), found)
+    same_plan(found.changed(batch=TOKENS), found)

@@ -8,16 +8,15 @@ import torch
 import torch.nn as nn
 
 import fsdp2
-from fsdp2.plans import StepPlan
 from tests.behaviour.test_plan import Block
 
 WIDTH, ROWS, LENGTH, BLOCKS = 256, 32, 64, 10
 
 
-def step_of(hardware: str | None = "h100-nvlink-ib", **changes: Any) -> StepPlan:
+def step_of(hardware: str | None = "h100-nvlink-ib", **changes: Any) -> Any:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(101, WIDTH), *[Block(WIDTH) for _ in range(BLOCKS)])
-    found = fsdp2.plan(
+    return fsdp2.plan(
         model,
         mesh=2,
         policy={Block},
@@ -26,8 +25,6 @@ def step_of(hardware: str | None = "h100-nvlink-ib", **changes: Any) -> StepPlan
         hardware=hardware,
         **changes,
     ).step
-    assert found is not None
-    return found
 
 
 def test_activations_leave_the_device() -> None:
@@ -39,8 +36,6 @@ def test_activations_leave_the_device() -> None:
     assert others * of_a_block <= away.host_nbytes <= others * of_a_block * 9 / 8
     assert kept.peak_nbytes - away.peak_nbytes > (others - 4) * of_a_block
     assert away.start_nbytes == kept.start_nbytes
-    assert away.seconds is not None
-    assert kept.seconds is not None
     assert away.seconds >= kept.seconds
 
 
@@ -54,8 +49,6 @@ def test_states_leave_the_device() -> None:
     assert away.host_nbytes == kept.optimizer_nbytes
     assert kept.start_nbytes - away.start_nbytes == kept.optimizer_nbytes
     assert away.optimizer_peak_nbytes <= kept.optimizer_peak_nbytes
-    assert away.seconds is not None
-    assert kept.seconds is not None
     assert away.seconds > kept.seconds
 
 
@@ -76,7 +69,6 @@ def test_they_are_proposed_where_nothing_else_fits() -> None:
         hardware="h100-nvlink-ib",
     )
     again = plan.changed(activation_checkpointing=True, memory="low").step
-    assert again is not None
     found = plan.suggest(again.highest_nbytes - (1 << 20))
     assert found[0].fits
     assert found[0].changes["offload_activations"]

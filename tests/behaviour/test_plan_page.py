@@ -11,9 +11,7 @@ import torch.nn as nn
 import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._tools.pages.content import KINDS, Page
-from tests.behaviour.test_plan import LENGTH, Block, Model
-
-TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
+from tests.behaviour.test_plan import TOKENS, Block, Model
 
 
 def plan(**given: object) -> fsdp2.plans.Plan:
@@ -35,10 +33,8 @@ def test_a_page_has_what_the_plan_has() -> None:
     assert [tab.name for tab in page.memory] == ["balanced", "fast", "low"]
     assert [line.name for line in page.time_lines] == ["balanced", "fast", "low"]
     assert page.advice == found.advice("1GB")
-    assert found.step is not None
     for tab in page.memory:
         step = found.changed(memory=tab.name).step
-        assert step is not None
         assert tab.kinds == KINDS
         assert tab.limit_nbytes == 10**9
         assert max(sum(moment.nbytes) for moment in tab.moments) == step.highest_nbytes
@@ -51,7 +47,6 @@ def test_a_page_has_what_the_plan_has() -> None:
 def test_kinds_add_up() -> None:
     """At each point the kinds are all that is alive; at the end only what stays is."""
     step = plan().step
-    assert step is not None
     for point in step.memory:
         assert sum(point.by_kind) == point.nbytes
         assert sum(point.peak_by_kind) == point.peak_nbytes >= point.nbytes

@@ -15,7 +15,7 @@ import torch.nn as nn
 import fsdp2
 from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE
 from fsdp2._tools.plan.hardware import bandwidth_of, seconds_of
-from tests.behaviour.test_plan import LENGTH, Block, Model
+from tests.behaviour.test_plan import LENGTH, TOKENS, Block, Model
 from tests.kit.pool import ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -34,10 +34,8 @@ def machine(**changes: Any) -> fsdp2.plans.Hardware:
     return fsdp2.plans.Hardware(**given)
 
 
-def step_of(model: nn.Module, batch: torch.Tensor, **given: Any) -> fsdp2.plans.StepPlan:
-    step = fsdp2.plan(model, batch=batch, **given).step
-    assert step is not None
-    return step
+def step_of(model: nn.Module, batch: torch.Tensor, **given: Any) -> Any:
+    return fsdp2.plan(model, batch=batch, **given).step
 
 
 def test_a_step_of_one_unit_by_hand() -> None:
@@ -117,8 +115,7 @@ def test_uneven_pieces_take_the_hops_of_their_broadcasts(size: int, hops: int) -
 @pytest.mark.parametrize("memory", ["low", "balanced", "fast"])
 def test_lanes_do_one_thing_at_a_time_and_lose_nothing(memory: str) -> None:
     """Spans of a lane follow each other; compute takes what the plain model's products do."""
-    batch = torch.zeros(2, LENGTH, dtype=torch.long)
-    step = step_of(Model(), batch, mesh=8, policy={Block}, memory=memory, hardware=machine())
+    step = step_of(Model(), TOKENS, mesh=8, policy={Block}, memory=memory, hardware=machine())
     for lane in (COMPUTE, GATHER, REDUCE):
         spans = [span for span in step.spans if span.lane == lane]
         for before, after in itertools.pairwise(spans):
@@ -134,10 +131,9 @@ def test_lanes_do_one_thing_at_a_time_and_lose_nothing(memory: str) -> None:
 
 def test_overlap_is_seen() -> None:
     """On a link as fast as compute, prefetching hides gathers that `low` waits for."""
-    batch = torch.zeros(2, LENGTH, dtype=torch.long)
     took = {
         memory: step_of(
-            Model(), batch, mesh=8, policy={Block}, memory=memory, hardware=machine(near=0.01)
+            Model(), TOKENS, mesh=8, policy={Block}, memory=memory, hardware=machine(near=0.01)
         ).seconds
         for memory in ("low", "balanced", "fast")
     }
@@ -166,7 +162,6 @@ def test_an_optimizer_takes_time_and_memory() -> None:
     plain = step_of(model, batch, mesh=4, hardware=hardware)
     stepped = step_of(model, batch, mesh=4, hardware=hardware, optimizer=torch.optim.SGD)
     shard = 4 * 16 * 32 // 4
-    assert plain.seconds is not None
     assert stepped.seconds == pytest.approx(plain.seconds + 3 * shard)
     assert plain.optimizer_peak_nbytes == 0
     assert stepped.optimizer_peak_nbytes >= stepped.start_nbytes
@@ -193,7 +188,6 @@ def test_what_is_measured_is_the_same_on_all_ranks() -> None:
     assert 0 < found.near < math.inf
     assert found.flops[FP32] > 1e8
     step = step_of(nn.Linear(13, 29), torch.zeros(2, 13), mesh=2, hardware=found)
-    assert step.seconds is not None
     assert step.seconds > 0
 
 

@@ -30,7 +30,6 @@ CASE = CASES["stack"]
 def asked() -> timedelta:
     """Return the time-out of the default group, which the pool gives it."""
     found = timeout_of(dist.group.WORLD)
-    assert found is not None
     assert found < timedelta(minutes=30)  # that of torch
     return found
 
@@ -105,7 +104,6 @@ def test_a_world_that_is_bound_to_a_device_is_not_split(rank: int) -> None:
     So a group of ours is made without: here by two of four ranks alone. The world stays bound.
     """
     world, device = dist.group.WORLD, torch.device("cuda", 0)
-    assert world is not None
     world.bound_device_id = device
     try:
         if rank < 2:

@@ -78,7 +78,6 @@ def train(
     embeds: bool,
     memory: str | None = None,
     conditional: bool = False,
-    checks: bool = True,
     **kwargs: Any,
 ) -> None:
     """Train beside the unsharded model; `uses_on(rank, step)` says which units a rank uses."""

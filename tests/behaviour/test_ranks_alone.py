@@ -11,7 +11,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fsdp2
@@ -159,7 +158,6 @@ def test_gradients_that_only_one_rank_accumulated(rank: int) -> None:
         reference(x, False, False).sum().backward()
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
         for parameter, expected in pairs:
-            assert isinstance(parameter.grad, DTensor)
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
         model.zero_grad()
         reference.zero_grad()

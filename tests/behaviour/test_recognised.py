@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 from typing import Any
 
 import pytest
@@ -25,9 +24,11 @@ import fsdp2
 from fsdp2._core.api.settings import ControlSurface
 from fsdp2._core.base import torch_modules
 from fsdp2._core.engine.between_steps import TorchState, View
+from tests.behaviour.test_lifetime import COPIES
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import CASES, WIDTH, Block, seeded
-from tests.kit.parity import assert_same_gradients, shard
+from tests.kit.parity import assert_same_gradients, sharded
 from tests.kit.pool import ranks
 
 THEIRS = sorted(vars(torch_fsdp.FSDPModule))
@@ -80,7 +81,7 @@ def test_what_is_left_out_is_looked_for() -> None:
 @ranks(2)
 def test_every_unit_is_recognised() -> None:
     """Units have torch's class as their last base."""
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    model = sharded("stack")
     for module in (model, *model.blocks):
         kind, plain = type(module), type(module).__mro__[2]
         assert isinstance(module, torch_fsdp.FSDPModule)
@@ -97,7 +98,7 @@ def test_torch_and_users_find_one_state() -> None:
 
     What else tools read of torch's own state is an error that says where to look.
     """
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    model = sharded("stack")
     for module in (model, *model.blocks):
         state = fsdp2.fully_shard.state(module)  # type: ignore[attr-defined]  # set on it
         assert type(state) is TorchState
@@ -145,8 +146,7 @@ def test_what_programs_read_of_a_state_is_true(replicates: bool) -> None:
     seen = []
     for library in (torch_fsdp, fsdp2):
         model: Any = seeded(CASES["stack"].build)
-        for module in (*model.blocks, model):
-            library.fully_shard(module, mesh=mesh, mp_policy=policy)
+        shard_each(*model.blocks, model, library=library, mesh=mesh, mp_policy=policy)
         before = [facts(module) for module in (*model.blocks, model)]
         model._get_fsdp_state()._lazy_init()
         model(torch.ones(2, WIDTH))
@@ -203,18 +203,11 @@ def test_who_asks_first_shards_once() -> None:
     assert model(torch.ones(2, WIDTH)).shape == (2, 2)
 
 
-def through_pickle(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 @ranks(2)
 def test_copies_are_recognised(make: Any) -> None:
     """A copy is of the same class, and torch's accessor leads to the copy, not to the original."""
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    model = sharded("stack")
     twin = make(model)
     assert type(twin) is type(model)
     assert isinstance(twin.blocks[1], torch_fsdp.FSDPModule)

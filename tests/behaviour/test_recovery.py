@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import assert_tensors
 from tests.kit.models import Block, Case, Stack, each_block, floats
 from tests.kit.parity import Pair, assert_sharded, make_mesh
 from tests.kit.pool import ranks
 from tests.kit.products import products
-from tests.kit.slow import with_slow
 
 
 class ProvokedError(Exception):
@@ -91,11 +91,16 @@ def test_training_goes_on_after_an_exception(phase: str, where: str) -> None:
     pair.train(steps=2)
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("phase", PHASES)
 @ranks(2)
-def test_an_exception_in_the_first_step(phase: str) -> None:
+def test_an_exception_in_the_first_step(phase: str, resets: bool) -> None:
+    """`reset_iter_state` shards at once."""
     pair = Pair("stack")
     fail(pair, "blocks.1", phase)
+    if resets:
+        pair.model.reset_iter_state()
+        assert_sharded(pair.model)
     pair.train(steps=2)
 
 
@@ -118,20 +123,14 @@ def test_recovery_of_other_models(phase: str, name: str, reshard_after_forward: 
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("phase", with_slow(PHASES, ["backward"]))
+@pytest.mark.parametrize("replicates", [False, True])
 @ranks(4)
-def test_recovery_on_a_replicate_axis(phase: str) -> None:
-    pair = Pair("stack", mesh=make_mesh(2, 2))
-    fail(pair, "blocks.1", phase)
-    pair.train(steps=2)
-
-
-@ranks(4)
-def test_recovery_from_the_smaller_mesh() -> None:
-    pair = Pair("stack", reshard_after_forward=2)
+def test_recovery_from_the_smaller_mesh_and_on_replicas(replicates: bool) -> None:
+    how = {"mesh": make_mesh(2, 2)} if replicates else {"reshard_after_forward": 2}
+    pair = Pair("stack", **how)
     for phase in PHASES:
         fail(pair, "blocks.1", phase)
-    pair.train(steps=2)
+        pair.train(steps=1)
 
 
 @ranks(2)
@@ -164,16 +163,6 @@ def test_the_failed_step_drops_unsynced_gradients(phase: str) -> None:
     pair.model.set_requires_gradient_sync(True)
     fail(pair, "blocks.1", phase)
     pair.model.reset_iter_state()
-    pair.train(steps=2)
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@ranks(2)
-def test_reset_iter_state_shards_at_once(phase: str) -> None:
-    pair = Pair("stack")
-    fail(pair, "blocks.1", phase)
-    pair.model.reset_iter_state()
-    assert_sharded(pair.model)
     pair.train(steps=2)
 
 
@@ -233,15 +222,6 @@ def test_an_exception_in_a_hook_of_a_sharded_parameter() -> None:
     pair.train(steps=2)
 
 
-@ranks(2)
-def test_a_forward_without_backward_is_not_an_accident() -> None:
-    """A loss that is thrown away leaves nothing behind."""
-    pair = Pair("stack")
-    for _ in range(2):
-        pair.run(pair.model, pair.local(pair.batch()))
-        pair.train(steps=1)
-
-
 @pytest.mark.parametrize("where", ["inp", "blocks.1.mid"])
 @ranks(2)
 def test_an_interrupt_in_a_forward(where: str) -> None:
@@ -266,12 +246,10 @@ def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str, rank: int) -
     pair = Pair("stack")
     expected = dict(pair.reference.named_parameters())
     fail(pair, "blocks.1", phase)
-    for name, tensor in fsdp2.full_params(pair.model, max_bytes=10**6):
-        assert torch.equal(tensor, expected[name]), name
+    assert_tensors(fsdp2.full_params(pair.model, max_bytes=10**6), expected)
     fail(pair, "blocks.1", phase)
     with fsdp2.summon_full_params(pair.model):
-        for name, parameter in pair.model.named_parameters():
-            assert torch.equal(parameter, expected[name]), name
+        assert_tensors(pair.model.named_parameters(), expected)
     fail(pair, "blocks.1", phase)
     full = fsdp2.checkpoint.full_state(pair.model).get("model", {})
     assert set(full) == (set(expected) if rank == 0 else set())

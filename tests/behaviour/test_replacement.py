@@ -22,8 +22,7 @@ import fsdp2
 from fsdp2 import ConfigError, StateError
 from fsdp2._core.api.replacement import OURS
 from fsdp2._core.base import torch_modules
-from tests.kit.models import CASES, seeded
-from tests.kit.parity import Pair
+from tests.kit.parity import Pair, backward_on, sharded
 from tests.kit.pool import ranks
 
 THEIRS = {name: value for name, value in torch_modules.PUBLIC.items() if name in OURS}
@@ -215,25 +214,15 @@ def test_ours_are_torchs_and_frozen() -> None:
 @ranks(2)
 def test_torchs_policies_are_taken() -> None:
     """As arguments they do what ours with the same fields do."""
-    policies = {
-        "mp_policy": torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "offload_policy": torch_fsdp.CPUOffloadPolicy(pin_memory=False),
-    }
-    case = CASES["stack"]
     models = []
-    for given in (
-        policies,
-        {
-            "mp_policy": fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-            "offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False),
-        },
-    ):
-        model = seeded(case.build)
-        for unit in case.units(model):
-            fsdp2.fully_shard(unit, **given)
-        models.append(fsdp2.fully_shard(model, **given))
-        batch = seeded(lambda: case.batch(4))
-        models[-1](*batch.args, **batch.kwargs).float().square().mean().backward()
+    for library in (torch_fsdp, fsdp2):
+        given = {
+            "mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            "offload_policy": library.CPUOffloadPolicy(pin_memory=False),
+        }
+        models.append(sharded("stack", **given))
+        torch.manual_seed(0)
+        backward_on("stack", models[-1])
     for mine, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine.grad.to_local(), other.grad.to_local())
 

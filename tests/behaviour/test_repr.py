@@ -17,6 +17,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import fully_shard
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.pool import ranks
 
@@ -62,8 +63,7 @@ def test_before_during_and_after_steps(rank: int, world_size: int) -> None:
 def test_equal_blocks_are_one_line(rank: int, world_size: int) -> None:
     for library in (torch_fsdp, fsdp2):
         blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        for block in blocks:
-            library.fully_shard(block)
+        shard_each(*blocks, library=library)
         assert repr(blocks) == (
             "ModuleList(\n  (0-2): 3 x FSDPLinear(in_features=4, out_features=4, bias=True)\n)"
         )

@@ -25,6 +25,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import seeded
 from tests.kit.parity import whole
@@ -48,19 +49,12 @@ ONLY_BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 
 
 def shard(model: nn.Module, shape: tuple[int, ...], **options: Any) -> nn.Module:
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = shared_mesh(shape, names)
-    for block in model.blocks:  # type: ignore[union-attr]
-        fsdp2.fully_shard(block, mesh=mesh, **options)
-    return fsdp2.fully_shard(model, mesh=mesh, **options)
+    mesh = shared_mesh(shape, ("replicate", "shard")[-len(shape) :])
+    return shard_each(*model.blocks, model, mesh=mesh, **options)  # type: ignore[misc]
 
 
-def compress(model: nn.Module) -> None:
-    fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16))
-
-
-def narrow_wire(model: nn.Module) -> None:
-    model.set_gradient_wire_dtype(torch.bfloat16)  # type: ignore[operator]
+def compress(model: nn.Module, dtype: torch.dtype, **options: Any) -> None:
+    fsdp2.register_comm_hook(model, fsdp2.Compress(dtype, **options))
 
 
 def nothing(model: nn.Module) -> None:
@@ -77,8 +71,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[nn.Module], Non
         nothing,
         {"dtype": torch.bfloat16, **BF16_NODES},
     ),
-    "Compress": ({}, {}, compress, BF16_NODES),
-    "narrow wire": ({}, {}, narrow_wire, BF16_NODES),
+    "Compress": ({}, {}, partial(compress, dtype=torch.bfloat16), BF16_NODES),
+    "narrow wire": ({}, {}, lambda m: m.set_gradient_wire_dtype(torch.bfloat16), BF16_NODES),
     "recomputed": ({}, {"recomputes": True}, nothing, {}),
     "tied": ({}, {"tied": True}, nothing, {}),
     'shard="gradients"': ({"shard": "gradients"}, {}, nothing, {}),
@@ -170,9 +164,7 @@ def job(size: int) -> Any:
 
 
 def shard_over(mesh: Any, model: nn.Module, **options: Any) -> nn.Module:
-    for block in model.blocks:  # type: ignore[union-attr]
-        fsdp2.fully_shard(block, mesh=mesh, **options)
-    return fsdp2.fully_shard(model, mesh=mesh, **options)
+    return shard_each(*model.blocks, model, mesh=mesh, **options)  # type: ignore[misc]
 
 
 @ranks(4)
@@ -319,23 +311,19 @@ def batch_norm(model: Any) -> None:
     model.norm = nn.BatchNorm1d(3)
 
 
-def only_replicas(model: Any) -> None:
-    fsdp2.register_comm_hook(model, fsdp2.Compress(torch.int8, only_replicas=True))
-
-
-def error_feedback(model: Any) -> None:
-    fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16, error_feedback=True))
-
-
-def manual(model: Any) -> None:
-    model.set_manual_backward_finalization(True)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "batch norm": ({}, batch_norm, "norm is a BatchNorm1d"),
-    "codes of replicas": ({}, only_replicas, "only_replicas=True"),
-    "error feedback": ({}, error_feedback, "error_feedback=True"),
-    "manual": ({}, manual, "manual finalization"),
+    "codes of replicas": (
+        {},
+        partial(compress, dtype=torch.int8, only_replicas=True),
+        "only_replicas=True",
+    ),
+    "error feedback": (
+        {},
+        partial(compress, dtype=torch.bfloat16, error_feedback=True),
+        "error_feedback=True",
+    ),
+    "manual": ({}, lambda m: m.set_manual_backward_finalization(True), "manual finalization"),
     "fp16": (
         {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.float16, torch.float16)},
         nothing,

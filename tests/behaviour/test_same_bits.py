@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2.debug import record_bits, same_bits
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import seeded
 from tests.kit.pool import ranks
@@ -30,9 +31,7 @@ class Run:
         self.model: Any = seeded(Net)
         mesh = shared_mesh(shape, ("replicate", "shard")[-len(shape) :])
         self.prepare()
-        for block in self.model.blocks:
-            fsdp2.fully_shard(block, mesh=mesh)
-        fsdp2.fully_shard(self.model, mesh=mesh)
+        shard_each(*self.model.blocks, self.model, mesh=mesh)
         self.mine = fsdp2.reproducible(self.model, slots=SLOTS)
         self.optimizer = adamw(self.model.parameters())
         self.is_bad = False  # harm is to be done in the slot under way

@@ -16,6 +16,8 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import fsdp2
 from fsdp2._core.comm.tree_codes import RowCodes
+from tests.behaviour.test_reproducible import compress, nothing
+from tests.kit.in_turn import shard_each
 from tests.kit.meshes import shared_mesh
 from tests.kit.models import seeded
 from tests.kit.parity import whole
@@ -29,14 +31,6 @@ Optimizers = Callable[[nn.Module], list[Optimizer]]
 def compile_blocks(model: Any) -> None:
     for block in model.blocks:
         block.compile(backend="aot_eager")
-
-
-def nothing(model: Any) -> None: ...
-
-
-def compress(dtype: torch.dtype, model: Any) -> None:
-    """Blocks of 8: rows of 13 and of 41 elements have several, with odd ends."""
-    fsdp2.register_comm_hook(model, fsdp2.Compress(dtype, block=8))
 
 
 def plain(model: nn.Module) -> list[Optimizer]:
@@ -53,6 +47,7 @@ def local(model: nn.Module, **options: Any) -> list[Optimizer]:
     return [fsdp2.optim.local(AdamW, model.parameters(), lr=1e-2, **options)]
 
 
+# blocks of 8: rows of 13 and of 41 elements have several, with odd ends
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], None], Optimizers]] = {
     "compiled blocks": ({}, compile_blocks, plain),
     "Muon": ({}, nothing, muon),
@@ -60,13 +55,13 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], None], Optimizers]] = {
     "optim.local, foreach": ({}, nothing, partial(local, foreach=True)),
     "optim.local, fused": ({}, nothing, partial(local, fused=True)),
     "shard_outer": ({"shard_outer": "optimizer"}, nothing, plain),
-    "Compress, int8": ({}, partial(compress, torch.int8), plain),
+    "Compress, int8": ({}, partial(compress, dtype=torch.int8, block=8), plain),
     "Compress, other dims": (
         {"shard_placement_fn": lambda param: Shard(param.dim() - 1) if param.dim() else None},
-        partial(compress, torch.int8),
+        partial(compress, dtype=torch.int8, block=8),
         plain,
     ),
-    "Compress, fp8": ({}, partial(compress, torch.float8_e5m2), plain),
+    "Compress, fp8": ({}, partial(compress, dtype=torch.float8_e5m2, block=8), plain),
     "scaler": ({}, nothing, plain),
 }
 
@@ -80,9 +75,7 @@ def run(kind: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     jobs = dist.get_world_size() // math.prod(shape)
     mesh = shared_mesh((jobs, *shape), ("job", *names))[names if len(names) > 1 else names[0]]
     model: Any = seeded(Net)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh, **options)
-    fsdp2.fully_shard(model, mesh=mesh, **options)
+    shard_each(*model.blocks, model, mesh=mesh, **options)
     prepare(model)
     mine = fsdp2.reproducible(model, slots=SLOTS)
     optimizers = optimizers_of(model)

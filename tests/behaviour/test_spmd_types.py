@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims
+from tests.behaviour.test_mesh_dims import Setup, my_rows
 from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import random_numbers, shared_mesh
 from tests.kit.pool import ranks
@@ -72,20 +72,6 @@ def types_of(tensor: Tensor) -> tuple[Any, Any]:
     return dict(spmd.get_local_type(tensor)), spmd.get_partition_spec(tensor)
 
 
-@dataclass(frozen=True)
-class Setup:
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    dims: DataParallelMeshDims
-
-    def mesh(self) -> DeviceMesh:
-        return shared_mesh(self.shape, self.names)
-
-    @property
-    def data_names(self) -> list[str]:
-        return [n for n in self.names if n in (*self.dims.shard_names, *self.dims.replicate_names)]
-
-
 SETUPS = {
     "data": Setup((4,), ("data",), DataParallelMeshDims(shard="data")),
     "data_tensor": Setup((2, 2), ("data", "tensor"), DataParallelMeshDims(shard="data")),
@@ -134,20 +120,13 @@ def make(setup: Setup, library: Any = fsdp2, **kwargs: Any) -> tuple[Any, Device
     return model, mesh
 
 
-def my_rows(batch: Tensor, mesh: DeviceMesh, setup: Setup) -> Tensor:
-    for name in setup.data_names:
-        dim = setup.names.index(name)
-        batch = batch.chunk(mesh.size(dim))[mesh.get_local_rank(dim)]
-    return batch.clone()
-
-
 def batch_of(step: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=random_numbers(step), dtype=torch.float64)
 
 
 def backward(model: Any, batch: Tensor, mesh: DeviceMesh, setup: Setup, checks: bool) -> None:
     """Run a backward on this rank's rows, inside of the checker of types or not."""
-    rows = my_rows(batch, mesh, setup)
+    rows = my_rows(batch, mesh, setup).clone()
     axes = {name: mesh.get_group(name) for name in setup.names}
     with spmd.set_current_mesh(mesh), checker() if checks else nullcontext():
         types = {a: spmd.I if n == "tensor" else spmd.V for n, a in axes.items()}
@@ -183,13 +162,8 @@ def refused(*words: str) -> Iterator[None]:
         assert word in str(found.value), f"{word!r} is not in {found.value}"
 
 
-@pytest.mark.parametrize("checks", with_slow([False, True], [True]))
-@pytest.mark.parametrize("name", with_slow(SETUPS, ["data_tensor", "both"]))
-@ranks(4)
-def test_training_is_that_of_the_plain_model(name: str, checks: bool) -> None:
-    """Gradients and weights are those of one process, with the checker of types and without."""
-    setup = SETUPS[name]
-    model, mesh = make(setup)
+def train_beside(model: Any, mesh: DeviceMesh, setup: Setup, checks: bool = False) -> None:
+    """Train beside one process on the whole batch; compare every gradient and weight."""
     reference = build()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
 
@@ -202,6 +176,15 @@ def test_training_is_that_of_the_plain_model(name: str, checks: bool) -> None:
         advance(optimizer)
 
     train(model, mesh, setup, look, checks)
+
+
+@pytest.mark.parametrize("checks", with_slow([False, True], [True]))
+@pytest.mark.parametrize("name", with_slow(SETUPS, ["data_tensor", "both"]))
+@ranks(4)
+def test_training_is_that_of_the_plain_model(name: str, checks: bool) -> None:
+    """Gradients and weights are those of one process, with the checker of types and without."""
+    setup = SETUPS[name]
+    train_beside(*make(setup), setup, checks)
 
 
 @pytest.mark.skipif(not OF_TORCH, reason="torch reads annotations since 2.15")
@@ -245,17 +228,7 @@ def test_fewer_ranks(size: int, world_size: int) -> None:
     setup = Setup((world_size, 1), names, DataParallelMeshDims(shard="data"))
     if world_size == 1:
         setup = Setup((1,), ("data",), DataParallelMeshDims(shard="data"))
-    model, mesh = make(setup)
-    reference = build()
-
-    def look(step: int) -> None:
-        if step:
-            return
-        reference(batch_of(step)).square().mean().backward()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
-
-    train(model, mesh, setup, look)
+    train_beside(*make(setup), setup)
 
 
 @ranks(4)
@@ -363,11 +336,9 @@ def test_resharding_copies_pickles_and_placeholders(choice: bool | int) -> None:
         for param, grad in zip(twin.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), grad)
     given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    rows = my_rows(batch_of(0), mesh, setup)
+    rows = my_rows(batch_of(0), mesh, setup).clone()
     torch.func.functional_call(model, given, rows).square().mean().backward()
     for param, grad in zip(given.values(), expected, strict=True):
-        assert isinstance(param, DTensor)
-        assert isinstance(param.grad, DTensor)
         torch.testing.assert_close(param.grad.full_tensor(), grad)
 
 
@@ -418,15 +389,7 @@ def test_a_package_without_a_list_of_unchecked_functions() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(spmd, "register_no_typecheck", raising=False)
         model, mesh = make(setup)
-    reference = build()
-
-    def look(step: int) -> None:
-        if step == 0:
-            reference(batch_of(step)).square().mean().backward()
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
-
-    train(model, mesh, setup, look)
+    train_beside(model, mesh, setup)
 
 
 @ranks(4)

@@ -24,7 +24,7 @@ from tests.kit.parity import (
     bits,
     make_mesh,
     names_of,
-    shard,
+    sharded,
     whole,
 )
 from tests.kit.pool import ranks
@@ -50,7 +50,7 @@ def assert_restored(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
 def both(name: str, *mesh: int) -> tuple[nn.Module, nn.Module]:
     """Return a sharded model and a plain one."""
     case = CASES[name]
-    return shard(seeded(case.build), case, mesh=make_mesh(*mesh)), seeded(case.build)
+    return sharded(case, mesh=make_mesh(*mesh)), seeded(case.build)
 
 
 def assert_refused(model: nn.Module, error: type[Exception], match: str, **kwargs: Any) -> None:
@@ -110,14 +110,17 @@ def test_training_goes_on_with_what_was_written() -> None:
     pair.train(steps=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @ranks(2)
-def test_gradients_are_whole_and_written_back() -> None:
+def test_gradients_are_whole_and_written_back(dtype: torch.dtype) -> None:
+    """Those in low precision stay so."""
     torch.manual_seed(0)
     model, plain = (seeded(lambda: nn.Linear(WIDTH, HIDDEN)) for _ in range(2))
-    fsdp2.fully_shard(model, mesh=make_mesh())
+    policy = fsdp2.MixedPrecisionPolicy(dtype, dtype, keep_low_precision_grads=True)
+    fsdp2.fully_shard(model, mesh=make_mesh(), mp_policy=policy)
     x = torch.randn(3, WIDTH)
     model(x).sum().backward()
-    plain(x).sum().backward()
+    plain.to(dtype)(x.to(dtype)).sum().backward()
     with fsdp2.summon_full_params(model, with_grads=True):
         assert_same(model.weight.grad, plain.weight.grad, "weight.grad")
         model.weight.grad.mul_(2)
@@ -130,8 +133,8 @@ def test_gradients_are_whole_and_written_back() -> None:
         model.weight.grad.zero_()
     assert_same(model.weight.grad, plain.weight.grad * 2, "weight.grad")
     with fsdp2.summon_full_params(model, with_grads=True):
-        model.bias.grad = torch.ones(HIDDEN)
-    assert_same(model.bias.grad, torch.ones(HIDDEN), "bias.grad")
+        model.bias.grad = torch.ones(HIDDEN, dtype=dtype)
+    assert_same(model.bias.grad, torch.ones(HIDDEN, dtype=dtype), "bias.grad")
     with fsdp2.summon_full_params(model):
         assert model.weight.grad is None
     assert model.weight.grad is not None
@@ -188,23 +191,6 @@ def test_nested_and_not_recursive() -> None:
     assert_restored(model, before)
     assert whole(model.blocks[0].up.weight).unique().tolist() == [4.0]
     assert torch.equal(whole(model.out.weight), reference.out.weight)
-
-
-@ranks(2)
-def test_gradients_in_low_precision_stay_so() -> None:
-    model = seeded(lambda: nn.Linear(WIDTH, HIDDEN))
-    policy = fsdp2.MixedPrecisionPolicy(
-        torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True
-    )
-    fsdp2.fully_shard(model, mesh=make_mesh(), mp_policy=policy)
-    model(torch.ones(3, WIDTH)).sum().backward()
-    before = whole(model.weight.grad).clone()
-    with fsdp2.summon_full_params(model, with_grads=True):
-        assert_same(model.weight.grad, before, "weight.grad")
-        model.weight.grad.mul_(2)
-        model.bias.grad = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    assert_same(model.weight.grad, before * 2, "weight.grad")
-    assert_same(model.bias.grad, torch.ones(HIDDEN, dtype=torch.bfloat16), "bias.grad")
 
 
 @ranks(2)

@@ -25,7 +25,13 @@ import fsdp2
 from fsdp2._core.base.containers import visit_tensors
 from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import random_numbers
-from tests.kit.parity import assert_same, assert_same_gradients, make_mesh
+from tests.kit.parity import (
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    make_mesh,
+)
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
 
@@ -47,13 +53,17 @@ class Net(nn.Module):
         return x
 
 
-def build(**kwargs: Any) -> tuple[Net, Net]:
+def build(
+    make: Callable[[], Any] = Net,
+    units: Callable[[Any], list[Any]] = lambda model: [*model.blocks, model],
+    mesh: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
     """Return a sharded model (blocks, then the root) and its plain twin."""
     torch.manual_seed(0)
-    model = Net()
+    model = make()
     reference = copy.deepcopy(model)
-    mesh = make_mesh()
-    shard_each(*model.blocks, model, mesh=mesh, **kwargs)
+    shard_each(*units(model), mesh=mesh or make_mesh(), **kwargs)
     return model, reference
 
 
@@ -63,25 +73,20 @@ def batch(seed: int) -> Tensor:
 
 
 def compare(model: nn.Module, reference: nn.Module) -> None:
-    for (name, param), expected in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
-        assert isinstance(param, DTensor), name
-        assert (param.grad is None) == (expected.grad is None), name
-        if param.grad is not None:
-            grad = param.grad.full_tensor()  # type: ignore[attr-defined]
-            torch.testing.assert_close(grad, expected.grad, rtol=1e-5, atol=1e-6, msg=name)
-        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert_sharded(model)
+    assert_same_gradients(model, reference)
+    assert_same_parameters(model, reference)
 
 
-def train(model: nn.Module, reference: nn.Module, seed: int) -> None:
-    for module in (model, reference):
-        module(batch(seed)).square().sum().backward()
-    compare(model, reference)
-    for module in (model, reference):
-        torch.optim.SGD(module.parameters(), lr=0.05).step()
-        module.zero_grad()
-    compare(model, reference)
+def train(model: nn.Module, reference: nn.Module, *seeds: int) -> None:
+    for seed in seeds:
+        for module in (model, reference):
+            module(batch(seed)).square().sum().backward()
+        compare(model, reference)
+        for module in (model, reference):
+            torch.optim.SGD(module.parameters(), lr=0.05).step()
+            module.zero_grad()
+        compare(model, reference)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
@@ -142,18 +147,12 @@ def test_an_exception_that_the_model_catches() -> None:
         type(model).forward = forward  # type: ignore[method-assign]
         handle.remove()
     model.zero_grad()
-    for seed in range(2):
-        train(model, reference, seed)
+    train(model, reference, 0, 1)
 
 
 @ranks(2)
 def test_a_group_of_which_only_one_module_runs() -> None:
-    torch.manual_seed(0)
-    model = Net()
-    reference = copy.deepcopy(model)
-    mesh = make_mesh()
-    fsdp2.fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+    model, reference = build(units=lambda m: [[*m.blocks], m])
     model.blocks, both = model.blocks[:1], model.blocks
     reference.blocks = reference.blocks[:1]
     for seed in range(2):
@@ -266,14 +265,8 @@ class Forces(nn.Module):
 
 @ranks(2)
 def test_gradients_of_inputs_inside_a_forward() -> None:
-    torch.manual_seed(0)
-    model = Forces()
-    reference = copy.deepcopy(model)
-    mesh = make_mesh()
-    fsdp2.fully_shard(model.energy, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
-    for seed in range(2):
-        train(model, reference, seed)
+    model, reference = build(Forces, lambda m: [m.energy, m])
+    train(model, reference, 0, 1)
 
 
 class Shared(nn.Module):
@@ -293,25 +286,18 @@ class Shared(nn.Module):
 
 @ranks(2)
 def test_one_module_inside_three_units() -> None:
-    torch.manual_seed(0)
-    model = Shared()
-    reference = copy.deepcopy(model)
-    mesh = make_mesh()
-    shard_each(*model.units, model, mesh=mesh)
-    for seed in range(2):
-        train(model, reference, seed)
+    model, reference = build(Shared, lambda m: [*m.units, m])
+    train(model, reference, 0, 1)
 
 
 @ranks(4)
 def test_a_partial_reduction_is_not_forgotten() -> None:
     """Reduced over shards with one head, then over replicas with the other."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
-    model.forward = None  # type: ignore[assignment]
-    heads = nn.Sequential(model["a"], model["b"])
-    reference = copy.deepcopy(heads)
-    mesh = make_mesh(2, 2)
-    shard_each(*heads, heads, mesh=mesh)
+    heads, reference = build(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        lambda m: [*m, m],
+        make_mesh(2, 2),
+    )
     heads(batch(0))
     heads.zero_grad()
     heads.set_requires_all_reduce(False)
@@ -330,7 +316,6 @@ def test_a_handle_that_is_waited_for_too_late() -> None:
     model.blocks[0].reshard()
     handle = model.blocks[0].unshard(async_op=True)
     train(model, reference, 1)
-    assert handle is not None
     handle.wait()
     assert isinstance(model.blocks[0].weight, DTensor)
     train(model, reference, 2)
@@ -407,11 +392,8 @@ def filled(given: Any) -> list[Tensor]:
 @ranks(2)
 def test_what_a_unit_puts_into_its_argument(kind: str, param_dtype: torch.dtype | None) -> None:
     """It reaches the caller, gradients come in through it, and the caller's tensors stay."""
-    torch.manual_seed(0)
-    model, reference = FillsTwice(), FillsTwice()
-    reference.load_state_dict(model.state_dict())
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
-    shard_each(*model.layers, model, mesh=make_mesh(), mp_policy=policy)
+    model, reference = build(FillsTwice, lambda m: [*m.layers, m], mp_policy=policy)
     rtol = 2e-2 if param_dtype else None
     for _ in range(2):
         losses = []
@@ -474,11 +456,9 @@ class CastsItsRouter(nn.Module):
 @ranks(2)
 def test_a_forward_that_casts_its_own_parameters(reshard_after_forward: bool | None) -> None:
     """It computes with what it cast, gets gradients, and sees new values in the next step."""
-    torch.manual_seed(0)
-    reference = CastsItsRouter()
-    model = copy.deepcopy(reference)
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    how: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    model, reference = build(CastsItsRouter, lambda m: [m], **how)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
     losses = []
     for step in range(4):
@@ -511,7 +491,6 @@ def test_many_units_inside_each_other() -> None:
         if isinstance(module, Nest):
             fsdp2.fully_shard(module)
     model(torch.ones(2, 3)).sum().backward()
-    assert model.scale.grad is not None
     torch.testing.assert_close(model.scale.grad.full_tensor(), torch.full((3,), 2.0))
 
 
@@ -635,15 +614,10 @@ class ClampsTwice(nn.Module):
 def test_a_forward_may_write_to_its_parameters(
     reshard: Any, precision: torch.dtype | None, recomputes: bool
 ) -> None:
-    torch.manual_seed(0)
-    model = ClampsTwice()
-    reference = copy.deepcopy(model)
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=precision)
-    shard_each(
-        *model.parts, model, mesh=make_mesh(), reshard_after_forward=reshard, mp_policy=policy
-    )
+    how: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": policy}
+    model, reference = build(ClampsTwice, lambda m: [*m.parts, m], **how)
     index = torch.tensor([1, 2, 3, 5])
-    tolerance = 0.02 if precision is not None else 1e-6
     for made in (model, reference):
         optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.5)
         for _ in range(3):
@@ -651,10 +625,7 @@ def test_a_forward_may_write_to_its_parameters(
             advance(optimizer)
         with torch.no_grad():
             made(index)  # what an evaluation writes stays, too
-    for (name, param), expected in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
-        assert_close(param.full_tensor(), expected, atol=tolerance, rtol=tolerance, msg=name)
+    assert_same_parameters(model, reference, None if precision is None else 0.02)
 
 
 @ranks(2)
@@ -703,10 +674,7 @@ def test_a_forward_that_raises_takes_its_writes_with_it() -> None:
 @ranks(2)
 def test_a_step_tells_of_gradients_that_wait_at_another_root() -> None:
     """Two roots, a backward without sync through both, then one with sync through the first."""
-    torch.manual_seed(0)
-    roots = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-    reference = copy.deepcopy(roots)
-    shard_each(*roots, mesh=make_mesh())
+    roots, reference = build(lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), list)
     optimizer = torch.optim.SGD(roots.parameters(), lr=0.1)
     with fsdp2.no_sync(roots):
         (roots[0](batch(0)).sum() + roots[1](batch(1)).square().sum()).backward()
@@ -744,10 +712,10 @@ def test_a_gradient_of_which_somebody_keeps_the_storage_stays() -> None:
 @ranks(2)
 def test_saved_tensors_may_be_mutated_around_a_step() -> None:
     """What the engine does to its own memory is no mutation of the user's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    reference = copy.deepcopy(model)
-    shard_each(*model, model, mesh=make_mesh())
+    model, reference = build(
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))),
+        lambda m: [*m, m],
+    )
     for made in (model, reference):
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         for _ in range(2):
@@ -757,9 +725,4 @@ def test_saved_tensors_may_be_mutated_around_a_step() -> None:
                 x.mul_(3)
                 output.square().sum().backward()
             advance(optimizer)
-    compare_parameters(model, reference)
-
-
-def compare_parameters(model: nn.Module, reference: nn.Module) -> None:
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(param.full_tensor(), expected)
+    assert_same_parameters(model, reference)

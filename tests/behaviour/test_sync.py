@@ -9,6 +9,7 @@ import torch.nn as nn
 
 import fsdp2
 from tests.behaviour.test_full_params import Odd
+from tests.kit.in_turn import assert_tensors
 from tests.kit.meshes import DEVICE
 from tests.kit.parity import bits, make_mesh
 from tests.kit.pool import ranks
@@ -44,8 +45,7 @@ def test_then_sharded_it_is_rank_0s_model(rank: int) -> None:
     fsdp2.fully_shard(fsdp2.sync_from_rank0(model))
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(13, 29), nn.Linear(29, 1)).state_dict()
-    for name, whole in fsdp2.full_params(model, max_bytes=10**6):
-        assert torch.equal(whole, expected[name]), name
+    assert_tensors(fsdp2.full_params(model, max_bytes=10**6), expected)
 
 
 @ranks(2)

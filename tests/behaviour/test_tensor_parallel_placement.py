@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
+from tests.behaviour.test_tensor_parallel import in_short
+from tests.kit.in_turn import shard_each
 from tests.kit.pool import ranks_that_share as ranks
-from tests.kit.slow import slow, with_slow
+from tests.kit.slow import with_slow
 from tests.kit.tensor_parallel import Transformer, mesh_of, sequence_parallel
 
 SHAPES = [(16, 8), (30, 13), (13, 29), (1, 5), (3, 1), (0, 4)]
@@ -31,14 +34,12 @@ class Holder(nn.Module):
 
 def sharded(
     values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *outer: str
-) -> DTensor:
+) -> Any:
     """Place ``values`` over all axes of a mesh but ``outer``, then shard them over ``outer``."""
     inner = tuple(name for name in mesh.mesh_dim_names or () if name not in outer)
     module = Holder(distribute_tensor(values, mesh[inner], placements))
     fsdp2.fully_shard(module, mesh=mesh[outer], shard_placement_fn=lambda param: Shard(dim))
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    return weight
+    return module.weight
 
 
 def chunk(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
@@ -61,47 +62,40 @@ def numbered(shape: Sequence[int]) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(*shape)
 
 
+AXES: list[dict[str, int]] = [
+    {"data": 2, "tensor": 2},
+    {"data": 2, "expert": 1, "tensor": 2},
+    {"data": 1, "expert": 2, "tensor": 2},
+    {"data": 2, "expert": 2, "tensor": 1},
+    {"replicate": 2, "data": 1, "tensor": 2},
+    {"replicate": 1, "data": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("axes", with_slow(AXES, [*AXES[:2], *AXES[4:]]), ids=in_short)
 @ranks(4)
-def test_a_shard_of_a_shard() -> None:
-    """Data-parallel ranks chunk what a tensor-parallel rank has; full_tensor() is the original."""
-    mesh = mesh_of(data=2, tensor=2)
-    for shape, own, dim in itertools.product(SHAPES, CHOICES, (0, 1)):
+def test_a_shard_of_a_shard(axes: dict[str, int]) -> None:
+    """Data-parallel ranks chunk what a tensor-parallel rank has; full_tensor() is the original.
+
+    Two inner axes may split one dim or two, evenly or not. A replicate axis stands before both
+    others in the placements.
+    """
+    mesh = mesh_of(**axes)
+    outer = [name for name in axes if name in ("replicate", "data")]
+    for shape, own, dim in itertools.product(
+        SHAPES if len(axes) == 2 else [(30, 13), (3, 1)],
+        itertools.product(CHOICES, repeat=len(axes) - len(outer)),
+        (0, 1),
+    ):
         values = numbered(shape)
-        weight = sharded(values, mesh, [own], dim, "data")
+        weight = sharded(values, mesh, own, dim, *outer)
         case = f"{shape} {own} dim {dim}"
-        expected = expected_shard(values, mesh, [own], dim)
-        assert torch.equal(weight.to_local(), expected), case
+        assert torch.equal(weight.to_local(), expected_shard(values, mesh, own, dim)), case
         assert weight.shape == values.shape, case
         assert weight.stride() == values.stride(), case
+        assert weight.placements[len(outer) :] == own, case
+        assert weight.placements[0] == Replicate() or "replicate" not in axes, case
         assert torch.equal(weight.full_tensor(), values), case
-
-
-@pytest.mark.parametrize("sizes", [slow((1, 2, 2)), (2, 1, 2), slow((2, 2, 1))])
-@ranks(4)
-def test_a_shard_of_a_shard_of_a_shard(sizes: tuple[int, int, int]) -> None:
-    """Two inner axes may split one dim or two, evenly or not."""
-    mesh = mesh_of(**dict(zip(("data", "expert", "tensor"), sizes, strict=True)))
-    for shape, first, second in itertools.product([(30, 13), (3, 1)], CHOICES, CHOICES):
-        values, own = numbered(shape), [first, second]
-        for dim in (0, 1):
-            weight = sharded(values, mesh, own, dim, "data")
-            case = f"{shape} {own} dim {dim}"
-            assert torch.equal(weight.to_local(), expected_shard(values, mesh, own, dim)), case
-            assert torch.equal(weight.full_tensor(), values), case
-
-
-@ranks(4)
-def test_replicas_hold_the_same_shard() -> None:
-    """A replicate axis stands before both others in the placements."""
-    for sizes in ((2, 1, 2), (1, 2, 2)):
-        mesh = mesh_of(**dict(zip(("replicate", "data", "tensor"), sizes, strict=True)))
-        for shape, own in itertools.product([(30, 13), (3, 1)], CHOICES):
-            values = numbered(shape)
-            weight = sharded(values, mesh, [own], 0, "replicate", "data")
-            assert weight.placements[0] == Replicate()
-            assert weight.placements[2] == own
-            assert torch.equal(weight.to_local(), expected_shard(values, mesh, [own], 0))
-            assert torch.equal(weight.full_tensor(), values)
 
 
 @pytest.mark.parametrize("dim", with_slow([0, 1], [1]))
@@ -166,8 +160,7 @@ def test_shards_and_specs_are_torchs(names: tuple[str, ...], global_rank: int) -
     for library in (fsdp2, torch_fsdp):
         model = Transformer()
         sequence_parallel(model, mesh["tensor"])
-        for module in (*model.blocks, model):
-            library.fully_shard(module, mesh=mesh[names])
+        shard_each(*model.blocks, model, library=library, mesh=mesh[names])
         found.append(dict(model.named_parameters()))
     assert list(found[0]) == list(found[1])
     for name, ours in found[0].items():

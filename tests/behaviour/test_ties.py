@@ -16,16 +16,13 @@ from tests.kit.models import (
     CASES,
     WIDTH,
     Case,
-    Stack,
     blocks_and_head,
-    each_block,
     floats,
     seeded,
     tokens,
 )
 from tests.kit.parity import Pair, assert_same, names_of
 from tests.kit.pool import ranks
-from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 
 TIED = ["tied_within", "tied_lm", "tied_blocks", "shared_block"]
@@ -66,16 +63,6 @@ def test_tied_names_are_one_object_inside_forward(name: str) -> None:
     pair.backward()
     assert found == [ties(pair.reference)]
     assert all(isinstance(p, DTensor) for p in pair.model.parameters())
-
-
-@products(
-    [("tied_lm", False), ("tied_blocks", True)],
-    name=["tied_lm", "tied_blocks"],
-    reshard_after_forward=[True, False],
-)
-@ranks(2)
-def test_ties_across_groups_train_right(name: str, reshard_after_forward: bool) -> None:
-    Pair(name, reshard_after_forward=reshard_after_forward).train()
 
 
 @ranks(3)
@@ -150,18 +137,6 @@ def test_a_unit_that_gives_all_it_has_up_gathers_nothing() -> None:
     with listen(lambda event: gathers.append(event.fqn) if event.kind == "unshard" else None):
         pair.backward()
     assert sorted(set(gathers)) == ["", "2"]
-
-
-@ranks(2)
-def test_a_module_under_two_names_is_sharded_once() -> None:
-    def build() -> nn.Module:
-        model = Stack()
-        model.blocks.append(model.blocks[0])
-        return model
-
-    pair = Pair(Case(build, lambda m: each_block(m)[:3], floats))
-    assert pair.model.blocks[3] is pair.model.blocks[0]
-    pair.train(steps=2)
 
 
 def _used_around(*inner: nn.Module) -> nn.Module:

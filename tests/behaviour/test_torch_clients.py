@@ -25,7 +25,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 import fsdp2
 from tests.kit.models import CASES, loss_of, seeded
-from tests.kit.parity import ROWS, Pair, assert_same, names_of, shard, whole
+from tests.kit.parity import ROWS, Pair, assert_same, names_of, sharded, whole
 from tests.kit.pool import ranks
 from tests.kit.slow import slow
 
@@ -169,7 +169,7 @@ def test_the_tracker_of_torchs_units_refuses_ours() -> None:
 def test_a_tracker_of_any_memory_sees_units(of_torch: bool) -> None:
     """`MemTracker` counts tensors, not units: the shards it saw are the bytes that a rank holds."""
     case = CASES["stack"]
-    model = shard(seeded(case.build), case, torch_fsdp if of_torch else fsdp2)
+    model = sharded(case, library=torch_fsdp if of_torch else fsdp2)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = case.batch(4)
 

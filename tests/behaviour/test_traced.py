@@ -20,6 +20,7 @@ import fsdp2
 from fsdp2._compiled.compile import check_mode
 from fsdp2._compiled.passes import Overlapped
 from fsdp2._core.base.policy import Overlap
+from tests.kit.calls import Gather
 from tests.kit.in_turn import shard_each
 from tests.kit.models import (
     CASES,
@@ -46,20 +47,12 @@ from tests.kit.parity import (
     make_mesh,
     names_of,
     shard,
+    sharded,
 )
 from tests.kit.pool import ranks
 from tests.kit.products import products
 from tests.kit.slow import slow
-from tests.kit.tensor_parallel import (
-    FeedForward,
-    Transformer,
-    Twin,
-    colwise_then_rowwise,
-    mesh_of,
-    sequence_parallel,
-    tokens,
-)
-from tests.kit.traced import Graphs, TracedPair, saved
+from tests.kit.traced import TracedPair, saved
 
 ONE_BLOCK, TWO_BLOCKS = (first_blocks(CASES["stack"], count) for count in (1, 2))
 DIFFERENT_BLOCKS = {  # each has a part of its own, or no list of blocks
@@ -314,16 +307,17 @@ class InsideCheckpointed(Block):
         return x + checkpoint(super().forward, x, use_reentrant=False)
 
 
-class CheckpointedMethod(Stack):
-    """Recomputes a method of its blocks, outside of their units."""
+class CallsMethod(Stack):
+    """Calls a method of its blocks beside forward; may recompute it, outside of their units."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputes: bool) -> None:
         super().__init__(MethodBlock)
+        self.recomputes = recomputes
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for block in self.blocks:
-            x = checkpoint(block.run, x, use_reentrant=False)
+            x = checkpoint(block.run, x, use_reentrant=False) if self.recomputes else block.run(x)
         return self.out(x)
 
 
@@ -369,35 +363,27 @@ def test_without_a_compiler(name: str) -> None:
     pair.train(steps=3)
 
 
+@pytest.mark.parametrize("conditional", [False, True])
 @ranks(slow(2), limit_s=200)
-def test_a_root_that_is_no_unit() -> None:
-    """Units are compiled with what is around them, sharded or not."""
-    pair = TracedPair("stack")
-    model = seeded(pair.case.build)
-    shard_each(*each_block(model))
-    compiled = fsdp2.compile(model, backend=pair.graphs, fullgraph=True)
-    batch = pair.batch()
-    loss_of(compiled(*pair.local(batch).args)).backward()
-    pair.run_reference(batch).backward()
-    for block, expected in zip(each_block(model), each_block(pair.reference), strict=True):
-        assert_same_gradients(block, expected)
-    assert pair.graphs.counts == "1 forward, 1 backward"
+def test_units_below_a_plain_root_and_conditional_ones(conditional: bool) -> None:
+    """Units are compiled with what is around them, sharded or not.
 
-
-@ranks(slow(2), limit_s=200)
-def test_conditional_units() -> None:
-    """What the unit above gathers for a conditional one is there when that one runs."""
+    What the unit above gathers for a conditional one is there when that one runs.
+    """
     pair = TracedPair("stack")
     model = seeded(pair.case.build)
     for index, block in enumerate(each_block(model)):
-        fsdp2.fully_shard(block, conditional=index == 1)
-    fsdp2.fully_shard(model)
+        fsdp2.fully_shard(block, conditional=conditional and index == 1)
+    if conditional:
+        fsdp2.fully_shard(model)
     compiled = fsdp2.compile(model, backend=pair.graphs, fullgraph=True)
     for _ in range(2):
         batch = pair.batch()
         loss_of(compiled(*pair.local(batch).args)).backward()
         pair.run_reference(batch).backward()
-        assert_same_gradients(model, pair.reference)
+        trees = [[m] if conditional else each_block(m) for m in (model, pair.reference)]
+        for unit, expected in zip(*trees, strict=True):
+            assert_same_gradients(unit, expected)
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
@@ -513,7 +499,6 @@ def test_gradients_that_a_graph_returns_once_for_two_parameters() -> None:
     assert_same_gradients(pair.model, pair.reference, 4e-6)
     for model in (pair.model, pair.reference):
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(0.5)
     assert_same_gradients(pair.model, pair.reference, 4e-6)
 
@@ -626,19 +611,9 @@ def test_the_divisor_of_gradients() -> None:
     pair.check()
 
 
-class WithMethod(Stack):
-    """Calls a method of its blocks that is registered beside forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block.run(x)
-        return self.out(x)
-
-
 @ranks(slow(2), limit_s=200)
 def test_registered_forward_methods() -> None:
-    pair = TracedPair(Case(lambda: WithMethod(MethodBlock), each_block, floats))
+    pair = TracedPair(Case(functools.partial(CallsMethod, False), each_block, floats))
     for block in pair.model.blocks:  # type: ignore[union-attr]  # a ModuleList
         fsdp2.register_fsdp_forward_method(block, "run")
     pair.train(steps=2)
@@ -655,23 +630,6 @@ def test_gradient_hooks_of_users() -> None:
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"after {p.grad is not None}"))
     pair.train(steps=2)
     assert seen == ["hook DTensor", "after True"] * 2
-
-
-@ranks(slow(4), limit_s=200)
-def test_tensor_parallel() -> None:
-    """DTensor parameters are DTensors in the graph too, over their own axes alone."""
-    twin = Twin(Transformer(), mesh_of(data=2, tensor=2), sequence_parallel, batch=tokens)
-    graphs = Graphs()
-    twin.model = fsdp2.compile(twin.model, backend=graphs, fullgraph=True)
-    twin.train(steps=2)
-    assert graphs.counts == "1 forward, 1 backward"
-
-
-@ranks(slow(4), limit_s=200)
-def test_uneven_tensor_parallel() -> None:
-    twin = Twin(FeedForward(12, 29), mesh_of(data=2, tensor=2), colwise_then_rowwise)
-    twin.model = fsdp2.compile(twin.model, backend="aot_eager", fullgraph=True)
-    twin.train(steps=2)
 
 
 @pytest.mark.parametrize("choice", [True, 2, False])
@@ -691,14 +649,6 @@ def forward_hook(model: Any) -> None:
     model.blocks[1].set_all_reduce_hook(lambda tensor: None)
 
 
-class Gather(fsdp2.AllGather):
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("not called")
-
-
 def custom_gather(model: Any) -> None:
     model.blocks[1].set_custom_all_gather(Gather())
 
@@ -707,14 +657,14 @@ def custom_gather(model: Any) -> None:
 def test_what_no_graph_can_hold_is_refused_by_name() -> None:
     case, x = CASES["stack"], torch.randn(4, WIDTH)
     for change, found in ((forward_hook, "an all-reduce hook"), (custom_gather, "a custom all-")):
-        model = shard(seeded(case.build), case)
+        model = sharded(case)
         compiled = fsdp2.compile(model, backend="eager")
         change(model)
         for call in (lambda: fsdp2.compile(model), lambda: compiled(x)):  # noqa: B023  # at once
             with pytest.raises(fsdp2.UnsupportedError, match=rf"blocks\.1 .*{found}"):
                 call()
         assert_sharded(model)
-    model = shard(seeded(case.build), case)
+    model = sharded(case)
     compiled = fsdp2.compile(model, disable=True)
     with (
         pytest.warns(UserWarning, match="results are wrong"),
@@ -729,8 +679,7 @@ def test_what_no_graph_can_hold_is_refused_by_name() -> None:
 @ranks(2)
 def test_compiled_models_in_models() -> None:
     """A compiled model is compiled anew, a part of a model that is compiled is refused."""
-    case = CASES["stack"]
-    model = shard(seeded(case.build), case)
+    model = sharded("stack")
     compiled = fsdp2.compile(model, disable=True)
     assert signature(compiled.forward) == signature(model.forward)
     x = torch.randn(4, WIDTH)
@@ -745,18 +694,16 @@ def test_compiled_models_in_models() -> None:
 @ranks(2)
 def test_recomputation_outside_of_graphs() -> None:
     """Checkpointing that no compiler traced runs units again in backward, and leaves no trace."""
-    for where in (Checkpointed("outside"), CheckpointedMethod()):
-        pair = TracedPair(Case(functools.partial(copy.deepcopy, where), each_block, floats))
-        pair.compiled = fsdp2.compile(pair.model, disable=True)
-        if isinstance(where, CheckpointedMethod):
-            for block in pair.model.blocks:  # type: ignore[union-attr]  # a ModuleList
-                fsdp2.register_fsdp_forward_method(block, "run")
-        pair.backward()
-        assert_sharded(pair.model)
-        pair.step()
-        pair.train(steps=2)
-        pair.eagerly = True
-        pair.train(steps=1)
+    pair = TracedPair(Case(functools.partial(CallsMethod, True), each_block, floats))
+    pair.compiled = fsdp2.compile(pair.model, disable=True)
+    for block in pair.model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        fsdp2.register_fsdp_forward_method(block, "run")
+    pair.backward()
+    assert_sharded(pair.model)
+    pair.step()
+    pair.train(steps=2)
+    pair.eagerly = True
+    pair.train(steps=1)
 
 
 @ranks(2)
@@ -764,7 +711,7 @@ def test_inputs_are_cast_as_in_an_eager_step() -> None:
     policy = fsdp2.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, cast_forward_inputs=False, cast_root_forward_inputs=True
     )
-    model = shard(seeded(CASES["stack"].build), CASES["stack"], mp_policy=policy)
+    model = sharded("stack", mp_policy=policy)
     x = torch.randn(4, WIDTH)
     assert_same(fsdp2.compile(model, disable=True)(x), model(x), "output")
 
@@ -772,7 +719,7 @@ def test_inputs_are_cast_as_in_an_eager_step() -> None:
 @ranks(2)
 def test_a_backward_of_parameters_that_were_frozen_since() -> None:
     """Gradients laid out for others are not taken, however many compiled forwards came between."""
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    model = sharded("stack")
     compiled = fsdp2.compile(model, disable=True)
     loss = loss_of(compiled(torch.randn(4, WIDTH)))
     model.blocks[1].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
@@ -844,17 +791,6 @@ def test_cases_that_wait_on_neighbours() -> None:
         TracedPair(case, reshard_after_forward=2).train(steps=2)
 
 
-@ranks(slow(2), limit_s=200)
-def test_recomputation_after_a_graph_break() -> None:
-    pair = TracedPair(
-        Case(lambda: Checkpointed("outside", BreakingBlock), each_block, floats), fullgraph=False
-    )
-    pair.backward()
-    assert_sharded(pair.model)
-    pair.step()
-    pair.train(steps=2)
-
-
 @ranks(slow(4), limit_s=200)
 def test_overlap_of_what_is_gathered_twice() -> None:
     """A unit that waits on neighbours: the second gather is of what the first one returned."""
@@ -877,34 +813,22 @@ class Branches(nn.Module):
         return self.blocks[self.which](x) if self.which < 2 else self.wide(x)
 
 
-@ranks(2, slow(3), limit_s=100)
-def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
-    """Not a hang, in a first step or later; then all may go on."""
+@ranks(2, slow(3), slow(4), limit_s=100)
+def test_ranks_that_compile_different_graphs_get_an_error_each(rank: int, world_size: int) -> None:
+    """Not a hang, in a first step or later; then all may go on.
+
+    One rank goes another way: on two axes those that share none with it learn it from others.
+    """
     model = Branches()
-    shard_each(*model.blocks, model.wide, model)
+    mesh = make_mesh(2, 2) if world_size == 4 else make_mesh()
+    shard_each(*model.blocks, model.wide, model, mesh=mesh)
     compiled = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, WIDTH)
     for _ in range(2):
-        model.which = 2 * (torch.distributed.get_rank() % 2)
+        model.which = 2 * (rank == 1)
         with pytest.raises(fsdp2.StateError, match="ranks compiled different graphs"):
             compiled(x)
         assert_sharded(model)
         model.which = 1
         compiled(x).sum().backward()
         torch.compiler.reset()
-
-
-@ranks(slow(4), limit_s=100)
-def test_ranks_of_two_axes_that_compile_different_graphs() -> None:
-    """One rank goes another way: those that share no axis with it learn it from others."""
-    mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("replicas", "shards")
-    )
-    model = Branches()
-    shard_each(*model.blocks, model.wide, model, mesh=mesh)
-    compiled = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
-    model.which = 2 * (torch.distributed.get_rank() == 1)
-    with pytest.raises(fsdp2.StateError, match="ranks compiled different graphs"):
-        compiled(torch.randn(2, WIDTH))
-    model.which = 1
-    compiled(torch.randn(2, WIDTH)).sum().backward()

@@ -33,9 +33,8 @@ from tests.kit.models import (
     each_block,
     first_blocks,
     floats,
-    seeded,
 )
-from tests.kit.parity import make_mesh, shard
+from tests.kit.parity import make_mesh, sharded
 from tests.kit.pool import ranks
 from tests.kit.slow import slow
 from tests.kit.tensor_parallel import WIDTH as TP_WIDTH
@@ -359,46 +358,36 @@ def test_rows_sent_by_index(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    "name",
-    ["routed", "every_kind", "tied_encoder", "adapted_bf16"],
-)
-@ranks(slow(3), limit_s=300)
-def test_three_ranks(name: str, backend: str) -> None:
-    pair_of(name, backend=backend).train()
+@pytest.mark.parametrize("name", ["routed", "every_kind", "tied_encoder", "adapted_bf16"])
+@ranks(slow(3), slow(4), limit_s=300)
+def test_three_ranks_and_replicas(name: str, backend: str, world_size: int) -> None:
+    mesh = make_mesh(2, 2) if world_size == 4 else None
+    pair_of(name, backend=backend, mesh=mesh).train()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["routed", "tied_encoder"])
-@ranks(slow(4), limit_s=300)
-def test_hybrid_sharding(name: str, backend: str) -> None:
-    pair_of(name, backend=backend, mesh=make_mesh(2, 2)).train()
+OTHERWISE = {"rtol": RTOL_BF16, "eps": EPS_BF16}
+"""What is called twice has its gradients summed in fp32 here, in bf16 eagerly; inductor fuses.
 
-
-@pytest.mark.parametrize("name", ["routed", "tied_encoder", "scalars"])
-@ranks(slow(2), limit_s=300)
-def test_bf16(name: str) -> None:
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    pair_of(name, mp_policy=policy).train()
+No routers are here, whose choice may turn on a rounding.
+"""
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("name", "backend", "rounds"),
     [
-        ("twice", "aot_eager"),
-        ("twice", "inductor"),
-        ("tied_encoder", "inductor"),
-        ("scalars", "inductor"),
+        ("routed", "aot_eager", {}),
+        ("tied_encoder", "aot_eager", {}),
+        ("scalars", "aot_eager", {}),
+        ("twice", "aot_eager", OTHERWISE),
+        ("twice", "inductor", OTHERWISE),
+        ("tied_encoder", "inductor", OTHERWISE),
+        ("scalars", "inductor", OTHERWISE),
     ],
 )
 @ranks(slow(2), limit_s=300)
-def test_bf16_that_rounds_otherwise(name: str, backend: str) -> None:
-    """What is called twice has its gradients summed in fp32 here, in bf16 eagerly; inductor fuses.
-
-    No routers are here, whose choice may turn on a rounding.
-    """
+def test_bf16(name: str, backend: str, rounds: dict[str, float]) -> None:
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    pair_of(name, backend=backend, mp_policy=policy, rtol=RTOL_BF16, eps=EPS_BF16).train()
+    pair_of(name, backend=backend, mp_policy=policy, **rounds).train()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -467,6 +456,6 @@ def test_backward_hooks_of_modules(paths: list[str]) -> None:
 
 @ranks(2)
 def test_a_compiled_model_is_an_fsdp_module() -> None:
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    model = sharded("stack")
     compiled = fsdp2.compile(model, backend="aot_eager")
     assert isinstance(compiled, fsdp2.FSDPModule)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.behaviour.test_recovery import ProvokedError, failing
 from tests.kit.models import (
     HIDDEN,
     WIDTH,
@@ -34,6 +35,7 @@ from tests.kit.models import (
 )
 from tests.kit.parity import Pair, assert_same_gradients, assert_sharded, make_mesh
 from tests.kit.pool import ranks
+from tests.kit.products import products
 from tests.kit.slow import slow, with_slow
 from tests.kit.tensor_parallel import FeedForward, Twin, colwise_then_rowwise, mesh_of
 from tests.kit.traced import TracedPair
@@ -244,15 +246,7 @@ def test_dtensor_parameters(reentrant: bool) -> None:
     twin.train(steps=2)
 
 
-BROKEN = [name for name in MODELS if name != "unit"]
-
-
-@pytest.mark.parametrize(
-    ("name", "reentrant"),
-    with_slow(
-        [(name, reentrant) for name in BROKEN for reentrant in KINDS],
-    ),
-)
+@products(name=[name for name in MODELS if name != "unit"], reentrant=KINDS)
 @ranks(2, limit_s=300)
 def test_after_graph_breaks(name: str, reentrant: bool) -> None:
     """What is in graphs runs in forward only, and what they hold is recomputed outside of them."""
@@ -278,10 +272,8 @@ def test_a_backward_that_fails(reentrant: bool) -> None:
         pair = layered(reentrant)
         loss = pair.losses(pair.batch())[0]
         inner = pair.model[1].inside[0].inside  # type: ignore[index, union-attr]  # a Sequential
-        handle = inner.norm.register_forward_hook(_fail)  # type: ignore[union-attr, operator]
-        with pytest.raises(ValueError, match="on purpose"):
+        with failing(inner.norm, "after forward"), pytest.raises(ProvokedError):  # type: ignore[arg-type, union-attr]
             loss.backward()
-        handle.remove()
         assert_sharded(pair.model)
         assert isinstance(inner.norm.weight, DTensor)  # type: ignore[union-attr]
         for model in (pair.model, pair.reference):
@@ -289,10 +281,6 @@ def test_a_backward_that_fails(reentrant: bool) -> None:
         if eagerly:
             pair.compiled = pair.model  # type: ignore[assignment]  # the same call
         pair.train(steps=2)
-
-
-def _fail(*_: Any) -> None:
-    raise ValueError("on purpose")
 
 
 @ranks(2)
@@ -527,16 +515,7 @@ def test_units_that_are_called_first_without_gradients(mode: str) -> None:
         learns_what_has_gradients(mode, alone, disable=True)
 
 
-@pytest.mark.parametrize(
-    ("mode", "alone"),
-    [
-        ("no_grad", False),
-        *(
-            pytest.param(mode, alone, marks=pytest.mark.slow)
-            for mode, alone in (("inference", False), ("no_grad", True), ("inference", True))
-        ),
-    ],
-)
+@products([("no_grad", False)], mode=MODES, alone=[False, True])
 @ranks(2, limit_s=200)
 def test_the_same_in_graphs(mode: str, alone: bool) -> None:
     learns_what_has_gradients(mode, alone, backend="aot_eager", fullgraph=True)

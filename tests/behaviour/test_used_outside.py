@@ -114,7 +114,6 @@ def test_outside_of_every_forward(form: str) -> None:
         with pytest.raises(RuntimeError, match="got mixed") as caught:
             call(model)
         found = explained(caught.value)
-        assert found is not None
         assert found.code == "FS326"
         assert str(found).startswith(f"{name}: used while it is sharded")
         assert way in str(found)

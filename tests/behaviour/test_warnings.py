@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import os
-import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2._core.base.warn import warn
+from tests.behaviour.test_lifetime import COPIES
 from tests.kit.in_turn import shard_each
 from tests.kit.pool import ranks
 
@@ -202,12 +202,8 @@ def test_a_warning_in_a_step_names_the_line_of_the_user() -> None:
         model(torch.ones(2, 13))
 
 
-def pickled(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
 @ranks(2)
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_it_is_said_of_a_copy_too(copied: Callable[[nn.Module], Any]) -> None:
     model: Any = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))
     shard_each(*model)

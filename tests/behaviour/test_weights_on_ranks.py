@@ -27,21 +27,13 @@ def test_one_trainer_updates_one_engine_rank(rank: int) -> None:
     update_an_engine("rows", 1, engine_layout(1, BF16))
 
 
-@pytest.mark.parametrize("kind", ["rows", "dealt", "replicas", "tp"])
+@pytest.mark.parametrize(
+    ("kind", "trainers", "size"),
+    [*((kind, 2, 2) for kind in KINDS[:4]), ("dealt", 3, 1), ("rows", 1, 3)],
+)
 @ranks(slow(4))
-def test_two_trainers_update_two_engine_ranks(rank: int, kind: str) -> None:
-    update_an_engine(kind, 2, engine_layout(2, BF16))
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@ranks(slow(4))
-def test_three_trainers_update_one_engine_rank(rank: int, dtype: torch.dtype) -> None:
-    update_an_engine("dealt", 3, engine_layout(1, dtype))
-
-
-@ranks(slow(4))
-def test_one_trainer_updates_an_engine_of_three(rank: int) -> None:
-    update_an_engine("rows", 1, engine_layout(3, BF16))
+def test_some_trainers_update_an_engine_of_some_ranks(kind: str, trainers: int, size: int) -> None:
+    update_an_engine(kind, trainers, engine_layout(size, BF16))
 
 
 # Adapters, as `peft` names them.

@@ -141,13 +141,9 @@ def test_adapters_train_on_a_quantised_base(setting: dict[str, Any], tmp_path: P
             expected = getattr(plain[4].base, name)
             assert torch.equal(full[f"4.base.{name}"], expected), name
         again = sharded(3, *shape)
-        fsdp2.checkpoint.load_full_state(again, full_state_of(full))
+        fsdp2.checkpoint.load_full_state(again, {"model": full})
         for name, param in trained(other).items():
             assert torch.equal(whole(trained(again)[name]), whole(param)), name
-
-
-def full_state_of(model: dict[str, Tensor]) -> dict[str, Any]:
-    return {"model": model}
 
 
 @ranks(2)

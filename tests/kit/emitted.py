@@ -108,10 +108,6 @@ class Step:
         return max(_running(self.forward), _running((*self.forward, *self.backward)))
 
     @property
-    def peak_of_forward_nbytes(self) -> int:
-        return _running(self.forward)
-
-    @property
     def kept_nbytes(self) -> int:
         """What forward leaves: its output, and what it saved for backward."""
         return sum(_change(event) for event in self.forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def advance(*optimizers: Any) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def assert_tensors(found: Iterable[tuple[str, Any]], expected: Mapping[str, Any]) -> None:
+    """Assert that tensors are equal to those of their names, each of them whole."""
+    for name, value in found:
+        assert torch.equal(whole(value), whole(expected[name])), name
 
 
 def assert_same_bits(actual: nn.Module, expected: nn.Module) -> None:

@@ -49,6 +49,22 @@ def shard(
     return model
 
 
+def sharded(case: Case | str, seed: int = 1, **kwargs: Any) -> Any:
+    """Return a model of the case, sharded."""
+    case = CASES[case] if isinstance(case, str) else case
+    return shard(seeded(case.build, seed), case, **kwargs)
+
+
+def backward_on(case: Case | str, *models: nn.Module) -> list[Tensor]:
+    """Run forward and backward of models on this rank's part of a new batch; return the losses."""
+    case = CASES[case] if isinstance(case, str) else case
+    batch = case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
+    losses = [loss_of(model(*batch.args, **batch.kwargs)) for model in models]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank, whatever its type and dtype."""

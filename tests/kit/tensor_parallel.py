@@ -93,14 +93,7 @@ class Twin:
         expected.backward()
 
     def check_gradients(self) -> None:
-        """Assert that gradients are placed as their parameters and equal the reference's."""
-        for name, param in self.model.named_parameters():
-            assert isinstance(param, DTensor), name
-            if param.grad is not None:
-                assert isinstance(param.grad, DTensor), name
-                assert param.grad.placements == param.placements, name
-                assert param.grad.device_mesh == param.device_mesh, name
-        assert_same_gradients(self.model, self.reference, RTOL)
+        check_gradients(self.model, self.reference)
 
     def update(self) -> None:
         for optimizer in self.optimizers:
@@ -117,6 +110,17 @@ class Twin:
         for name, param in names_of(self.reference).items():
             assert torch.equal(param, before[name]) is not param.requires_grad, name
         assert_same_parameters(self.model, self.reference, RTOL)
+
+
+def check_gradients(model: nn.Module, reference: nn.Module, rtol: float = RTOL) -> None:
+    """Assert that gradients are placed as their parameters and equal the reference's."""
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), name
+        if param.grad is not None:
+            assert isinstance(param.grad, DTensor), name
+            assert param.grad.placements == param.placements, name
+            assert param.grad.device_mesh == param.device_mesh, name
+    assert_same_gradients(model, reference, rtol)
 
 
 class FeedForward(nn.Module):
