@@ -14,16 +14,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from tests.kit.collectives import Scatter
 from tests.kit.in_turn import advance
-from tests.kit.models import (
-    CASES,
-    WIDTH,
-    Case,
-    Quantised,
-    floats,
-    no_units,
-    seeded,
-    stack,
-)
+from tests.kit.models import CASES, WIDTH, Case, Quantised, floats, no_units, seeded, stack
 from tests.kit.parity import Pair, assert_same, bits, make_mesh, names_of, shard, whole
 from tests.kit.pool import ranks
 from tests.kit.slow import slow

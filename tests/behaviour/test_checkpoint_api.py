@@ -109,6 +109,14 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, VOCAB, (12, 5), generator=random_numbers(step))
 
 
+def train(model: nn.Module, optimizer: Any, steps: range, is_alone: bool = False) -> None:
+    """Train on the global batch, each rank with its part."""
+    for step in steps:
+        parts = batch(step).chunk(1 if is_alone else dist.get_world_size())
+        model(parts[0 if is_alone else dist.get_rank()]).square().mean().backward()
+        advance(optimizer)
+
+
 class Trained:
     """A model, plain or sharded, and its optimizer, after some steps on the global batch."""
 
@@ -123,13 +131,7 @@ class Trained:
         self.train(range(steps))
 
     def train(self, steps: range) -> None:
-        for step in steps:
-            ids = batch(step)
-            if self.mesh is not None:
-                ids = ids.chunk(dist.get_world_size())[dist.get_rank()]
-            self.model(ids).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        train(self.model, self.optimizer, steps, is_alone=self.mesh is None)
 
 
 def moved(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -745,11 +747,7 @@ class InFsdp1:
             device_id=torch.device("cpu"),
         )
         self.optimizer = simple_optimizer_of(self.model)
-        for step in range(steps):
-            ids = batch(step).chunk(dist.get_world_size())[dist.get_rank()]
-            self.model(ids).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        train(self.model, self.optimizer, range(steps))
 
     def kind(self, name: str, offload: bool = False) -> Any:
         if name == "full":
@@ -853,9 +851,7 @@ def test_checkpoints_of_torchs_fsdp2_in_both_directions(tmp_path: Path) -> None:
     def made(library: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = shard(seeded(Untied, seed), ODD, library)
         optimizer = optimizer_of(model)
-        for step in range(2):
-            model(batch(step)).square().mean().backward()
-            advance(optimizer)
+        train(model, optimizer, range(2))
         return model, optimizer
 
     theirs, ours = made(torch_fsdp, 1), made(fsdp2, 2)

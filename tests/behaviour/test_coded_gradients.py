@@ -18,16 +18,7 @@ from fsdp2._core.comm.coded_sum import CodedSum
 from tests.kit.in_turn import advance
 from tests.kit.meshes import random_numbers
 from tests.kit.models import CASES, loss_of, seeded
-from tests.kit.parity import (
-    Pair,
-    bits,
-    global_mean,
-    local_loss,
-    make_mesh,
-    names_of,
-    shard,
-    whole,
-)
+from tests.kit.parity import Pair, bits, global_mean, local_loss, make_mesh, names_of, shard, whole
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import slow, with_slow
 

@@ -214,28 +214,28 @@ def test_an_unshard_that_nobody_waits_for() -> None:
     pair.train(steps=1)
 
 
-@ranks(2)
-def test_reshard_between_forward_and_backward() -> None:
-    """A user who keeps parameters after forward may still free them."""
-    pair = Pair("stack", reshard_after_forward=False)
+@pytest.mark.parametrize(("choice", "gives_up"), [(False, False), (2, False), (2, True)])
+@ranks(4)
+def test_reshard_between_forward_and_backward(choice: bool | int, gives_up: bool) -> None:
+    """A user who keeps parameters after forward, or shards of a smaller mesh, may free them.
+
+    He may also give the smaller mesh up: unsharded parameters lie where they lay, so what the graph
+    saved stays valid.
+    """
+    pair = Pair("stack", reshard_after_forward=choice)
     for _ in range(2):
         losses = pair.losses()
-        reshard_all(pair.model)
-        assert_sharded(pair.model)
+        for block in pair.model.blocks:
+            if gives_up:
+                block.set_reshard_after_forward(True)
+            else:
+                block.reshard()
+                assert block.up.weight.to_local().shape[0] < 9  # of 29 rows, a quarter
+        if not gives_up:
+            pair.model.reshard()
+            assert_sharded(pair.model)
         losses.backward()
-        pair.step()
-    pair.check()
-
-
-@ranks(4)
-def test_reshard_from_the_smaller_mesh() -> None:
-    pair = Pair("stack", reshard_after_forward=2)
-    losses = pair.losses()
-    for block in pair.model.blocks:
-        block.reshard()
-        assert block.up.weight.to_local().shape[0] < 9  # of 29 rows, a quarter
-    losses.backward()
-    pair.finish()
+        pair.finish()
 
 
 @ranks(2)
@@ -596,14 +596,3 @@ def test_units_that_stay_whole_see_every_step(flat: bool) -> None:
     for _ in range(4):
         pair.backward()  # compares the losses
         advance(pair.optimizer, pair.reference_optimizer)
-
-
-@ranks(4)
-def test_the_smaller_mesh_is_given_up_between_forward_and_backward() -> None:
-    """What the graph saved stays valid: unsharded parameters lie where they lay."""
-    pair = Pair("stack", reshard_after_forward=2)
-    losses = pair.losses()
-    for block in pair.model.blocks:
-        block.set_reshard_after_forward(True)
-    losses.backward()
-    pair.finish()

@@ -149,7 +149,7 @@ def test_a_reduction_of_one_unit() -> None:
 def test_a_reduction_in_bf16_compute() -> None:
     """Gradients of bf16 parameters, summed in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    models = [shard(seeded(CASES["stack"].build), CASES["stack"], mp_policy=policy) for _ in "ab"]
+    models = [shard(seeded(Stack), CASES["stack"], mp_policy=policy) for _ in "ab"]
     models[1].set_gradient_reduction("sum")
     x = floats(4).args[0]
     for model in models:

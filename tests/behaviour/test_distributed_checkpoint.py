@@ -8,6 +8,7 @@ only; the tests below the matrix run in one job.
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -345,18 +346,10 @@ def write_and_read(
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [
-        ("3", "adamw"),
-        slow("columns", "momentum"),
-        slow("tensor", "adamw"),
-        slow("2x2", "momentum"),
-        slow("2", "adamw"),
-        slow("columns", "adamw"),
-        slow("2x2", "adamw"),
-        slow("tensor", "momentum"),
-        slow("1x3", "momentum"),
-        slow("1", "adamw"),
-    ],
+    with_slow(
+        itertools.product(["1", "2", "3", "2x2", "1x3", "columns", "tensor"], OPTIMIZERS),
+        [("3", "adamw")],
+    ),
 )
 def test_training_resumes_bit_for_bit(
     run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, optimizer: str
@@ -420,16 +413,7 @@ def test_checkpoints_are_those_of_torch(
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        slow("2x2", "tensor"),
-        slow("tensor", "4"),
-        slow("4", "2x2"),
-        slow("tensor", "2x2"),
-        slow("2x2", "4"),
-        slow("4", "tensor"),
-        slow("tensor", "tensor"),
-    ],
+    ("source", "target"), with_slow(itertools.product(["2x2", "tensor", "4"], repeat=2))
 )
 @ranks(4)
 def test_our_own_reader_puts_blocks_together(tmp_path: Path, source: str, target: str) -> None:

@@ -194,7 +194,9 @@ def assert_values(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Assert that parameters have these whole values, bit for bit."""
     params = names_of(model)
     for name, value in values.items():
-        assert torch.equal(bits(whole(params[name])), bits(value)), name
+        found = whole(params[name])
+        assert (found.dtype, found.shape) == (value.dtype, value.shape), name
+        assert torch.equal(bits(found), bits(value)), name
 
 
 def assert_same_parameters(
@@ -271,6 +273,7 @@ class Pair:
             prepare(self.reference)
             prepare(self.model)
         shard(self.model, self.case, library, **kwargs)
+        self.call: Callable[..., Any] | None = None  # what runs in the place of the sharded model
         dtypes = {p.dtype for p in self.reference.parameters() if p.requires_grad}
         coarsest = max((TOLERANCE[dtype] for dtype in dtypes), default=0.0)
         count = dist.get_world_size()
@@ -306,7 +309,8 @@ class Pair:
         return [(self.model, self.local(batch)), (self.reference, batch)]
 
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
-        return loss_of(model(*batch.args, **batch.kwargs))
+        call = self.call if model is self.model and self.call is not None else model
+        return loss_of(call(*batch.args, **batch.kwargs))
 
     def run_reference(self, batch: Batch) -> Tensor:
         """Run the reference on the global batch, in the ranks' parts: fp32 rounds alike."""
@@ -323,7 +327,7 @@ class Pair:
 
     def backward(self, batch: Batch | None = None, scale: float = 1.0) -> None:
         """Run forward and backward of both and compare the losses."""
-        for loss in self.losses(batch):
+        for loss in self.losses(self.batch() if batch is None else batch):
             (loss * scale).backward()
 
     def accumulate(
@@ -393,7 +397,7 @@ def train_alike(case: Case, steps: int = 3, **kwargs: Any) -> None:
         assert_same(losses[0], losses[1], "loss")
         for loss in losses:
             loss.backward()
-        _assert_same_shards(ours, theirs)
+        assert_same_shards(ours, theirs)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -411,7 +415,8 @@ def _in_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _assert_same_shards(ours: nn.Module, theirs: nn.Module) -> None:
+def assert_same_shards(ours: nn.Module, theirs: nn.Module) -> None:
+    """Assert that gradients of two sharded models lie alike, and that each rank's part agrees."""
     expected = names_of(theirs)
     locals_ = [p.grad.to_local() for p in expected.values() if isinstance(p.grad, DTensor)]
     least = _least_scale(locals_)
