@@ -33,9 +33,13 @@ from tests.kit.slow import with_slow
 REDUCTIONS = ("reduce_scatter", "all_reduce", "alltoall")
 
 
-def count_reductions(comm: CommDebugMode) -> int:
+def reduces_in_backward(pair: Pair, names: tuple[str, ...] = REDUCTIONS) -> bool:
+    """Run forward and backward of both models; say if operations of such names were in ours."""
+    losses = pair.losses()
+    with CommDebugMode() as comm:
+        losses.backward()
     counts = comm.get_comm_counts().items()
-    return sum(n for op, n in counts if any(name in str(op) for name in REDUCTIONS))
+    return any(count and name in str(op) for op, count in counts for name in names)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +72,10 @@ def test_accumulation_with_one_reduction(name: str, reshard_after_forward: bool 
 def accumulate_and_look(pair: Pair, setting: str, names: tuple[str, ...]) -> None:
     """Expect operations with such names in the last of three backwards, and in no other one."""
     for _ in range(2):
-        for micro in range(3):
-            getattr(pair.model, setting)(micro == 2)
-            loss, expected = pair.losses(pair.batch())
-            with CommDebugMode() as comm:
-                loss.backward()
-            ops = [str(op) for op, count in comm.get_comm_counts().items() if count]
-            assert any(name in op for op in ops for name in names) is (micro == 2)
-            expected.backward()
+        for is_last in (False, False, True):
+            getattr(pair.model, setting)(is_last)
+            assert reduces_in_backward(pair, names) is is_last
+            assert all(p.grad is None for p in pair.model.parameters()) is not is_last
         pair.step()
     pair.check()
 
@@ -101,8 +101,7 @@ def test_one_unit_may_accumulate_alone() -> None:
     assert pair.model.blocks[1].up.weight.grad is None
     unit.set_requires_gradient_sync(True)
     pair.backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @ranks(2)
@@ -119,8 +118,7 @@ def test_parameters_may_stay_unsharded_while_accumulating() -> None:
     pair.model.set_reshard_after_backward(True)
     pair.model.set_requires_gradient_sync(True)
     pair.backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @pytest.mark.parametrize("name", with_slow(["stack", "partly_frozen"], ["partly_frozen"]))
@@ -151,8 +149,7 @@ def test_partial_sums_that_the_host_looks_at_late() -> None:
 def test_a_replicate_axis_accumulates_without_any_reduction() -> None:
     pair = Pair("stack", mesh=make_mesh(2, 2))
     pair.accumulate(3)
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @pytest.mark.parametrize("sync_each", with_slow([True, False], [False]))
@@ -183,8 +180,7 @@ def test_is_last_backward_puts_off_what_ends_a_step() -> None:
     """Several backwards of one step, of which only the last is declared the last."""
     pair = Pair("stack")
     for _ in range(2):
-        for micro in range(3):
-            last = micro == 2
+        for last in (False, False, True):
             pair.model.set_is_last_backward(last)
             pair.model.set_requires_gradient_sync(last)
             pair.backward()
@@ -208,14 +204,7 @@ def test_is_last_backward_puts_off_what_ends_a_step() -> None:
 )
 @ranks(2)
 def test_several_forwards_before_one_backward(name: str, reshard_after_forward: bool) -> None:
-    pair = Pair(name, reshard_after_forward=reshard_after_forward)
-    for _ in range(2):
-        first, expected_first = pair.losses(pair.batch())
-        second, expected_second = pair.losses(pair.batch())
-        (first + 2 * second).backward()
-        (expected_first + 2 * expected_second).backward()
-        pair.step()
-    pair.check()
+    Pair(name, reshard_after_forward=reshard_after_forward).train_on_sums()
 
 
 @pytest.mark.parametrize(
@@ -230,10 +219,9 @@ def test_several_forwards_then_backwards_in_any_order(
     order: tuple[int, ...], reshard_after_forward: bool
 ) -> None:
     pair = Pair("stack", reshard_after_forward=reshard_after_forward)
-    losses = [pair.losses(pair.batch()) for _ in order]
+    losses = [pair.losses() for _ in order]
     for index in order:
-        losses[index][0].backward()
-        losses[index][1].backward()
+        losses[index].backward()
         assert_same_gradients(pair.model, pair.reference)
     pair.step()
     pair.train(steps=1)
@@ -249,10 +237,9 @@ def test_several_forwards_then_backwards_in_any_order(
 @ranks(2)
 def test_several_backwards_after_one_forward(name: str, reshard_after_forward: bool) -> None:
     pair = Pair(name, reshard_after_forward=reshard_after_forward)
-    loss, expected = pair.losses(pair.batch())
+    losses = pair.losses()
     for retain in (True, True, False):
-        loss.backward(retain_graph=retain)
-        expected.backward(retain_graph=retain)
+        losses.backward(retain_graph=retain)
         assert_same_gradients(pair.model, pair.reference)
     pair.step()
     pair.train(steps=1)
@@ -262,13 +249,10 @@ def test_several_backwards_after_one_forward(name: str, reshard_after_forward: b
 def test_two_losses_of_one_forward() -> None:
     pair = Pair("aux_output")
     for _ in range(2):
-        batch = pair.batch()
-        main, aux = pair.model(*pair.local(batch).args)
-        main_expected, aux_expected = pair.reference(*batch.args)
-        aux.mean().backward(retain_graph=True)
-        aux_expected.mean().backward(retain_graph=True)
-        main.square().mean().backward()
-        main_expected.square().mean().backward()
+        for model, part in pair.each():
+            main, aux = model(*part.args)
+            aux.mean().backward(retain_graph=True)
+            main.square().mean().backward()
         assert_same_gradients(pair.model, pair.reference, 3e-6)
         pair.zero_grad()
 
@@ -304,56 +288,44 @@ def test_a_gradient_that_the_user_keeps_is_not_overwritten() -> None:
 def test_a_gradient_that_the_user_assigns_is_added_to() -> None:
     pair = Pair("stack")
     pair.backward()
-    for parameter in names_of(pair.model).values():
-        assert isinstance(parameter.grad, DTensor)
-        parameter.grad = parameter.grad * 3
-    for parameter in names_of(pair.reference).values():
-        parameter.grad = parameter.grad * 3
+    for model, kind in ((pair.model, DTensor), (pair.reference, Tensor)):
+        for parameter in model.parameters():
+            assert isinstance(parameter.grad, kind)
+            parameter.grad = parameter.grad * 3
     pair.backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
-@ranks(2)
-def test_an_accumulation_that_is_dropped_does_not_leak_into_the_next_step() -> None:
-    """What gathered without sync belongs to the next reduction."""
-    pair = Pair("stack")
-    pair.model.set_requires_gradient_sync(False)
-    pair.backward()
-    assert all(p.grad is None for p in pair.model.parameters())
-    pair.model.set_requires_gradient_sync(True)
-    pair.backward()
-    pair.step()
-    pair.check()
-
-
-class MaySkip(nn.Module):
-    """Two layers, of which a call may leave the first out."""
+class EitherOrBoth(nn.Module):
+    """Two units, of which a forward runs those that are chosen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(13, 13), nn.Linear(13, 3)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.chosen = [0, 1]
 
-    def forward(self, x: Tensor, skips: bool = False) -> Tensor:
-        return self.last(x if skips else self.first(x).tanh())
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.chosen:
+            x = x + torch.tanh(self.parts[index](x))
+        return x
 
 
 @ranks(2)
-def test_a_unit_may_be_frozen_before_an_accumulation_that_leaves_it_out(rank: int) -> None:
+def test_a_unit_may_be_frozen_before_an_accumulation_that_leaves_it_out() -> None:
     """A forward that nobody differentiates makes it owe gradients; it was frozen before."""
-    model, reference = seeded(MaySkip), seeded(MaySkip)
-    shard_each(model.first, model.last, model, mesh=make_mesh())
-    x = torch.randn(4, 13)
+    model, reference = seeded(EitherOrBoth), seeded(EitherOrBoth)
+    shard_each(*model.parts, model, mesh=make_mesh())
+    x = torch.randn(4, WIDTH)
     for one in (model, reference):
         one(x)
-        one.first.weight.requires_grad_(False)
-    model.set_requires_gradient_sync(False)
-    for one in (model, reference):
-        one(x, skips=True).square().sum().backward()
-    model.set_requires_gradient_sync(True)
-    for one in (model, reference):
-        one(x).square().sum().backward()
-    assert model.first.weight.grad is None
+        one.parts[0].weight.requires_grad_(False)
+        one.chosen = [1]
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        for one in (model, reference):
+            one(x).square().sum().backward()
+            one.chosen = [0, 1]
+    assert model.parts[0].weight.grad is None
     assert_same_gradients(model, reference)
 
 
@@ -397,15 +369,6 @@ def test_freezing_with_gradients_without_sync_is_refused() -> None:
         pair.run(pair.model, pair.local(batch))
 
 
-def reduces_in_backward(pair: Pair) -> bool:
-    """Run a forward and backward of both models, and say if gradients travelled."""
-    loss, expected = pair.losses(pair.batch())
-    with CommDebugMode() as comm:
-        loss.backward()
-    expected.backward()
-    return count_reductions(comm) > 0
-
-
 @ranks(2)
 def test_leaving_no_sync_puts_back_what_was_set() -> None:
     """Inside a context, or where sync was off before, leaving another context does not reduce."""
@@ -420,8 +383,7 @@ def test_leaving_no_sync_puts_back_what_was_set() -> None:
             pair.backward()
         assert not reduces_in_backward(pair)
     assert reduces_in_backward(pair)
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 def clear_what_waits(pair: Pair, setting: str) -> None:
@@ -433,8 +395,7 @@ def clear_what_waits(pair: Pair, setting: str) -> None:
     pair.model.set_reshard_after_backward(True)
     getattr(pair.model, setting)(True)
     pair.backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -451,20 +412,6 @@ def test_clearing_gradients_clears_those_that_wait_for_the_replicate_axis() -> N
     clear_what_waits(Pair("stack", mesh=make_mesh(2, 2)), "set_requires_all_reduce")
 
 
-class EitherOrBoth(nn.Module):
-    """Two units, of which a forward runs those that are chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.chosen = [0, 1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.chosen:
-            x = x + torch.tanh(self.parts[index](x))
-        return x
-
-
 @ranks(4)
 def test_what_waits_for_the_replicate_axis_is_reduced_by_a_backward_without_it() -> None:
     """The last backward all-reduces units too that only the earlier ones used."""
@@ -477,5 +424,4 @@ def test_what_waits_for_the_replicate_axis_is_reduced_by_a_backward_without_it()
     pair.model.set_requires_all_reduce(True)
     pair.model.chosen = pair.reference.chosen = [0]  # type: ignore[assignment]
     pair.backward()
-    pair.step()
-    pair.check()
+    pair.finish()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -40,10 +40,12 @@ from tests.kit.parity import (
     Pair,
     assert_same,
     assert_same_parameters,
-    bits,
+    assert_values,
+    local_loss,
     make_mesh,
     names_of,
     shard,
+    values_of,
     whole,
 )
 from tests.kit.pool import ranks_that_share as ranks
@@ -87,48 +89,44 @@ def spans(param: Tensor) -> list[tuple[int, int]]:
     return [(end - numel, end) for end, numel in zip(ends, numels, strict=True)]
 
 
+SHAPES = [(13, 5), (29,), (1, 7), (16, 3), (8, 4), (13, 29), (40, 2), (64, 8), (96,)]
+
+
+def aligned(dim: int | None, count: int, **kwargs: Any) -> list[tuple[Any, int]]:
+    """Return parameters of many shapes that are whole what they were, and elements of a row."""
+    model = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+    expected = values_of(model)
+    choice = fsdp2.Aligned(dim, multiple_of=count, **kwargs)
+    fsdp2.fully_shard(model, mesh=make_mesh(), shard_placement_fn=lambda _: choice)
+    assert_values(model, expected)
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(pickle.loads(pickle.dumps(param.data))), expected[name])
+    return [(p, p.numel() // p.shape[0] if dim == 0 else 1) for p in model.parameters()]
+
+
 @ranks(2, 3, slow(4))
 def test_no_rank_has_a_part_of_a_block() -> None:
     """Every shard ends where a block does, or the tensor; ranks differ by one block at most."""
-    shapes = [(13, 5), (29,), (1, 7), (16, 3), (8, 4), (13, 29), (40, 2)]
     for dim, count in ((0, 4), (0, 7), (None, 8), (None, 30)):
-        model = nn.Module()
-        for place, shape in enumerate(shapes):
-            model.register_parameter(str(place), nn.Parameter(torch.randn(shape)))
-        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-        choice = fsdp2.Aligned(dim, multiple_of=count)
-        fsdp2.fully_shard(model, mesh=make_mesh(), shard_placement_fn=lambda _, c=choice: c)
-        for name, param in model.named_parameters():
-            row = param.numel() // param.shape[0]
-            block = count * (row if dim == 0 else 1)
+        for param, row in aligned(dim, count):
+            block = count * row
             found = spans(param)
             assert found[-1][1] == param.numel()
             for _, end in found:
                 assert end % block == 0 or end == param.numel(), (dim, count, param.shape, found)
-            assert torch.equal(whole(param), expected[name])
             counts = [-(-(end - start) // block) for start, end in found]
-            if dim == 0 and type(param.placements[0]) is not Shard:  # type: ignore[attr-defined]
+            if dim == 0 and type(param.placements[0]) is not Shard:
                 assert max(counts) - min(counts) <= 1
 
 
 @ranks(3)
 def test_no_rank_has_less_than_is_asked_for() -> None:
     """The short block at the end lies with the one before it; what is short is whole somewhere."""
-    shapes = [(13, 5), (29,), (1, 7), (16, 3), (8, 4), (13, 29), (40, 2), (64, 8), (96,)]
     for dim, count, least in ((0, 4, 10), (None, 8, 32), (None, 16, 16), (0, 1, 5)):
-        model = nn.Module()
-        for place, shape in enumerate(shapes):
-            model.register_parameter(str(place), nn.Parameter(torch.randn(shape)))
-        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-        choice = fsdp2.Aligned(dim, multiple_of=count, at_least=least)
-        fsdp2.fully_shard(model, mesh=make_mesh(), shard_placement_fn=lambda _, c=choice: c)
-        for name, param in model.named_parameters():
-            row = param.numel() // param.shape[0] if dim == 0 else 1
+        for param, row in aligned(dim, count, at_least=least):
             for start, end in spans(param):
                 assert start % (count * row) == 0 or start == param.numel()
                 assert start == end or end - start >= min(least * row, param.numel())
-            assert torch.equal(whole(param), expected[name])
-            assert torch.equal(whole(pickle.loads(pickle.dumps(param.data))), expected[name])
 
 
 HARD = ["few_rows", "non_contiguous", "partly_frozen", "tied_lm", "unused_parts", "one_row"]
@@ -167,13 +165,12 @@ def test_replicas_and_tensor_parallelism() -> None:
         fsdp2.fully_shard(model, mesh=mesh["data"], shard_placement_fn=blocks)
 
 
+ADAMW = functools.partial(torch.optim.AdamW, eps=1e-4)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "loop": lambda params, **_: torch.optim.AdamW(params, lr=0.01, eps=1e-4, foreach=False),
-    "foreach": lambda params, **_: torch.optim.AdamW(params, lr=0.01, eps=1e-4, foreach=True),
-    "fused": lambda params, **_: torch.optim.AdamW(
-        params, lr=0.01, eps=1e-4, fused=True, amsgrad=True
-    ),
-    "momentum": lambda params, **_: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    "loop": lambda params, lr: ADAMW(params, lr / 10, foreach=False),
+    "foreach": lambda params, lr: ADAMW(params, lr / 10, foreach=True),
+    "fused": lambda params, lr: ADAMW(params, lr / 10, fused=True, amsgrad=True),
+    "momentum": lambda params, lr: torch.optim.SGD(params, lr / 10, momentum=0.9, nesterov=True),
 }
 
 
@@ -242,107 +239,86 @@ def test_whole_matrices_step() -> None:
     plain = seeded(case.build)
     ours, theirs = muon(model.parameters()), muon(plain.parameters())
     for _ in range(3):
-        batch = case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
-        loss_of(model(*batch.args, **batch.kwargs)).backward()
-        for (_, param), (_, leaf) in zip(
-            model.named_parameters(), plain.named_parameters(), strict=True
-        ):
+        local_loss(model, case).backward()
+        for param, leaf in zip(model.parameters(), plain.parameters(), strict=True):
             leaf.grad = None if param.grad is None else whole(param.grad).clone()
-        ours.step()
-        theirs.step()
-        for name, leaf in plain.named_parameters():
-            if leaf.dim() == 2:
-                assert torch.equal(bits(whole(names_of(model)[name])), bits(leaf)), name
+        advance(ours, theirs)
+        assert_values(model, {n: leaf for n, leaf in plain.named_parameters() if leaf.dim() == 2})
         model.zero_grad()
+
+
+def stepped(
+    seed: int, choose: Any, make: Callable[..., torch.optim.Optimizer]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a sharded model and its optimizer, after a step."""
+    case = CASES["stack"]
+    model = shard(seeded(case.build, seed), case, shard_placement_fn=choose)
+    optimizer = make(model.parameters(), lr=0.1)
+    local_loss(model, case).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def assert_same_moments(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for ours, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
+        own, other = found[1].state[ours]["exp_avg"], expected[1].state[theirs]["exp_avg"]
+        assert torch.equal(whole(own), whole(other))
 
 
 @ranks(3)
 def test_states_go_through_dcp_and_come_back_in_any_placement(tmp_path: Path) -> None:
     """Files hold whole tensors with right offsets; optimizer states too; full states as well."""
-    case = CASES["stack"]
-    model = shard(seeded(case.build), case, shard_placement_fn=blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    batch = case.batch(ROWS)
-    loss_of(model(*batch.args, **batch.kwargs)).backward()
-    optimizer.step()
-    dcp.save(
-        {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        },
-        checkpoint_id=str(tmp_path / "dcp"),
-    )
-    expected = {name: whole(param).clone() for name, param in model.named_parameters()}
+    model, optimizer = stepped(1, blocks, torch.optim.AdamW)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=str(tmp_path / "dcp"))
+    expected = values_of(model)
     plain = {name: torch.zeros_like(value) for name, value in expected.items()}
     dcp.load({"model": plain}, checkpoint_id=str(tmp_path / "dcp"))
     for name, value in expected.items():
         assert torch.equal(plain[name], value), name
     for choose in (columns, None, mixed, blocks):
-        other = shard(seeded(case.build, 2), case, shard_placement_fn=choose)
-        its = torch.optim.AdamW(other.parameters(), lr=0.1)
-        loss_of(other(*batch.args, **batch.kwargs)).backward()
-        its.step()
-        state = {
-            "model": get_model_state_dict(other),
-            "optimizer": get_optimizer_state_dict(other, its),
-        }
-        dcp.load(state, checkpoint_id=str(tmp_path / "dcp"))
-        set_model_state_dict(other, state["model"])
-        set_optimizer_state_dict(other, its, state["optimizer"])
-        for name, param in other.named_parameters():
-            assert torch.equal(whole(param), expected[name]), name
-            there = optimizer.state[names_of(model)[name]]["exp_avg"]
-            assert torch.equal(whole(its.state[param]["exp_avg"]), whole(there)), name
+        other, its = stepped(2, choose, torch.optim.AdamW)
+        states = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+        dcp.load(states, checkpoint_id=str(tmp_path / "dcp"))
+        set_model_state_dict(other, states["model"])
+        set_optimizer_state_dict(other, its, states["optimizer"])
+        assert_values(other, expected)
+        assert_same_moments((other, its), (model, optimizer))
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in expected.items():
         assert torch.equal(full[name], value), name
-    other = shard(seeded(case.build, 3), case, shard_placement_fn=blocks)
+    other, _ = stepped(3, blocks, torch.optim.AdamW)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full if dist.get_rank() == 0 else {}, options=options)
-    for name, param in other.named_parameters():
-        assert torch.equal(whole(param), expected[name]), name
+    assert_values(other, expected)
 
 
 @ranks(3)
 def test_our_checkpoints_copies_and_whole_parameters(tmp_path: Path) -> None:
     """Sharded and full states load again; so do copies, pickles and what `full_params` yields."""
-    case = CASES["stack"]
-    batch = case.batch(ROWS)
-
-    def made(seed: int, choose: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = shard(seeded(case.build, seed), case, shard_placement_fn=choose)
-        optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=0.1)
-        loss_of(model(*batch.args, **batch.kwargs)).backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = made(1, blocks)
+    local = functools.partial(fsdp2.optim.local, torch.optim.AdamW)
+    model, optimizer = stepped(1, blocks, local)
     fsdp2.checkpoint.save(tmp_path / "ours", model, optimizer)
-    expected = {name: whole(param).clone() for name, param in model.named_parameters()}
-    momenta = {
-        name: whole(optimizer.state[param]["exp_avg"]).clone()
-        for name, param in model.named_parameters()
-    }
+    expected = values_of(model)
     for choose in (columns, elements, None):
-        other, its = made(2, choose)
+        other, its = stepped(2, choose, local)
         fsdp2.checkpoint.load(tmp_path / "ours", other, its)
-        for name, param in other.named_parameters():
-            assert torch.equal(whole(param), expected[name]), name
-            assert torch.equal(whole(its.state[param]["exp_avg"]), momenta[name]), name
+        assert_values(other, expected)
+        assert_same_moments((other, its), (model, optimizer))
     full = fsdp2.checkpoint.full_state(model, rank0_only=True)
     if dist.get_rank() == 0:
         assert all(torch.equal(full["model"][name], expected[name]) for name in expected)
-    other, _ = made(3, columns)
+    other, _ = stepped(3, columns, local)
     fsdp2.checkpoint.load_full_state(other, full)
-    assert all(torch.equal(whole(p), expected[name]) for name, p in other.named_parameters())
+    assert_values(other, expected)
     with fsdp2.summon_full_params(model, writeback=True), torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
+    doubled = {name: value * 2 for name, value in expected.items()}
     for max_bytes in (100, 1 << 20):
         for name, value in fsdp2.full_params(model, max_bytes=max_bytes):
-            assert torch.equal(value, expected[name] * 2), name
-    for name, param in copy.deepcopy(model).named_parameters():
-        assert torch.equal(whole(param), expected[name] * 2)
+            assert torch.equal(value, doubled[name]), name
+    assert_values(copy.deepcopy(model), doubled)
     for from_rank0 in (False, True):
         with torch.device("meta"):
             late = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -361,13 +337,9 @@ def test_low_precision_offload_accumulation_and_skipped_reductions() -> None:
     """The other ways of a step: each is compared with rows of the same dtypes."""
     case = CASES["stack"]
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings: list[dict[str, Any]] = [
-        {"mp_policy": policy},
-        {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        {"mp_policy": policy, "offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        {"reshard_after_forward": False},
-    ]
-    for kwargs in settings:
+    narrow, offload = {"mp_policy": policy}, {"offload_policy": fsdp2.CPUOffloadPolicy(False)}
+    settings: list[dict[str, Any]] = [narrow, offload, narrow | offload]
+    for kwargs in (*settings, {"reshard_after_forward": False}):
         dealt = shard(seeded(case.build), case, shard_placement_fn=mixed, **kwargs)
         rows = shard(seeded(case.build), case, **kwargs)
         for step in range(4):
@@ -387,13 +359,14 @@ def test_what_is_not_for_aligned_parameters_is_told() -> None:
     """Each says which parameter, and what to do; nothing was changed before."""
     mesh = make_mesh()
     model = fsdp2.fully_shard(nn.Linear(3, 13), mesh=mesh, shard_placement_fn=blocks)
-    assert isinstance(model, fsdp2.FSDPModule)
-    with pytest.raises(ConfigError, match="weight is dealt in blocks of 4 rows"):
-        model.set_custom_all_gather(DefaultAllGather())
-    with pytest.raises(ConfigError, match="weight is dealt in blocks of 4 rows"):
-        fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16))
-    with pytest.raises(UnsupportedError, match="parameter weight is dealt in blocks of 4 rows"):
-        fsdp2.compile(model)
+    calls: list[tuple[Callable[[], Any], type[Exception]]] = [
+        (lambda: model.set_custom_all_gather(DefaultAllGather()), ConfigError),
+        (lambda: fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16)), ConfigError),
+        (lambda: fsdp2.compile(model), UnsupportedError),
+    ]
+    for call, error in calls:
+        with pytest.raises(error, match="weight is dealt in blocks of 4 rows"):
+            call()
     weight = model.weight
     assert isinstance(weight, DTensor)
     for view in (lambda: weight[3], lambda: weight.view(-1), lambda: weight.diagonal()):

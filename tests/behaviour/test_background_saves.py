@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 import shutil
 import signal
@@ -72,10 +73,8 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[Any, Any]:
 def require_equal(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
     assert found.keys() == wanted.keys()
     for path, value in wanted.items():
-        same = (
-            torch.equal(value, found[path]) if isinstance(value, Tensor) else value == found[path]
-        )
-        assert same, path
+        same = torch.equal if isinstance(value, Tensor) else operator.eq
+        assert same(value, found[path]), path
 
 
 @contextlib.contextmanager
@@ -92,16 +91,14 @@ def held_back(name: str = "write_part") -> Iterator[threading.Event]:
         go_on.set()
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
-    "adamw foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True),
-    "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
-    "adamw capturable lr": lambda model: torch.optim.AdamW(
-        model.parameters(), lr=torch.tensor(0.1)
-    ),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "local": lambda model: fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=0.1),
-    "whole": lambda model: fsdp2.optim.whole(torch.optim.Adafactor, model.parameters(), lr=0.1),
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "adamw capturable lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1)),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "local": lambda params: fsdp2.optim.local(torch.optim.AdamW, params, lr=0.1),
+    "whole": lambda params: fsdp2.optim.whole(torch.optim.Adafactor, params, lr=0.1),
 }
 
 
@@ -115,7 +112,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path, optimizer: str,
     shape = (4,) if form == "flat" else (2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model = make(mesh)
-    optim = OPTIMIZERS[optimizer](model)
+    optim = OPTIMIZERS[optimizer](model.parameters())
     for seed in range(2):
         step(model, optim, seed)
     wanted = state_of(model, optim)
@@ -137,7 +134,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path, optimizer: str,
     assert handle.done()
     assert handle.progress == 1.0
     other = make(mesh)
-    its = OPTIMIZERS[optimizer](other)
+    its = OPTIMIZERS[optimizer](other.parameters())
     assert checkpoint.load(tmp_path / "saved", other, its) == {"step": 2, "ids": [1, 2]}
     require_equal(state_of(other, its), wanted)
     dist.barrier()
@@ -178,7 +175,7 @@ HARM: dict[str, Callable[[Path], None]] = {
 def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> None:
     """Of one rank: every rank is told at the next save, which is whole; so is the one before."""
     model = make()
-    optim = OPTIMIZERS["adamw"](model)
+    optim = OPTIMIZERS["adamw"](model.parameters())
     place, is_harmed = tmp_path / "saved", tmp_path.with_suffix(".harmed")
     checkpoint.save(place, model, optim, extra=1)
     write = _save.write_part
@@ -206,12 +203,13 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
     assert isinstance(handle.exception(), fsdp2.StateError)
     step(model, optim)
     other = make()
-    assert checkpoint.load(place, other, OPTIMIZERS["adamw"](other)) == 1
+    its = OPTIMIZERS["adamw"](other.parameters())
+    assert checkpoint.load(place, other, its) == 1
     with pytest.warns(UserWarning, match="in the background failed|FS613") as told:
         checkpoint.save(place, model, optim, extra=3, background=True).wait()
     if harm == "disk full":
         assert any("rank 1: No space left on device" in str(one.message) for one in told)
-    assert checkpoint.load(place, other, OPTIMIZERS["adamw"](other)) == 3
+    assert checkpoint.load(place, other, its) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.save(place, model, optim)
@@ -237,16 +235,10 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
         os.close(_place.own(tmp_path / ".step-9.tmp-0a" / _place.OWNER))
     for number in range(4):
         name = f"step-{number}"
-        slow = (
-            mock.patch.object(_save, "keep_newest", slowly)
-            if rank == 0
-            else contextlib.nullcontext()
-        )
-        with slow:  # the other rank waits for the link, too
-            handle = checkpoint.save(
-                tmp_path / name, model, extra=number, background=True, keep_last=2
-            )
-            handle.wait()
+        slow = mock.patch.object(_save, "keep_newest", slowly)
+        how = {"extra": number, "background": True, "keep_last": 2}
+        with slow if rank == 0 else contextlib.nullcontext():  # the other rank waits for the link
+            checkpoint.save(tmp_path / name, model, **how).wait()
         assert os.readlink(tmp_path / "latest") == name
         assert checkpoint.load(tmp_path / "latest", model) == number
         dist.barrier()
@@ -372,18 +364,18 @@ dist.destroy_process_group()
 """
 
 
+def start(folder: Path, what: str) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM]
+    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen([*command, str(rank), str(folder), what], **both) for rank in range(2)]
+
+
 @pytest.mark.slow
 def test_a_failed_process_does_not_wait_for_one_that_is_stopped(tmp_path: Path) -> None:
     """Which holds its lock: the other one ends, so that a launcher can start both again."""
-    command = [sys.executable, "-c", PROGRAM]
-    first, second = (
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path), "stopped"], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    )
+    first, second = start(tmp_path, "stopped")
     try:
-        said = first.communicate(timeout=120)[1]
+        said = first.communicate(timeout=120)[0]
     finally:
         second.kill()
         second.communicate()
@@ -397,13 +389,7 @@ def test_a_failed_process_does_not_wait_for_one_that_is_stopped(tmp_path: Path) 
 @pytest.mark.slow
 def test_processes_that_end(tmp_path: Path, what: str) -> None:
     """One that is killed is noticed by its lock; one that ends, without groups, saves first."""
-    command = [sys.executable, "-c", PROGRAM]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path), what], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    started = start(tmp_path, what)
     said = [process.communicate(timeout=120)[0] for process in started]
     if what == "killed":
         assert started[1].returncode == -signal.SIGKILL

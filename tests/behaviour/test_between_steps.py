@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import fsdp2
 from tests.behaviour.test_recovery import PHASES, ProvokedError, failing
 from tests.kit.in_turn import advance
 from tests.kit.local_sgd import LocalSGD
-from tests.kit.models import Block, Case, Stack, each_block, floats
+from tests.kit.models import Block, Case, Stack, each_block, floats, stack
 from tests.kit.parity import Pair, assert_same_gradients, assert_sharded, make_mesh
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
@@ -48,11 +49,6 @@ def evaluate(pair: Pair, mode: Any = torch.no_grad) -> None:
         step(pair)
 
 
-def forward_only(pair: Pair) -> None:
-    """What it returns is dropped, and the graph with it."""
-    step(pair)
-
-
 def failed(where: str, phase: str) -> Callable[[Pair], None]:
     def run(pair: Pair) -> None:
         with failing(pair.model.get_submodule(where), phase), pytest.raises(ProvokedError):
@@ -64,13 +60,9 @@ def failed(where: str, phase: str) -> Callable[[Pair], None]:
 def loss_that_fails(pair: Pair) -> None:
     """The error is in what the user does with the outputs: no gradient reaches the model."""
     loss = step(pair)
-    loss.register_hook(_raise)
+    loss.register_hook(mock.Mock(side_effect=ProvokedError))
     with pytest.raises(ProvokedError):
         loss.backward()
-
-
-def _raise(_: Tensor) -> None:
-    raise ProvokedError("loss")
 
 
 def functional(pair: Pair, transform: str) -> None:
@@ -134,10 +126,7 @@ def summoned(pair: Pair) -> None:
 
 
 def interrupted(pair: Pair) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = pair.model.register_forward_hook(interrupt)
+    handle = pair.model.register_forward_hook(mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         step(pair)
     handle.remove()
@@ -147,7 +136,7 @@ ACTIONS: dict[str, Callable[[Pair], Any]] = {
     "step": lambda pair: step(pair).backward(),
     "no_grad": evaluate,
     "inference": lambda pair: evaluate(pair, torch.inference_mode),
-    "forward only": forward_only,
+    "forward only": step,  # what it returns is dropped, and the graph with it
     **{f"fails {phase}": failed("blocks.1", phase) for phase in PHASES},
     "root fails backward": failed("out", "backward"),
     "loss fails": loss_that_fails,
@@ -191,23 +180,12 @@ def check(action: str, case: Case | str, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("action", "kind"),
     with_slow(
-        itertools.product(ACTIONS, ["blocks", "kept"]),
+        itertools.product(ACTIONS, KINDS),
         default=zip(ACTIONS, itertools.cycle(["blocks", "kept"])),
     ),
 )
-@ranks(2)
+@ranks(slow(1), 2, slow(3))
 def test_parameters_are_the_shards(action: str, kind: str) -> None:
-    case, kwargs = KINDS[kind]
-    check(action, case, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "action"),
-    with_slow(itertools.product(KINDS, ACTIONS)),
-)
-@ranks(slow(1), slow(2), 3)
-def test_every_kind_of_unit(kind: str, action: str) -> None:
     case, kwargs = KINDS[kind]
     if action in ("grad", "vjp", "vjp without backward") and kind == "tied":
         pytest.skip("a tied parameter has one value, under each of its names")
@@ -244,32 +222,27 @@ def test_units_that_some_ranks_may_skip() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def by_hand(pair: Pair) -> None:
-    pair.model.unshard()
-
-
-def ahead(pair: Pair) -> None:
-    pair.model.unshard(async_op=True)
-
-
-def not_resharded(pair: Pair) -> None:
-    pair.model.set_reshard_after_backward(False)
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "by_hand": lambda model: model.unshard(),
+    "ahead": lambda model: model.unshard(async_op=True),
+    "not_resharded": lambda model: model.set_reshard_after_backward(False),
+}
 
 
 @pytest.mark.parametrize(
     ("way", "kind"),
     with_slow(
-        itertools.product([by_hand, ahead, not_resharded], ["plain", "foreach", "local", "fused"]),
+        itertools.product(WAYS, ["plain", "foreach", "local", "fused"]),
         [
-            (by_hand, "local"),
-            (ahead, "plain"),
-            (not_resharded, "foreach"),
-            (not_resharded, "fused"),
+            ("by_hand", "local"),
+            ("ahead", "plain"),
+            ("not_resharded", "foreach"),
+            ("not_resharded", "fused"),
         ],
     ),
 )
 @ranks(2)
-def test_a_forward_uses_what_the_optimizer_wrote(way: Callable[[Pair], None], kind: str) -> None:
+def test_a_forward_uses_what_the_optimizer_wrote(way: str, kind: str) -> None:
     """However the parameters came to be whole before the step."""
     pair = Pair("stack")
     make: Callable[[Any], torch.optim.Optimizer] = {
@@ -286,7 +259,7 @@ def test_a_forward_uses_what_the_optimizer_wrote(way: Callable[[Pair], None], ki
         pair.backward()
         pair.model.reshard()
         assert_same_gradients(pair.model, pair.reference, pair.rtol)
-        way(pair)
+        WAYS[way](pair.model)
         advance(pair.optimizer, pair.reference_optimizer)
         pair.steps += 1
     pair.model.reshard()
@@ -309,12 +282,12 @@ def test_written_shards_between_two_forwards_of_a_smaller_mesh() -> None:
 @ranks(4)
 def test_an_optimizer_that_would_train_nothing_says_so(reshard: bool | int | None) -> None:
     """One of before `fully_shard`, after `unshard()`, or between forward and backward."""
-    early = []
-
-    def prepare(model: nn.Module) -> None:
-        early.append(LocalSGD(model.parameters(), lr=0.1))
-
-    pair = Pair("stack", prepare=prepare, reshard_after_forward=reshard)
+    early: list[LocalSGD] = []
+    pair = Pair(
+        "stack",
+        prepare=lambda model: early.append(LocalSGD(model.parameters(), lr=0.1)),
+        reshard_after_forward=reshard,
+    )
     loss = step(pair)
     between = torch.optim.SGD(pair.model.parameters(), lr=0.1)
     loss.backward()
@@ -357,11 +330,13 @@ def test_a_backward_ends_what_unshard_holds() -> None:
         pair = Pair("stack")
         pair.model.set_reshard_after_backward(choice)
         for _ in range(2):
-            loss, expected = pair.losses(pair.batch())
-            pair.model.blocks[0].unshard()
-            assert not isinstance(pair.model.blocks[0].up.weight, DTensor)
-            loss.backward()
-            expected.backward()
+            for block in pair.model.blocks:
+                block.unshard()
+            losses = pair.losses()
+            for block in pair.model.blocks:
+                block.unshard()
+                assert not isinstance(block.up.weight, DTensor)
+            losses.backward()
             assert_sharded(pair.model)
             pair.step()
         pair.check()
@@ -379,12 +354,9 @@ def test_a_replaced_parameter_is_never_overwritten() -> None:
                 del self.fresh
             return y
 
-    def build() -> nn.Module:
-        return Stack(Replacing)
-
     for where in ("blocks.0.up", "out"):
         for moment in ("after forward", "in forward", "after unshard"):
-            pair = Pair(Case(build, each_block, floats))
+            pair = Pair(Case(stack(Replacing), each_block, floats))
             pair.train(steps=1)
             new = torch.randn(pair.reference.get_submodule(where).weight.shape)
 

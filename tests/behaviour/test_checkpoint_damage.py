@@ -85,18 +85,6 @@ def load_sharded(folder: Path, run: Run) -> None:
     run.extra = checkpoint.load(folder, run.model, run.optimizer)
 
 
-def save_one(folder: Path, run: Run) -> None:
-    checkpoint.save_safetensors(folder, run.model)
-
-
-def save_several(folder: Path, run: Run) -> None:
-    checkpoint.save_safetensors(folder, run.model, max_file_bytes=1000)
-
-
-def load_safetensors(folder: Path, run: Run) -> None:
-    checkpoint.load_safetensors(folder, run.model)
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of file: who writes and reads it, its name, and which part of it is meant."""
@@ -107,13 +95,21 @@ class Kind:
     entry: str = ""
 
 
+def safetensors_of(max_file_bytes: int, file: str) -> Kind:
+    return Kind(
+        lambda to, run: checkpoint.save_safetensors(to, run.model, max_file_bytes=max_file_bytes),
+        lambda folder, run: checkpoint.load_safetensors(folder, run.model),
+        file,
+    )
+
+
 KINDS = {
     "data": Kind(save_sharded, load_sharded, "__0_0.distcp"),
     "extra": Kind(save_sharded, load_sharded, "__0_0.distcp", "fsdp2_extra"),
     "metadata": Kind(save_sharded, load_sharded, ".metadata"),
-    "safetensors": Kind(save_one, load_safetensors, "model.safetensors"),
-    "one of several": Kind(save_several, load_safetensors, "model-00001-of-*.safetensors"),
-    "index": Kind(save_several, load_safetensors, "model.safetensors.index.json"),
+    "safetensors": safetensors_of(10**9, "model.safetensors"),
+    "one of several": safetensors_of(1000, "model-00001-of-*.safetensors"),
+    "index": safetensors_of(1000, "model.safetensors.index.json"),
 }
 
 

@@ -7,6 +7,7 @@ knows of others it knows through files.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -24,12 +25,12 @@ import torch.nn as nn
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import _place, _save
-from tests.kit.models import seeded
 from tests.kit.parity import make_mesh
 from tests.kit.pool import ranks
 from tests.kit.slow import slow
 
 Call = Callable[[Path, nn.Module], Any]
+SAVE_SEVERAL = functools.partial(checkpoint.save_safetensors, max_file_bytes=2000)
 
 
 def model_of(value: float) -> nn.Module:
@@ -39,20 +40,16 @@ def model_of(value: float) -> nn.Module:
     return model
 
 
-def save_several(folder: Path, model: nn.Module) -> None:
-    checkpoint.save_safetensors(folder, model, max_file_bytes=2000)
-
-
 def save_either(folder: Path, model: nn.Module) -> None:
     """As one file or as several, by turns."""
     is_even = int(next(model.parameters()).flatten()[0]) % 2 == 0
-    checkpoint.save_safetensors(folder, model, max_file_bytes=2000 if is_even else 10**9)
+    (SAVE_SEVERAL if is_even else checkpoint.save_safetensors)(folder, model)
 
 
 FORMS: dict[str, tuple[Call, Call]] = {
     "sharded": (checkpoint.save, checkpoint.load),
     "one file": (checkpoint.save_safetensors, checkpoint.load_safetensors),
-    "several files": (save_several, checkpoint.load_safetensors),
+    "several files": (SAVE_SEVERAL, checkpoint.load_safetensors),
     "either": (save_either, checkpoint.load_safetensors),
 }
 
@@ -86,11 +83,12 @@ def last_of(rounds: int) -> list[set[float]]:
     return [{1000.0 * n + rounds - 1} for n in (1, 2)]
 
 
-@contextlib.contextmanager
-def without_locks() -> Iterator[None]:
-    """As on a file system that has none."""
+@pytest.mark.parametrize("rounds", [4, slow(40)])
+def test_two_jobs_where_there_are_no_locks(tmp_path: Path, rounds: int) -> None:
+    place = tmp_path / "saved"
     with mock.patch.object(_place, "fcntl", None):
-        yield
+        assert not save_twice(checkpoint.save, place, rounds)
+    assert values_at(place, checkpoint.load) in last_of(rounds)
 
 
 @pytest.mark.parametrize("rounds", [6, slow(40)])
@@ -129,13 +127,10 @@ def test_two_jobs_save_to_one_path(tmp_path: Path, form: str, rounds: int) -> No
         assert len(names) in (1, 5), names
 
 
-@pytest.mark.parametrize("rounds", [4, slow(40)])
-def test_two_jobs_where_there_are_no_locks(tmp_path: Path, rounds: int) -> None:
-    place = tmp_path / "saved"
-    with without_locks():
-        errors = save_twice(checkpoint.save, place, rounds)
-    assert not errors, errors
-    assert values_at(place, checkpoint.load) in last_of(rounds)
+def workspace(place: Path, name: str) -> _place.Workspace:
+    made = _place.Workspace(place, name)
+    made.make()
+    return made
 
 
 @contextlib.contextmanager
@@ -172,15 +167,10 @@ def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> 
 
     def begin() -> None:
         nonlocal begun
-        other = _place.Workspace(beside, f"other-{begun}")
-        other.make()
-        other.remove()
+        workspace(beside, f"other-{begun}").remove()
         begun += 1
 
-    with at_every_line(
-        {"fsdp2.checkpoint._place", "fsdp2.checkpoint._safetensors"},
-        begin,
-    ):
+    with at_every_line({"fsdp2.checkpoint._place", "fsdp2.checkpoint._safetensors"}, begin):
         save(place, model_of(1))
     assert begun > 20
     assert values_at(place, load) == {1.0}
@@ -188,8 +178,7 @@ def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> 
 
 def test_a_save_that_ends_while_another_one_looks(tmp_path: Path) -> None:
     """Its owner's file was opened by the other one before, and is free after: it is not dead."""
-    live = _place.Workspace(tmp_path / "saved", "live")
-    live.make()
+    live = workspace(tmp_path / "saved", "live")
     lock = _place._lock
 
     def late(descriptor: int) -> None:
@@ -197,7 +186,7 @@ def test_a_save_that_ends_while_another_one_looks(tmp_path: Path) -> None:
         lock(descriptor)
 
     with mock.patch.object(_place, "_lock", late):
-        _place.Workspace(tmp_path / "saved", "other").make()
+        workspace(tmp_path / "saved", "other")
     assert live.path.is_dir()
 
 
@@ -243,20 +232,19 @@ def test_files_of_others_stay_if_their_heir_is_renamed(tmp_path: Path) -> None:
 def test_what_another_save_is_writing_is_not_removed(tmp_path: Path) -> None:
     """Remains of a dead one go: at once if that can be told, after an hour otherwise."""
     place = tmp_path / "saved"
-    live, dead = _place.Workspace(place, "live"), _place.Workspace(place, "dead")
-    for workspace in (live, dead):
-        workspace.make()
-        (workspace.path / "__0_0.distcp").write_bytes(b"half")
-    elsewhere, old = _place.Workspace(place, "elsewhere"), _place.Workspace(place, "old")
-    for workspace in (elsewhere, old):
-        workspace.make()
-        (workspace.path / ".owner").write_text("another host")
+    live, dead, elsewhere, old = (
+        workspace(place, name) for name in ("live", "dead", "elsewhere", "old")
+    )
+    for one in (live, dead):
+        (one.path / "__0_0.distcp").write_bytes(b"half")
+    for one in (elsewhere, old):
+        (one.path / ".owner").write_text("another host")
     hour = time.time() - 2 * _place.ABANDONED_AFTER_S
     for path in (old.path / ".owner", old.path):
         os.utime(path, (hour, hour))
-    for workspace in (dead, elsewhere, old):
-        assert workspace._lock is not None
-        os.close(workspace._lock)  # as the end of its process does
+    for one in (dead, elsewhere, old):
+        assert one._lock is not None
+        os.close(one._lock)  # as the end of its process does
     checkpoint.save(place, model_of(1))
     assert sorted(os.listdir(tmp_path)) == [".saved.tmp-elsewhere", ".saved.tmp-live", "saved"]
     live.remove()
@@ -273,9 +261,10 @@ def test_the_newest_of_what_stopped_saves_left_is_loaded(tmp_path: Path) -> None
         os.rename(place, tmp_path / f"kept-{number}")
     for number in range(3):
         os.rename(tmp_path / f"kept-{number}", tmp_path / f".saved.old-{number}")
-    model = model_of(-1)
-    checkpoint.load(place, model)
-    assert next(model.parameters()).unique().tolist() == [1.0]
+    remains = tmp_path / ".saved.tmp-1234"  # of a version that did not lock it
+    remains.mkdir()
+    os.utime(remains, (1, 1))
+    assert values_at(place, checkpoint.load) == {1.0}
     checkpoint.save(place, model_of(7))
     assert os.listdir(tmp_path) == ["saved"]
 
@@ -313,12 +302,10 @@ def test_ranks_without_a_common_file_system(tmp_path: Path, rank: int) -> None:
     own = tmp_path / f"disk{rank}"
     own.mkdir()
     common = tmp_path / "saved"
-    model = seeded(lambda: nn.Linear(13, 29), 1)
-    fsdp2.fully_shard(model, mesh=make_mesh())
+    model = fsdp2.fully_shard(nn.Linear(13, 29), mesh=make_mesh())
     checkpoint.save(common, model)
-    with pytest.raises(
-        fsdp2.StateError, match=r"does not see .*on a file system that all ranks share"
-    ):
+    said = "does not see .*on a file system that all ranks share"
+    with pytest.raises(fsdp2.StateError, match=said):
         checkpoint.save(own / "saved", model)
     dist.barrier()
     assert os.listdir(own) == []
@@ -329,8 +316,7 @@ def test_ranks_without_a_common_file_system(tmp_path: Path, rank: int) -> None:
 @ranks(2)
 def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: int) -> None:
     """Written and gone, or cut: it is noticed before the checkpoint before is retired."""
-    model = seeded(lambda: nn.Linear(13, 29), 1)
-    fsdp2.fully_shard(model, mesh=make_mesh())
+    model = fsdp2.fully_shard(nn.Linear(13, 29), mesh=make_mesh())
     place = tmp_path / "saved"
     checkpoint.save(place, model)
     before = {path.name: path.read_bytes() for path in place.iterdir()}

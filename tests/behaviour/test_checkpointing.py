@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -26,7 +25,18 @@ from torch.utils.checkpoint import (
 )
 
 import fsdp2
-from tests.kit.models import WIDTH, Block, Case, Inner, PartlyFrozen, Stack, each_block, floats
+from tests.kit.collectives import Gather
+from tests.kit.models import (
+    WIDTH,
+    Block,
+    Case,
+    Inner,
+    PartlyFrozen,
+    Stack,
+    Units,
+    each_block,
+    floats,
+)
 from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
@@ -48,10 +58,6 @@ class CheckpointedInside(nn.Module):
         return checkpoint(self.inner, x * self.scale, use_reentrant=self.reentrant)
 
 
-class ReentrantInside(CheckpointedInside):
-    reentrant = True
-
-
 class CheckpointedOutside(Stack):
     """A stack that recomputes whole units."""
 
@@ -62,10 +68,6 @@ class CheckpointedOutside(Stack):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.out(x)
-
-
-class ReentrantOutside(CheckpointedOutside):
-    reentrant = True
 
 
 class SpansUnits(Stack):
@@ -81,59 +83,6 @@ class SpansUnits(Stack):
         return self.blocks[1](self.blocks[0](x))
 
 
-class ReentrantSpansUnits(SpansUnits):
-    reentrant = True
-
-
-def inside(reentrant: bool) -> Callable[[], nn.Module]:
-    return lambda: Stack(ReentrantInside if reentrant else CheckpointedInside)
-
-
-def inside_nested(reentrant: bool) -> Callable[[], nn.Module]:
-    """A checkpoint inside a unit inside a checkpoint."""
-    block = ReentrantInside if reentrant else CheckpointedInside
-    outer = ReentrantOutside if reentrant else CheckpointedOutside
-    return lambda: outer(block)
-
-
-BUILDERS: dict[str, Callable[[bool], Callable[[], nn.Module]]] = {
-    "inside": inside,
-    "outside": lambda reentrant: ReentrantOutside if reentrant else CheckpointedOutside,
-    "spanning": lambda reentrant: ReentrantSpansUnits if reentrant else SpansUnits,
-    "both": inside_nested,
-}
-
-
-@pytest.mark.parametrize(
-    ("where", "kind", "reshard_after_forward"),
-    with_slow(
-        itertools.product(BUILDERS, KINDS, [True, False]),
-        [
-            ("inside", "reentrant", True),
-            ("outside", "non_reentrant", False),
-            ("spanning", "reentrant", False),
-            ("spanning", "non_reentrant", True),
-            ("both", "non_reentrant", True),
-        ],
-    ),
-)
-@ranks(2)
-def test_checkpointing(where: str, kind: str, reshard_after_forward: bool) -> None:
-    case = Case(BUILDERS[where](KINDS[kind]), each_block, floats)
-    Pair(case, reshard_after_forward=reshard_after_forward).train(steps=2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@ranks(2)
-def test_inner_units_of_a_checkpointed_unit(kind: str) -> None:
-    """The inner block is a unit of its own, recomputed inside the outer unit."""
-
-    def units(model: nn.Module) -> list[nn.Module]:
-        return [m for block in model.blocks for m in (block.inner, block)]
-
-    Pair(Case(inside(KINDS[kind]), units, floats)).train(steps=2)
-
-
 class RecomputedTwice(Stack):
     """One unit is called twice, in a checkpoint each time."""
 
@@ -146,62 +95,74 @@ class RecomputedTwice(Stack):
         return self.out(self.blocks[2](x))
 
 
-class ReentrantTwice(RecomputedTwice):
-    reentrant = True
+def units_inside(*names: str) -> Units:
+    """Return what gives blocks as units, after some modules of each."""
+    return lambda model: [
+        m for block in model.blocks for m in (*map(block.get_submodule, names), block)
+    ]
 
 
-@pytest.mark.parametrize("kind", with_slow(KINDS, ["reentrant"]))
+CASES: dict[str, tuple[type[Stack], type[nn.Module], Units]] = {
+    "inside": (Stack, CheckpointedInside, each_block),
+    "outside": (CheckpointedOutside, Block, each_block),
+    "spanning": (SpansUnits, Block, each_block),
+    "both": (CheckpointedOutside, CheckpointedInside, each_block),  # a checkpoint in another one
+    "inner units": (Stack, CheckpointedInside, units_inside("inner")),
+    "nested units": (CheckpointedOutside, Inner, units_inside("first", "second")),
+    "twice in a backward": (RecomputedTwice, Block, each_block),
+    "frozen parts": (CheckpointedOutside, PartlyFrozen, each_block),
+}
+
+
+def case_of(where: str, kind: str) -> Case:
+    outer, block, units = CASES[where]
+    how = {"reentrant": KINDS[kind]}
+    build = type(outer.__name__, (outer,), how)
+    return Case(lambda: build(type(block.__name__, (block,), how)), units, floats)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "reshard_after_forward"),
+    with_slow(
+        itertools.product(CASES, KINDS, [True, False]),
+        [
+            ("inside", "reentrant", True),
+            ("outside", "non_reentrant", False),
+            ("spanning", "reentrant", False),
+            ("spanning", "non_reentrant", True),
+            ("both", "non_reentrant", True),
+            ("inner units", "reentrant", True),
+            ("inner units", "non_reentrant", True),
+            ("nested units", "reentrant", True),
+            ("twice in a backward", "reentrant", True),
+            ("frozen parts", "reentrant", True),
+            ("frozen parts", "non_reentrant", True),
+        ],
+    ),
+)
 @ranks(2)
-def test_a_unit_that_one_backward_recomputes_twice(kind: str) -> None:
-    build = ReentrantTwice if KINDS[kind] else RecomputedTwice
-    Pair(Case(build, each_block, floats)).train(steps=2)
-
-
-@pytest.mark.parametrize("kind", with_slow(KINDS, ["reentrant"]))
-@ranks(2)
-def test_nested_units_under_one_checkpoint(kind: str) -> None:
-    outer = ReentrantOutside if KINDS[kind] else CheckpointedOutside
-
-    def units(model: nn.Module) -> list[nn.Module]:
-        return [m for block in model.blocks for m in (block.first, block.second, block)]
-
-    Pair(Case(lambda: outer(Inner, 2), units, floats)).train(steps=2)
+def test_checkpointing(where: str, kind: str, reshard_after_forward: bool) -> None:
+    Pair(case_of(where, kind), reshard_after_forward=reshard_after_forward).train(steps=2)
 
 
 @pytest.mark.parametrize(
     ("where", "kind"),
     with_slow(
-        itertools.product(BUILDERS, KINDS),
+        itertools.product(CASES, KINDS),
         [("outside", "reentrant"), ("spanning", "non_reentrant")],
     ),
 )
 @ranks(2)
 def test_two_forwards_in_one_backward(where: str, kind: str) -> None:
-    pair = Pair(Case(BUILDERS[where](KINDS[kind]), each_block, floats))
-    for _ in range(2):
-        first, expected_first = pair.losses(pair.batch())
-        second, expected_second = pair.losses(pair.batch())
-        (first + 2 * second).backward()
-        (expected_first + 2 * expected_second).backward()
-        pair.step()
-    pair.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@ranks(2)
-def test_checkpointed_frozen_parts(kind: str) -> None:
-    outer = ReentrantOutside if KINDS[kind] else CheckpointedOutside
-    Pair(Case(lambda: outer(PartlyFrozen), each_block, floats)).train(steps=2)
+    Pair(case_of(where, kind)).train_on_sums()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
 def test_accumulation_under_checkpointing(kind: str) -> None:
-    outer = ReentrantOutside if KINDS[kind] else CheckpointedOutside
-    pair = Pair(Case(outer, each_block, floats))
+    pair = Pair(case_of("outside", kind))
     pair.accumulate(3)
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @pytest.mark.parametrize("impl", CheckpointImpl)
@@ -218,7 +179,9 @@ def test_the_wrapper_of_torch_around_units(impl: CheckpointImpl) -> None:
 
 @ranks(4)
 def test_checkpointing_on_a_replicate_axis_and_a_smaller_mesh() -> None:
-    case = Case(CheckpointedOutside, each_block, floats)
+    selective = Case(lambda: Selective("outside", "all"), each_block, floats)
+    Pair(selective, reshard_after_forward=2).train(steps=2)
+    case = case_of("outside", "non_reentrant")
     Pair(case, mesh=make_mesh(2, 2)).train(steps=2)
     Pair(case, reshard_after_forward=2).train(steps=2)
 
@@ -383,13 +346,6 @@ def test_selective_checkpointing(where: str, policy: str, reshard_after_forward:
     pair.check()
 
 
-@ranks(4)
-def test_selective_checkpointing_over_a_smaller_mesh() -> None:
-    """Shards over fewer ranks, made after the forward, stay out of a policy's sight too."""
-    case = Case(lambda: Selective("outside", "all"), each_block, floats)
-    Pair(case, reshard_after_forward=2).train(steps=2)
-
-
 @ranks(2)
 def test_selective_checkpointing_in_mixed_precision() -> None:
     """Inputs are cast alike in forward and recomputation."""
@@ -427,16 +383,13 @@ def test_collectives_stay_visible_under_selective_checkpointing() -> None:
 # --- what a collective in flight holds ------------------------------------------------------------
 
 
-class Asks(fsdp2.AllGather):
+class Asks(Gather):
     """Records a graph of one node where a gather is issued."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
             torch.ones(1, requires_grad=True).exp()
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return super().__call__(*args, **kwargs)
 
 
 @ranks(2)

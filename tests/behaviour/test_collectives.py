@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
@@ -20,10 +19,10 @@ from fsdp2._core.base.policy import Residence
 from fsdp2._core.engine.tree import unit_of
 from tests.kit.in_turn import advance
 from tests.kit.meshes import BACKEND
-from tests.kit.models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
+from tests.kit.models import CASES, WIDTH, Block, loss_of, seeded
 from tests.kit.parity import Pair, make_mesh, shard
 from tests.kit.pool import ranks
-from tests.kit.slow import slow, with_slow
+from tests.kit.slow import slow
 
 
 def kinds(comm: CommDebugMode) -> Counter[str]:
@@ -52,70 +51,58 @@ def watch(pair: Pair) -> tuple[Counter[str], Counter[str]]:
 
 
 UNITS = 4  # three blocks and the root
+FORWARD = {"allgather": UNITS}
+BACKWARD = {"allgather": UNITS - 1, "reducescatter": UNITS}
 
 
-@ranks(slow(2), 3)
-def test_a_step_of_sharded_blocks() -> None:
-    pair = Pair("stack")
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward", "expected"),
+    [
+        ("stack", None, BACKWARD),
+        ("stack", True, FORWARD | {"reducescatter": UNITS}),
+        ("stack", False, {"reducescatter": UNITS}),
+        ("all_frozen_blocks", None, BACKWARD | {"reducescatter": 1}),  # the root
+        ("scalars", None, BACKWARD),
+        slow("partly_frozen", None, BACKWARD),
+        ("one_row", None, BACKWARD),
+        ("tied_within", None, BACKWARD),
+        slow("quantised", None, BACKWARD),
+    ],
+)
+@ranks(2, 3)
+def test_a_step_of_sharded_blocks(
+    name: str, reshard_after_forward: bool | None, expected: dict[str, int]
+) -> None:
+    """What a group holds does not change the counts."""
+    pair = Pair(name, reshard_after_forward=reshard_after_forward)
     for _ in range(3):
-        forward, backward = watch(pair)
-        assert forward == {"allgather": UNITS}
-        assert backward == {"allgather": UNITS - 1, "reducescatter": UNITS}
+        assert watch(pair) == (FORWARD, expected)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@ranks(2)
-def test_resharding_decides_about_the_gathers_in_backward(reshard_after_forward: bool) -> None:
-    pair = Pair("stack", reshard_after_forward=reshard_after_forward)
-    for _ in range(2):
-        forward, backward = watch(pair)
-        assert forward == {"allgather": UNITS}
-        assert backward["allgather"] == (UNITS if reshard_after_forward else 0)
-        assert backward["reducescatter"] == UNITS
-
-
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        ((2, 2), FORWARD, BACKWARD | {"allreduce": UNITS}),
+        ((4, 1), {}, {"allreduce": UNITS}),
+        ((1, 4), FORWARD, BACKWARD),
+    ],
+)
 @ranks(4)
-def test_a_replicate_axis_adds_one_all_reduce_a_unit() -> None:
-    pair = Pair("stack", mesh=make_mesh(2, 2))
+def test_a_replicate_axis_adds_one_all_reduce_a_unit(
+    shape: tuple[int, int], forward: dict[str, int], backward: dict[str, int]
+) -> None:
+    """An axis of one rank communicates nothing."""
+    pair = Pair("stack", mesh=make_mesh(*shape))
     for _ in range(2):
-        forward, backward = watch(pair)
-        assert forward == {"allgather": UNITS}
-        assert backward == {
-            "allgather": UNITS - 1,
-            "reducescatter": UNITS,
-            "allreduce": UNITS,
-        }
-
-
-@ranks(2)
-def test_an_axis_of_one_rank_communicates_nothing() -> None:
-    replicated = Pair("stack", mesh=make_mesh(2, 1))
-    sharded = Pair("stack", mesh=make_mesh(1, 2))
-    for _ in range(2):
-        forward, backward = watch(replicated)
-        assert forward == {}
-        assert backward == {"allreduce": UNITS}
-        forward, backward = watch(sharded)
-        assert forward == {"allgather": UNITS}
-        assert backward == {"allgather": UNITS - 1, "reducescatter": UNITS}
+        assert watch(pair) == (forward, backward)
 
 
 @ranks(1)
 def test_one_rank_communicates_nothing() -> None:
-    pair = Pair("stack")
-    for _ in range(2):
-        assert watch(pair) == ({}, {})
-    pair = Pair("stack", mesh=make_mesh(1, 1))
-    assert watch(pair) == ({}, {})
-
-
-@ranks(2)
-def test_frozen_units_are_not_reduced() -> None:
-    pair = Pair("all_frozen_blocks")
-    for _ in range(2):
-        forward, backward = watch(pair)
-        assert forward == {"allgather": UNITS}
-        assert backward["reducescatter"] == 1  # the root
+    for shape in ((), (1, 1)):
+        pair = Pair("stack", mesh=make_mesh(*shape))
+        for _ in range(2):
+            assert watch(pair) == ({}, {})
 
 
 @ranks(2)
@@ -124,7 +111,7 @@ def test_accumulation_without_sync_does_not_reduce() -> None:
     pair.model.set_requires_gradient_sync(False)
     assert watch(pair)[1] == {"allgather": UNITS - 1}
     pair.model.set_requires_gradient_sync(True)
-    assert watch(pair)[1] == {"allgather": UNITS - 1, "reducescatter": UNITS}
+    assert watch(pair)[1] == BACKWARD
 
 
 @ranks(2)
@@ -138,22 +125,6 @@ def test_unshard_is_one_all_gather_and_reshard_none() -> None:
     with CommDebugMode() as comm:
         pair.model.blocks[0].reshard()
     assert kinds(comm) == {}
-
-
-@pytest.mark.parametrize(
-    "name",
-    with_slow(
-        ["scalars", "partly_frozen", "one_row", "tied_within", "quantised"],
-        ["scalars", "one_row", "tied_within"],
-    ),
-)
-@ranks(2)
-def test_what_a_group_holds_does_not_change_the_counts(name: str) -> None:
-    pair = Pair(name)
-    for _ in range(2):
-        forward, backward = watch(pair)
-        assert forward == {"allgather": UNITS}
-        assert backward == {"allgather": UNITS - 1, "reducescatter": UNITS}
 
 
 @ranks(2)
@@ -182,30 +153,27 @@ def test_sharding_a_model_communicates_nothing() -> None:
 @ranks(2)
 def test_the_order_of_prefetched_gathers_is_the_same_every_step() -> None:
     """From the second step on the recorded order only moves gathers earlier; their number stays."""
-    pair = Pair(Case(CASES["nested_units"].build, CASES["nested_units"].units, floats))
+    pair = Pair("nested_units")
     counts = [watch(pair) for _ in range(3)]
     assert counts[0] == counts[1] == counts[2]
     assert counts[0][0]["allgather"] == 5  # two inner units, two outer units, the root
 
 
+@pytest.mark.parametrize(("name", "units"), [("stack", UNITS), ("one_group", UNITS - 1)])
 @ranks(2)
-def test_evaluation_only_gathers() -> None:
-    pair = Pair("stack")
+def test_evaluation_only_gathers(name: str, units: int) -> None:
+    pair = Pair(name)
     pair.train(steps=1)
     with CommDebugMode() as comm, torch.no_grad():
         pair.run(pair.model, pair.local(pair.batch()))
-    assert kinds(comm) == {"allgather": UNITS}
+    assert kinds(comm) == {"allgather": units}
 
 
 @ranks(2)
 def test_a_lone_unit() -> None:
     model = fsdp2.fully_shard(seeded(Block))
-
-    def step() -> Tensor:
-        return loss_of(model(torch.randn(4, WIDTH)))
-
     with CommDebugMode() as comm:
-        step().backward()
+        loss_of(model(torch.randn(4, WIDTH))).backward()
     assert kinds(comm) == {"allgather": 1, "reducescatter": 1}
 
 

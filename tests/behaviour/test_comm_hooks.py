@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.collectives import Scatter
 from tests.kit.meshes import random_numbers
 from tests.kit.models import CASES, Stack, loss_of, seeded
 from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh, shard, whole
@@ -88,13 +89,9 @@ def test_a_hook_carries_the_gradients_of_placeholders(shape: tuple[int, ...]) ->
     pair = Pair("stack", mesh=make_mesh(*shape))
     state: dict[str, int] = {}
     fsdp2.register_comm_hook(pair.model, summing, state)
-    batch = pair.batch()
-    outputs = []
-    for model, x in ((pair.model, pair.local(batch).args), (pair.reference, batch.args)):
+    for model, part in pair.each():
         scaled = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
-        outputs.append(torch.func.functional_call(model, scaled, x))
-    for output in outputs:
-        output.square().mean().backward()
+        torch.func.functional_call(model, scaled, part.args).square().mean().backward()
     assert_same_gradients(pair.model, pair.reference, 2e-6)
     assert state["calls"] >= len(list(pair.model.parameters()))
 
@@ -153,7 +150,6 @@ def test_what_the_wire_carries() -> None:
     """Reductions are in bf16 while a hook compresses."""
     model = shard(seeded(Stack), CASES["stack"])
     seen: list[torch.dtype] = []
-    real = fsdp2.Compress(BF16)
 
     class Watch(fsdp2.Compress):
         def narrow(self, state: Any, packed: Tensor, ranks: int) -> tuple[Tensor, float]:
@@ -165,7 +161,7 @@ def test_what_the_wire_carries() -> None:
     with CommDebugMode() as mode:
         model(torch.randn(4, 13)).sum().backward()
     assert seen == [BF16] * 4
-    assert real.dtype is BF16
+    assert fsdp2.Compress(BF16).dtype is BF16
     assert mode.get_total_counts() >= 4
     assert all(p.grad.dtype is FP32 for p in model.parameters())  # type: ignore[union-attr]
 
@@ -173,24 +169,18 @@ def test_what_the_wire_carries() -> None:
 @ranks(2)
 def test_hooks_that_are_refused() -> None:
     model = shard(seeded(Stack), CASES["stack"])
-    with pytest.raises(fsdp2.ConfigError, match="not applied to any module"):
-        fsdp2.register_comm_hook(nn.Linear(1, 1), summing)
-    with pytest.raises(fsdp2.ConfigError, match="hook to be a function"):
-        fsdp2.register_comm_hook(model, 3)  # type: ignore[arg-type]
-    with pytest.raises(fsdp2.ConfigError, match="Omit it"):
-        fsdp2.register_comm_hook(model, fsdp2.Compress(BF16), {})
+    calls: list[tuple[str, Any, Any]] = [
+        ("not applied to any module", nn.Linear(1, 1), [summing]),
+        ("hook to be a function", model, [3]),
+        ("Omit it", model, [fsdp2.Compress(BF16), {}]),
+    ]
+    for said, module, given in calls:
+        with pytest.raises(fsdp2.ConfigError, match=said):
+            fsdp2.register_comm_hook(module, *given)
     with pytest.raises(fsdp2.ConfigError, match=r"found torch\.float32"):
         fsdp2.Compress(FP32)
-
-    class Own(fsdp2.ReduceScatter):
-        def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError
-
-    model.blocks[0].set_custom_reduce_scatter(Own())
-    with pytest.raises(fsdp2.ConfigError, match="has a custom reduce-scatter, Own"):
+    model.blocks[0].set_custom_reduce_scatter(Scatter())
+    with pytest.raises(fsdp2.ConfigError, match="has a custom reduce-scatter, Scatter"):
         fsdp2.register_comm_hook(model, summing)
     fsdp2.register_comm_hook(model, summing, recurse=False)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,15 @@ import fsdp2
 from tests.behaviour.test_optim import NOT_ON_DTENSORS, OPTIMIZERS, WITH_FUSED, assert_same_state
 from tests.kit.in_turn import advance
 from tests.kit.models import CASES, EVERY_KIND, WIDTH, Case, first_blocks, floats, loss_of, seeded
-from tests.kit.parity import ROWS, assert_same, assert_same_parameters, make_mesh, names_of, shard
+from tests.kit.parity import (
+    ROWS,
+    assert_same,
+    assert_same_parameters,
+    make_mesh,
+    names_of,
+    replicas_of_four,
+    shard,
+)
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import slow, with_slow
 from tests.kit.tensor_parallel import RTOL, FeedForward, Twin, colwise_then_rowwise, mesh_of
@@ -74,18 +82,6 @@ class FewOdd(nn.Module):
 FEW_ODD = Case(FewOdd, lambda model: [model.out], floats)
 
 
-class Graphs:
-    """A backend that counts its graphs and compiles each with another one."""
-
-    def __init__(self, backend: str) -> None:
-        self.count = 0
-        self._compile = lookup_backend(backend)
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.count += 1
-        return self._compile(graph, inputs)
-
-
 def training_step(model: nn.Module, optimizer: Optimizer, batch: Any) -> tuple[Tensor, Tensor]:
     """Do what a user's loop does; return the loss and the norm."""
     loss = loss_of(model(*batch.args, **batch.kwargs))
@@ -109,7 +105,7 @@ class Twins:
         **kwargs: Any,
     ) -> None:
         self.case = CASES[case] if isinstance(case, str) else case
-        self.graphs = Graphs(backend)
+        self.graphs = CompileCounterWithBackend(backend)
         self.rtol = 5e-4 if backend == "inductor" else 1e-6
         self.plain, self.model = (shard(seeded(self.case.build), self.case, **kwargs) for _ in "ab")
         self.plain_optimizer, self.optimizer = (
@@ -165,7 +161,7 @@ def train_compiled_steps(twins: Twins, steps: int = 4, keeps: bool = False) -> N
         twins.plain_optimizer.step()
         with no_recompiles_from(2, now):
             compiled()
-        counts.append(twins.graphs.count)
+        counts.append(twins.graphs.frame_count)
         for optimizer in (twins.plain_optimizer, twins.optimizer):
             optimizer.zero_grad()
     assert counts[1] == counts[-1]
@@ -174,6 +170,10 @@ def train_compiled_steps(twins: Twins, steps: int = 4, keeps: bool = False) -> N
 
 
 # --- what the compiler sees -----------------------------------------------------------------------
+
+
+def how_it_lies(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset()
 
 
 @ranks(2)
@@ -189,18 +189,14 @@ def test_fakes_are_made_of_what_is_sharded() -> None:
             tensors[f"{name}.grad"] = param.grad
             tensors[f"{name}.grad, detached"] = param.grad.detach()
             tensors[f"{name}.exp_avg"] = twins.optimizer.state[param]["exp_avg"]
-    offsets = [local_offset(tensor) for tensor in tensors.values()]
+    offsets = [tensor.to_local().storage_offset() for tensor in tensors.values()]
     assert sum(map(bool, offsets)) > len(offsets) / 3  # most gradients and states
     for name, tensor in tensors.items():
         fake = FakeTensorMode().from_tensor(tensor)
         assert type(fake) is DTensor, name
         assert fake.placements == tensor.placements, name
-        for mine, theirs in ((fake, tensor), (fake.to_local(), tensor.to_local())):
-            assert mine.shape == theirs.shape, name
-            assert mine.stride() == theirs.stride(), name
-            assert mine.dtype is theirs.dtype, name
-            assert mine.device == theirs.device, name
-            assert mine.storage_offset() == theirs.storage_offset(), name
+        assert how_it_lies(fake) == how_it_lies(tensor), name
+        assert how_it_lies(fake.to_local()) == how_it_lies(tensor.to_local()), name
         assert fake.requires_grad == tensor.requires_grad, name
         if not name.endswith("detached"):  # torch copies no wrapper that has an offset
             restored = io.BytesIO()
@@ -209,10 +205,6 @@ def test_fakes_are_made_of_what_is_sharded() -> None:
             copies = [copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor))]
             for again in (*copies, torch.load(restored, weights_only=False)):
                 assert torch.equal(again.to_local(), tensor.to_local()), name
-
-
-def local_offset(tensor: Tensor) -> int:
-    return int(tensor.to_local().storage_offset())
 
 
 @ranks(2)
@@ -225,7 +217,7 @@ def test_fakes_of_other_wrappers_are_torchs() -> None:
     assert any(grad.storage_offset() for grad in grads)
     for grad in grads:
         fake = FakeTensorMode().from_tensor(grad)
-        assert fake.storage_offset() == grad.storage_offset() == local_offset(fake)
+        assert fake.storage_offset() == grad.storage_offset() == fake.to_local().storage_offset()
 
 
 # --- steps of optimizers --------------------------------------------------------------------------
@@ -236,7 +228,7 @@ def test_a_compiled_step() -> None:
     """One graph of all parameters, and gradients that the user keeps stay what they were."""
     twins = Twins(ODD, torch.optim.AdamW)
     train_compiled_steps(twins, keeps=True)
-    assert twins.graphs.count == 1
+    assert twins.graphs.frame_count == 1
 
 
 CLASSES = [
@@ -291,11 +283,6 @@ def test_other_ways_to_compile_a_step(backend: str, dynamic: bool | None) -> Non
 
 
 @ranks(slow(4), limit_s=300)
-def test_a_compiled_step_on_two_axes() -> None:
-    train_compiled_steps(Twins(ODD, torch.optim.AdamW, mesh=make_mesh(2, 2)))
-
-
-@ranks(slow(4), limit_s=300)
 def test_a_compiled_step_of_tensor_parallel_parameters() -> None:
     """Beside torch's optimizer on an unsharded model."""
     twin = Twin(FeedForward(TP_WIDTH, 30), mesh_of(data=2, tensor=2), colwise_then_rowwise)
@@ -308,15 +295,14 @@ def test_a_compiled_step_of_tensor_parallel_parameters() -> None:
         twin.backward()
         with no_recompiles_from(2, now):
             compiled()
-        reference_optimizer.step()
-        for stepped in (optimizer, reference_optimizer):
-            stepped.zero_grad()
+        optimizer.zero_grad()
+        advance(reference_optimizer)
     assert_same_parameters(twin.model, twin.reference, RTOL)
 
 
-@ranks(slow(3), limit_s=300)
-def test_a_compiled_step_without_rows_on_a_rank() -> None:
-    train_compiled_steps(Twins(ODD, torch.optim.AdamW))
+@ranks(slow(3), slow(4), limit_s=300)
+def test_a_compiled_step_without_rows_on_a_rank_and_on_two_axes() -> None:
+    train_compiled_steps(Twins(ODD, torch.optim.AdamW, mesh=replicas_of_four()))
 
 
 @pytest.mark.parametrize("name", with_slow(["AdamW", "SGD", "Adagrad"], ["AdamW"]))
@@ -326,7 +312,7 @@ def test_a_compiled_step_on_local_shards(name: str) -> None:
     cls, kwargs = getattr(torch.optim, name), OPTIMIZERS[name][-1]
     twins = Twins(ODD, lambda params: fsdp2.optim.local(cls, params, **kwargs))
     train_compiled_steps(twins, keeps=True)
-    assert twins.graphs.count == 0
+    assert twins.graphs.frame_count == 0
     assert_same_state(twins.optimizer.state_dict(), twins.plain_optimizer.state_dict())
     compiled = torch.compile(twins.optimizer.zero_grad, **twins.options)
     for set_to_none in (False, True):
@@ -369,7 +355,7 @@ def test_clipping_inside_of_a_compiled_function() -> None:
             for mine, theirs in zip(*grads, strict=True):
                 if isinstance(theirs, DTensor):
                     assert torch.equal(mine.to_local(), theirs.to_local())
-            counts.append(twins.graphs.count)
+            counts.append(twins.graphs.frame_count)
     assert counts[:3] == [0, 0, 0]
     assert counts[3] == counts[5] > 0
 
@@ -408,7 +394,7 @@ def test_a_training_step_compiled_whole(model: str, optimizer: str, backend: str
         for actual, value in zip(found, expected, strict=True):
             torch.testing.assert_close(actual, value, rtol=twins.rtol, atol=twins.rtol)
         assert all(p.grad is None for p in twins.model.parameters())
-        counts.append(twins.graphs.count)
+        counts.append(twins.graphs.frame_count)
     assert counts[1] == counts[-1] > 0
     twins.check()
 
@@ -440,7 +426,7 @@ def test_a_compiled_model_inside_of_a_compiled_function() -> None:
     """The graph breaks there and nowhere else, with gradients and without."""
     model = shard(seeded(Odd), ODD)
     inner = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
-    graphs = Graphs("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
 
     def run(x: Tensor) -> Tensor:
         return torch.tanh(inner(x * 2)) + 1
@@ -452,6 +438,6 @@ def test_a_compiled_model_inside_of_a_compiled_function() -> None:
         assert_same(compiled(x), torch.tanh(model(x * 2)) + 1, "output")
         assert_same(wrapped(x), model(x), "output")
         compiled(x).sum().backward()
-    assert graphs.count == 2  # before and behind the model
+    assert graphs.frame_count == 2  # before and behind the model
     with torch.no_grad():
         assert_same(compiled(x), torch.tanh(model(x * 2)) + 1, "output")

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2._core.base.events import Event, listen
 from fsdp2._core.engine.tree import unit_of
-from tests.kit.in_turn import advance, shard_each
+from tests.kit.in_turn import advance, reshard_all, units_of
 from tests.kit.models import (
     CASES,
     WIDTH,
@@ -45,9 +45,8 @@ from tests.kit.slow import with_slow
 
 def is_whole(module: nn.Module) -> bool:
     """True if the module's own parameters are plain tensors now; they must not be mixed."""
-    kinds = {isinstance(p, DTensor) for p in module.parameters()}
-    assert len(kinds) == 1
-    return not kinds.pop()
+    (is_sharded,) = {isinstance(p, DTensor) for p in module.parameters()}
+    return not is_sharded
 
 
 # --- what fully_shard makes of a module -----------------------------------------------------------
@@ -141,53 +140,39 @@ def test_the_state_is_in_the_composable_registry() -> None:
 # --- what is registered when ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize(
+    ("choice", "meant"), [(None, None), (True, True), (False, False), (1, False), (2, True)]
+)
 @ranks(2)
-def test_what_is_registered_after_forward(reshard_after_forward: bool | None) -> None:
-    pair = Pair("stack", reshard_after_forward=reshard_after_forward)
+def test_what_is_registered_after_forward(choice: bool | int | None, meant: bool | None) -> None:
+    """As in torch's own, 1 is False and the number of ranks is True."""
+    pair = Pair("stack", reshard_after_forward=choice)
     for _ in range(2):
         assert_sharded(pair.model)
-        loss, _ = pair.losses(pair.batch())
-        assert is_whole(pair.model.blocks[0]) is (reshard_after_forward is False)
-        assert is_whole(pair.model.inp) is (reshard_after_forward is not True)
-        loss.backward()
+        losses = pair.losses()
+        assert is_whole(pair.model.blocks[0]) is (meant is False)
+        assert is_whole(pair.model.inp) is (meant is not True)
+        losses.backward()
         assert_sharded(pair.model)
+        pair.step()
         with torch.no_grad():
             pair.run(pair.model, pair.local(pair.batch()))
-        assert is_whole(pair.model.blocks[0]) is (reshard_after_forward is False)
-        assert is_whole(pair.model.inp) is (reshard_after_forward is False)
-        pair.model.reshard()
-        for block in pair.model.blocks:
-            block.reshard()
+        assert is_whole(pair.model.blocks[0]) is (meant is False)
+        assert is_whole(pair.model.inp) is (meant is False)
+        reshard_all(pair.model)
 
 
 @ranks(4)
 def test_an_int_leaves_shards_of_the_smaller_mesh(rank: int) -> None:
     pair = Pair("stack", reshard_after_forward=2)
     full = names_of(pair.reference)["blocks.0.up.weight"]
-    loss, expected = pair.losses(pair.batch())
+    losses = pair.losses()
     registered = pair.model.blocks[0].up.weight
     assert registered.full_tensor().shape == (29, 13)
     assert torch.equal(registered.to_local(), full.chunk(2)[rank % 2])
-    loss.backward()
-    expected.backward()
+    losses.backward()
     assert torch.equal(pair.model.blocks[0].up.weight.to_local(), full.chunk(4)[rank])
-    pair.step()
-    pair.check()
-
-
-@ranks(2)
-def test_the_ints_that_mean_a_bool() -> None:
-    """As in torch's own, 1 is False and the number of ranks is True."""
-    for choice in (1, 2):
-        pair = Pair("stack", reshard_after_forward=choice)
-        loss, expected = pair.losses(pair.batch())
-        assert is_whole(pair.model.blocks[0]) is (choice == 1)
-        assert is_whole(pair.model.inp) is (choice == 1)
-        loss.backward()
-        expected.backward()
-        pair.step()
-        pair.check()
+    pair.finish()
 
 
 # --- unshard and reshard --------------------------------------------------------------------------
@@ -229,48 +214,28 @@ def test_an_unshard_that_nobody_waits_for() -> None:
     pair.train(steps=1)
 
 
-@ranks(2)
-def test_unshard_before_forward_and_between_forward_and_backward() -> None:
-    pair = Pair("stack")
-    for _ in range(2):
-        for block in pair.model.blocks:
-            block.unshard()
-        loss, expected = pair.losses(pair.batch())
-        for block in pair.model.blocks:
-            block.unshard()
-        loss.backward()
-        expected.backward()
-        pair.step()
-    pair.check()
-
-
-@ranks(2)
-def test_reshard_between_forward_and_backward() -> None:
-    """A user who keeps parameters after forward may still free them."""
-    pair = Pair("stack", reshard_after_forward=False)
-    for _ in range(2):
-        loss, expected = pair.losses(pair.batch())
-        pair.model.reshard()
-        for block in pair.model.blocks:
-            block.reshard()
-        assert_sharded(pair.model)
-        loss.backward()
-        expected.backward()
-        pair.step()
-    pair.check()
-
-
+@pytest.mark.parametrize(("choice", "gives_up"), [(False, False), (2, False), (2, True)])
 @ranks(4)
-def test_reshard_from_the_smaller_mesh() -> None:
-    pair = Pair("stack", reshard_after_forward=2)
-    loss, expected = pair.losses(pair.batch())
-    for block in pair.model.blocks:
-        block.reshard()
-        assert block.up.weight.to_local().shape[0] < 9  # of 29 rows, a quarter
-    loss.backward()
-    expected.backward()
-    pair.step()
-    pair.check()
+def test_reshard_between_forward_and_backward(choice: bool | int, gives_up: bool) -> None:
+    """A user who keeps parameters after forward, or shards of a smaller mesh, may free them.
+
+    He may also give the smaller mesh up: unsharded parameters lie where they lay, so what the graph
+    saved stays valid.
+    """
+    pair = Pair("stack", reshard_after_forward=choice)
+    for _ in range(2):
+        losses = pair.losses()
+        for block in pair.model.blocks:
+            if gives_up:
+                block.set_reshard_after_forward(True)
+            else:
+                block.reshard()
+                assert block.up.weight.to_local().shape[0] < 9  # of 29 rows, a quarter
+        if not gives_up:
+            pair.model.reshard()
+            assert_sharded(pair.model)
+        losses.backward()
+        pair.finish()
 
 
 @ranks(2)
@@ -278,17 +243,12 @@ def test_weights_are_whole_inside_unshard() -> None:
     """A loss that reads `.weight` of a module outside of its forward."""
     pair = Pair("untied_lm")
     for _ in range(2):
-        batch = pair.batch()
-        losses = []
-        for model, part in ((pair.model, pair.local(batch)), (pair.reference, batch)):
-            if isinstance(model, fsdp2.FSDPModule):
-                model.head.unshard()
+        pair.model.head.unshard()
+        for model, part in pair.each():
             weight = model.head.proj.weight
             assert not isinstance(weight, DTensor)
             norm = weight.detach().square().sum()
-            losses.append(loss_of(model(*part.args)) * norm)
-        losses[0].backward()
-        losses[1].backward()
+            (loss_of(model(*part.args)) * norm).backward()
         assert_same_gradients(pair.model, pair.reference, 3e-6)
         pair.zero_grad()
 
@@ -327,8 +287,7 @@ def test_set_reshard_after_backward() -> None:
     with CommDebugMode() as comm:
         pair.run(pair.model, pair.local(batch))
     assert comm.get_total_counts() == 0, "whole parameters were gathered again"
-    for block in (pair.model, *pair.model.blocks):
-        block.reshard()
+    reshard_all(pair.model)
     pair.model.set_reshard_after_backward(True)
     pair.step()
     pair.train(steps=2)
@@ -397,19 +356,18 @@ class Methods(Stack):
 @ranks(2)
 def test_registered_methods_gather_like_forward() -> None:
     pair = Pair(Case(Methods, each_block, floats))
-    fsdp2.register_fsdp_forward_method(pair.model, "encode")
-    fsdp2.register_fsdp_forward_method(pair.model, "generate")
+    for name in ("encode", "generate"):
+        fsdp2.register_fsdp_forward_method(pair.model, name)
     for _ in range(2):
-        batch = pair.batch()
-        for model, part in ((pair.model, pair.local(batch)), (pair.reference, batch)):
+        for model, part in pair.each():
             model.encode(*part.args, scale=2.0).square().mean().backward()
         assert_same_gradients(pair.model, pair.reference, 2e-6)
         pair.zero_grad()
         pair.train(steps=1)
+        args = pair.local(pair.batch()).args
         with torch.no_grad():
-            actual = pair.model.generate(*pair.local(batch).args, steps=3)
-            expected = pair.reference.generate(*pair.local(batch).args, steps=3)
-        assert_same(actual, expected, "generated", 2e-6)
+            outputs = [m.generate(*args, steps=3) for m in (pair.model, pair.reference)]
+        assert_same(*outputs, "generated", 2e-6)
         assert_sharded(pair.model)
 
 
@@ -427,10 +385,7 @@ def test_a_registered_method_of_a_block() -> None:
             x = self.blocks[0].project(self.inp(x))
             return self.out(self.blocks[2](self.blocks[1].project(x)))
 
-    def units(model: nn.Module) -> list[nn.Module]:
-        return list(model.blocks)
-
-    pair = Pair(Case(Projecting, units, floats))
+    pair = Pair(Case(Projecting, each_block, floats))
     for block in pair.model.blocks:
         fsdp2.register_fsdp_forward_method(block, "project")
     pair.train(steps=2)
@@ -453,40 +408,33 @@ def test_several_modules_in_one_group(reshard_after_forward: bool) -> None:
     Pair("one_group", reshard_after_forward=reshard_after_forward).train()
 
 
-@ranks(2)
-def test_a_group_gathers_once_for_its_modules() -> None:
-    pair = Pair("one_group")
-    pair.train(steps=1)
-    batch = pair.batch()
-    with CommDebugMode() as comm, torch.no_grad():
-        pair.run(pair.model, pair.local(batch))
-    assert comm.get_total_counts() == 3  # the root, the pair, the single block
+class HeadApart(nn.Module):
+    """Its forward ends in the norm; what calls it uses the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 29)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.block(x))
+
+
+def norm_with_head(model: nn.Module) -> list[Any]:
+    return [model.block, [model.norm, model.head]]
 
 
 @ranks(2)
 def test_norm_and_head_as_one_group_with_a_loss_in_chunks() -> None:
     """The main forward runs the norm; the head runs later, chunk by chunk."""
 
-    class Chunked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-            self.norm = nn.LayerNorm(WIDTH)
-            self.head = nn.Linear(WIDTH, 29)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.block(x))
-
-    pair = Pair(Case(Chunked, lambda m: [m.block, [m.norm, m.head]], floats))
+    pair = Pair(Case(HeadApart, norm_with_head, floats))
     for _ in range(2):
-        batch = pair.batch()
-        for model, part, share in (
-            (pair.model, pair.local(batch), 1.0),
-            (pair.reference, batch, 1.0),
-        ):
+        for model, part in pair.each():
             hidden = model(*part.args)
             for chunk in hidden.chunk(2):
-                (model.head(chunk).square().mean() * share / 2).backward(retain_graph=True)
+                (model.head(chunk).square().mean() / 2).backward(retain_graph=True)
         assert_same_gradients(pair.model, pair.reference, 3e-6)
         advance(pair.optimizer, pair.reference_optimizer)
     assert_same_parameters(pair.model, pair.reference, 3e-6)
@@ -514,19 +462,15 @@ def test_a_group_that_ran_in_part_stays_whole_if_it_is_told_to(sync_each: bool) 
     Its backward comes before that of the norm, which would gather the group again.
     """
 
-    class Fused(nn.Module):
+    class Fused(HeadApart):
         def __init__(self) -> None:
             super().__init__()
-            self.block = Block()
-            self.norm = nn.LayerNorm(WIDTH)
-            self.head = nn.Linear(WIDTH, 29, bias=False)
+            self.head.bias = None
 
         def forward(self, x: Tensor) -> Tensor:
-            return _Product.apply(self.norm(self.block(x)), self.head.weight)  # type: ignore[no-any-return]  # of torch
+            return _Product.apply(super().forward(x), self.head.weight)  # type: ignore[no-any-return]  # of torch
 
-    pair = Pair(
-        Case(Fused, lambda m: [m.block, [m.norm, m.head]], floats), reshard_after_forward=False
-    )
+    pair = Pair(Case(Fused, norm_with_head, floats), reshard_after_forward=False)
     for _ in range(3):
         for last in (False, True):
             pair.model.set_requires_gradient_sync(last or sync_each)
@@ -556,15 +500,14 @@ def test_evaluations_gather_once_if_that_was_asked_for(by_call: bool) -> None:
 
     evaluate()
     assert [evaluate(), evaluate()] == [0 if by_call else count] * 2
-    for model in (pair.model, pair.reference):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)  # counts a version
+    params = [*pair.model.parameters(), *pair.reference.parameters()]
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)  # counts a version
     assert [evaluate(), evaluate()] == [count, 0 if by_call else count]
-    for model in (pair.model, pair.reference):
-        for param in model.parameters():
-            local = param.to_local() if isinstance(param, DTensor) else param
-            local.data.mul_(0.5)  # counts none: a forward that trains gathers again
+    for param in params:
+        local = param.to_local() if isinstance(param, DTensor) else param
+        local.data.mul_(0.5)  # counts none: a forward that trains gathers again
     pair.train(steps=2)
     assert [evaluate(), evaluate()] == [count, 0 if by_call else count]
     pair.model.set_reshard_after_forward(True)
@@ -574,27 +517,16 @@ def test_evaluations_gather_once_if_that_was_asked_for(by_call: bool) -> None:
 
 @ranks(2)
 def test_ignored_parameters_are_left_to_the_user() -> None:
-    case = CASES["stack"]
-    pair_model = seeded(case.build)
-    ignored = {pair_model.inp.weight, pair_model.blocks[1].up.weight}
-    reference = seeded(case.build)
-    shard(pair_model, case, ignored_params=ignored)
-    assert pair_model.inp.weight in ignored
-    assert pair_model.blocks[1].up.weight in ignored
+    model, reference = seeded(Stack), seeded(Stack)
+    ignored = {model.inp.weight, model.blocks[1].up.weight}
+    shard(model, CASES["stack"], ignored_params=ignored)
+    assert {model.inp.weight, model.blocks[1].up.weight} == ignored
     x = torch.randn(6, WIDTH)  # the same on both ranks: local gradients are the mean already
-    for model in (pair_model, reference):
-        loss_of(model(x)).backward()
-    for fqn, parameter in names_of(pair_model).items():
+    for one in (model, reference):
+        loss_of(one(x)).backward()
+    for fqn, parameter in names_of(model).items():
         assert isinstance(parameter, DTensor) is (parameter not in ignored), fqn
-        assert_same(parameter.grad, names_of(reference)[fqn].grad, fqn)
-
-
-@ranks(2)
-def test_units_without_any_parameter() -> None:
-    def units(model: nn.Module) -> list[nn.Module]:
-        return [m for m in model.modules() if isinstance(m, (nn.Tanh, nn.Linear))]
-
-    Pair(Case(CASES["sequential"].build, units, floats)).train(steps=2)
+    assert_same_gradients(model, reference)
 
 
 @ranks(2)
@@ -636,9 +568,8 @@ def test_a_divide_factor_may_change_between_steps() -> None:
     """Gradients are the sum divided by what is set now, whatever earlier steps divided by."""
     pair = Pair("stack")
     for factor in (2.0, 1.0, 4.0):
-        for module in pair.model.modules():
-            if isinstance(module, fsdp2.FSDPModule):
-                module.set_gradient_divide_factor(factor)
+        for unit in units_of(pair.model):
+            unit.set_gradient_divide_factor(factor)
         pair.backward()
         for parameter in pair.reference.parameters():
             if parameter.grad is not None:
@@ -665,20 +596,3 @@ def test_units_that_stay_whole_see_every_step(flat: bool) -> None:
     for _ in range(4):
         pair.backward()  # compares the losses
         advance(pair.optimizer, pair.reference_optimizer)
-
-
-@ranks(4)
-def test_the_smaller_mesh_is_given_up_between_forward_and_backward() -> None:
-    """What the graph saved stays valid: unsharded parameters lie where they lay."""
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model = copy.deepcopy(reference)
-    shard_each(*model, mesh=make_mesh(4), reshard_after_forward=2)
-    fsdp2.fully_shard(model, mesh=make_mesh(4))
-    x = torch.ones(2, 16)
-    loss = model(x).sum()
-    for layer in model:
-        layer.set_reshard_after_forward(True)  # type: ignore[operator]  # of a unit
-    loss.backward()
-    reference(x).sum().backward()
-    assert_same_gradients(model, reference)

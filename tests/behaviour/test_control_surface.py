@@ -24,6 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import units_of
 from tests.kit.models import (
     CASES,
     VOCAB,
@@ -42,6 +43,7 @@ from tests.kit.parity import (
     assert_same_gradients,
     assert_sharded,
     make_mesh,
+    replicas_of_four,
     shard,
 )
 from tests.kit.pool import ranks
@@ -51,16 +53,23 @@ FINE = 4e-6
 """Tolerance where the reference divides at another place than the reduction."""
 
 
-def mesh_of(world_size: int) -> Any:
-    """Return replicas of shards for four ranks, shards alone for fewer."""
-    return make_mesh(2, 2) if world_size == 4 else make_mesh()
+OF_ROOT = ("inp.", "out.")
+"""How the names of the root's own parameters begin."""
 
 
-def scale_reference(pair: Pair, factor: float, prefix: str = "") -> None:
-    """Multiply the reference's gradients of the parameters whose names begin with `prefix`."""
+def check_scaled(pair: Pair, factors: dict[Any, float], rtol: float = FINE) -> None:
+    """Compare gradients with scaled ones of the reference, and clear them.
+
+    Args:
+        factors: By how names of parameters begin; one string, or several.
+        rtol: Of the comparison.
+    """
     for name, parameter in pair.reference.named_parameters():
-        if name.startswith(prefix) and parameter.grad is not None:
-            parameter.grad.mul_(factor)
+        for prefix, factor in factors.items():
+            if name.startswith(prefix) and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+    assert_same_gradients(pair.model, pair.reference, rtol)
+    pair.zero_grad()
 
 
 # --- what a gradient is ---------------------------------------------------------------------------
@@ -69,16 +78,12 @@ def scale_reference(pair: Pair, factor: float, prefix: str = "") -> None:
 @ranks(1, 2, slow(4))
 def test_a_divide_factor_is_of_one_unit(world_size: int) -> None:
     """The sum over all ranks is divided by the factor, in this unit and not in those below it."""
-    pair = Pair("stack", mesh=mesh_of(world_size))
+    pair = Pair("stack", mesh=replicas_of_four())
     pair.model.blocks[1].set_gradient_divide_factor(5.0)
     pair.model.set_gradient_divide_factor(0.5)
     for _ in range(2):
         pair.backward()
-        scale_reference(pair, world_size / 5.0, "blocks.1.")
-        scale_reference(pair, world_size / 0.5, "inp.")
-        scale_reference(pair, world_size / 0.5, "out.")
-        assert_same_gradients(pair.model, pair.reference, FINE)
-        pair.zero_grad()
+        check_scaled(pair, {"blocks.1.": world_size / 5.0, OF_ROOT: world_size / 0.5})
 
 
 @pytest.mark.parametrize(
@@ -90,12 +95,11 @@ def test_a_divide_factor_in_every_reduce_dtype(
 ) -> None:
     """fp16 divides in two steps, before and after the sum; the result is the same."""
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    pair = Pair("stack", mesh=mesh_of(world_size), mp_policy=policy)
-    for module in (pair.model, *pair.model.blocks):
-        module.set_gradient_divide_factor(float(4 * world_size))
+    pair = Pair("stack", mesh=replicas_of_four(), mp_policy=policy)
+    for unit in units_of(pair.model):
+        unit.set_gradient_divide_factor(float(4 * world_size))
     pair.backward()
-    scale_reference(pair, 0.25)
-    assert_same_gradients(pair.model, pair.reference, rtol)
+    check_scaled(pair, {"": 0.25}, rtol)
 
 
 @ranks(2)
@@ -105,8 +109,7 @@ def test_the_old_name_of_the_divide_factor() -> None:
     with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
         pair.model.blocks[0].set_reduce_scatter_divide_factor(1.0)
     pair.backward()
-    scale_reference(pair, 2.0, "blocks.0.")
-    assert_same_gradients(pair.model, pair.reference, FINE)
+    check_scaled(pair, {"blocks.0.": 2.0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair.model.blocks[0].set_gradient_divide_factor(2.0)
@@ -118,22 +121,16 @@ def test_a_reduction_of_the_whole_tree(
     reduction: str | float, per_rank: float, world_size: int
 ) -> None:
     """Mean, sum, or a divisor of the sum, with and without replicas, accumulated or not."""
-    factor = per_rank * world_size or 1.0
-    pair = Pair("stack", mesh=mesh_of(world_size))
+    factors = {"": per_rank * world_size or 1.0}
+    pair = Pair("stack", mesh=replicas_of_four())
     pair.model.set_gradient_reduction(reduction)
     pair.backward()
-    scale_reference(pair, factor)
-    assert_same_gradients(pair.model, pair.reference, FINE)
-    pair.zero_grad()
+    check_scaled(pair, factors)
     pair.accumulate(2)
-    scale_reference(pair, factor)
-    assert_same_gradients(pair.model, pair.reference, FINE)
-    pair.zero_grad()
+    check_scaled(pair, factors)
     if world_size == 4:
         pair.accumulate(2, "set_requires_all_reduce")
-        scale_reference(pair, factor)
-        assert_same_gradients(pair.model, pair.reference, FINE)
-        pair.zero_grad()
+        check_scaled(pair, factors)
     pair.model.set_gradient_reduction("mean")
     pair.train(steps=1)
 
@@ -145,15 +142,14 @@ def test_a_reduction_of_one_unit() -> None:
     pair.model.set_gradient_reduction("sum")
     pair.model.set_gradient_reduction("mean", recurse=False)
     pair.backward()
-    scale_reference(pair, 2.0, "blocks.")
-    assert_same_gradients(pair.model, pair.reference, FINE)
+    check_scaled(pair, {"blocks.": 2.0})
 
 
 @ranks(2)
 def test_a_reduction_in_bf16_compute() -> None:
     """Gradients of bf16 parameters, summed in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    models = [shard(seeded(CASES["stack"].build), CASES["stack"], mp_policy=policy) for _ in "ab"]
+    models = [shard(seeded(Stack), CASES["stack"], mp_policy=policy) for _ in "ab"]
     models[1].set_gradient_reduction("sum")
     x = floats(4).args[0]
     for model in models:
@@ -163,11 +159,11 @@ def test_a_reduction_in_bf16_compute() -> None:
 
 
 @ranks(2, slow(4))
-def test_only_sums_give_the_same_numbers(world_size: int) -> None:
+def test_only_sums_give_the_same_numbers() -> None:
     """A mean by hand is the mean; custom collectives see the difference."""
-    pair = Pair("stack", mesh=mesh_of(world_size))
-    for module in (pair.model, *pair.model.blocks):
-        module.set_force_sum_reduction_for_comms(True)
+    pair = Pair("stack", mesh=replicas_of_four())
+    for unit in units_of(pair.model):
+        unit.set_force_sum_reduction_for_comms(True)
     pair.train(steps=2)
 
 
@@ -208,8 +204,8 @@ def test_a_hook_may_reduce_over_another_group() -> None:
         dist.all_reduce(reduced, group=mesh.get_group("replicate"))
         reduced.div_(2)
 
-    for module in (pair.model, *pair.model.blocks):
-        module.set_all_reduce_hook(mean_over_replicas)
+    for unit in units_of(pair.model):
+        unit.set_all_reduce_hook(mean_over_replicas)
     pair.train(steps=2)
     assert len(seen) == 2 * 4
     assert all(reduced.dim() == 1 and reduced.dtype is torch.float32 for reduced in seen)
@@ -229,8 +225,7 @@ def test_with_replicas_the_hook_follows_their_all_reduce() -> None:
 
     pair.model.blocks[2].set_all_reduce_hook(triple)
     pair.backward()
-    scale_reference(pair, 3.0, "blocks.2.")
-    assert_same_gradients(pair.model, pair.reference, FINE)
+    check_scaled(pair, {"blocks.2.": 3.0})
     (own,) = seen
     assert own.dtype is torch.float64
     both = [torch.empty_like(own), torch.empty_like(own)]
@@ -241,7 +236,7 @@ def test_with_replicas_the_hook_follows_their_all_reduce() -> None:
 @ranks(2, 4)
 def test_a_hook_with_a_stream(world_size: int) -> None:
     """A stream is for a hook that follows no all-reduce: with replicas it is refused."""
-    pair = Pair("stack", mesh=mesh_of(world_size))
+    pair = Pair("stack", mesh=replicas_of_four())
     stream = torch.Stream(device="cpu")
     if world_size == 4:
         with pytest.raises(fsdp2.ConfigError, match="replicate axis"):
@@ -249,10 +244,7 @@ def test_a_hook_with_a_stream(world_size: int) -> None:
     else:
         pair.model.set_all_reduce_hook(lambda reduced: reduced.mul_(2), stream=stream)
         pair.backward()
-        scale_reference(pair, 2.0, "inp.")
-        scale_reference(pair, 2.0, "out.")
-        assert_same_gradients(pair.model, pair.reference, FINE)
-        pair.zero_grad()
+        check_scaled(pair, {OF_ROOT: 2.0})
         pair.model.set_all_reduce_hook(lambda reduced: None)
     pair.train(steps=1)
 
@@ -300,45 +292,29 @@ def test_on_a_cpu_no_event_is_nothing_to_wait_for() -> None:
     assert waiting.waits == 0
 
 
-class Embedded(nn.Module):
-    """An embedding as a unit: its backward reads no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.block = Block()
-        self.out = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.block(self.embed(ids)))
-
-
-EMBEDDED = Case(Embedded, lambda m: [m.embed, m.block], tokens)  # type: ignore[list-item]
+EMBEDDED = Case(
+    lambda: nn.Sequential(nn.Embedding(VOCAB, WIDTH), Block(), nn.Linear(WIDTH, 3)),
+    lambda model: [model[0], model[1]],  # type: ignore[index]  # a Sequential
+    tokens,
+)
+"""With an embedding as a unit: its backward reads no parameter."""
 
 
 def gathers_in_backward(pair: Pair) -> int:
-    loss, expected = pair.losses(pair.batch())
+    losses = pair.losses()
     with CommDebugMode() as comm:
-        loss.backward()
-    expected.backward()
+        losses.backward()
     return sum(n for op, n in comm.get_comm_counts().items() if "gather" in str(op))
 
 
 @ranks(2, slow(4))
-def test_a_unit_that_backward_need_not_gather(world_size: int) -> None:
+def test_a_unit_that_backward_need_not_gather() -> None:
     """An embedding's all-gather is saved, only its own, and the numbers are the same."""
-    pair = Pair(EMBEDDED, mesh=mesh_of(world_size))
-    assert gathers_in_backward(pair) == 2
-    pair.step()
-    pair.model.embed.set_unshard_in_backward(False)
-    for _ in range(2):
-        assert gathers_in_backward(pair) == 1
-        pair.step()
-    pair.check()
-    pair.model.embed.set_unshard_in_backward(True)
-    assert gathers_in_backward(pair) == 2
-    pair.step()
-    pair.check()
+    pair = Pair(EMBEDDED, mesh=replicas_of_four())
+    for is_gathered in (True, False, False, True):
+        pair.model[0].set_unshard_in_backward(is_gathered)
+        assert gathers_in_backward(pair) == 1 + is_gathered
+        pair.finish()
 
 
 @ranks(2)
@@ -353,8 +329,7 @@ def test_flags_of_one_unit_alone() -> None:
     assert_sharded(pair.model)
     pair.model.set_reshard_after_backward(True)
     pair.model.reshard()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @ranks(4)
@@ -367,8 +342,7 @@ def test_the_all_reduce_of_one_unit_may_be_put_off_alone() -> None:
     assert pair.model.blocks[0].up.weight.grad is not None
     pair.model.set_requires_all_reduce(True)
     pair.backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @ranks(2)
@@ -405,21 +379,15 @@ def test_roots_that_share_their_streams(already_ran: bool) -> None:
     if already_ran:
         for stage in stages:
             stage.train(steps=1)
-        streams = {id(runtime_of(stage.model).context.streams) for stage in stages}
-        assert len(streams) == 2
+        assert len({id(unit_of(stage.model).runtime.context.streams) for stage in stages}) == 2
     fsdp2.share_comm_ctx([stage.model for stage in stages])
     for stage in stages:
         stage.train(steps=2)
-    first, second = (runtime_of(stage.model) for stage in stages)
+    first, second = (unit_of(stage.model).runtime for stage in stages)
     assert first is not second
     assert first.context.streams is second.context.streams
     groups = [g for unit in (*first.units, *second.units) for g in unit.own_groups]
     assert all(group.context.streams is first.context.streams for group in groups)
-
-
-def runtime_of(model: nn.Module) -> Any:
-    unit = unit_of(model)
-    return unit.runtime
 
 
 @ranks(1)
@@ -445,8 +413,6 @@ def test_the_state_of_a_module() -> None:
     assert state(model.blocks[0]) is not None
     assert state(model) is None
     assert state(model.blocks[0].up) is None
-    with pytest.raises(fsdp2.ConfigError, match="already applied"):
-        fsdp2.fully_shard(model.blocks[0])
 
 
 # --- wrong arguments ------------------------------------------------------------------------------
@@ -466,8 +432,8 @@ WRONG: dict[str, list[Any]] = {
     "set_symm_mem_for_comm": ["NVSHMEM", "nccl", None],
     "set_copy_free_min_bytes": COUNTS,
     "set_gradient_wire_dtype": ["bf16", torch.int32, 2],
-    "set_modules_to_forward_prefetch": [None, [None], "block"],
-    "set_modules_to_backward_prefetch": [None, [None], "block"],
+    "set_modules_to_forward_prefetch": [None, [None], [nn.Tanh()], "block"],
+    "set_modules_to_backward_prefetch": [None, [None], [nn.Tanh()], "block"],
 } | {
     f"set_{name}": [1, None, "yes"]
     for name in (
@@ -492,19 +458,21 @@ def test_wrong_arguments_are_named() -> None:
     """Every setter refuses what it cannot use, says what it found, and changes nothing."""
     model = fsdp2.fully_shard(seeded(Block))
     unit = unit_of(model)
-    before = (unit.settings, unit.own_groups[0].wire.gather, unit.own_groups[0].reducer.hook)
+    (group,) = unit.own_groups
+    before = (unit.settings, group.wire.gather, group.reducer.hook)
     for name, values in WRONG.items():
         method, _, keyword = name.partition(", ")
         for value in values:
-            given = ((print,), {keyword: value}) if keyword else ((value,), {})
+            given, named = ((print,), {keyword: value}) if keyword else ((value,), {})
             with pytest.raises(fsdp2.ConfigError) as caught:
-                getattr(model, method)(*given[0], **given[1])
+                getattr(model, method)(*given, **named)
             found = [repr(value), type(value).__name__]
             found += [type(value[0]).__name__] if isinstance(value, list) else []
             assert any(text in str(caught.value) for text in found), (name, value, caught.value)
-    after = (unit.settings, unit.own_groups[0].wire.gather, unit.own_groups[0].reducer.hook)
-    assert after == before
+    assert (unit.settings, group.wire.gather, group.reducer.hook) == before
     assert unit.post_optim_event is None
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
 
 def test_every_setter_has_wrong_arguments() -> None:

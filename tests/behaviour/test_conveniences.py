@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,27 +12,32 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
 from tests.kit.models import CASES, Stack, seeded
-from tests.kit.parity import Pair, assert_same, make_mesh, names_of, shard, whole
+from tests.kit.parity import (
+    Pair,
+    assert_same,
+    assert_same_parameters,
+    assert_values,
+    make_mesh,
+    shard,
+    values_of,
+    whole,
+)
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
 
 # --- no_sync --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", with_slow([None, torch.bfloat16], [torch.bfloat16]))
+@pytest.mark.parametrize("reduce_dtype", with_slow([None, torch.float64], [torch.float64]))
 @ranks(3)
-def test_accumulation_without_sync(policy: torch.dtype | None) -> None:
+def test_accumulation_without_sync(reduce_dtype: torch.dtype | None) -> None:
     """Two backwards inside and one outside give the gradients of three; then sync is back."""
-    kwargs: dict[str, Any] = {}
-    if policy is not None:
-        kwargs["mp_policy"] = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    pair = Pair("one_row", **kwargs)
+    pair = Pair("one_row", mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for _ in range(2):
         with fsdp2.no_sync(pair.model):
             pair.backward(scale=1 / 3)
@@ -55,15 +61,9 @@ def test_settings_come_back() -> None:
         return [(s.reduce_grads, s.all_reduce_grads) for s in states]
 
     before = settings()
-    seen = []
-
-    def fail() -> None:
-        with fsdp2.no_sync(model):
-            seen.extend(settings())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    with contextlib.suppress(KeyError), fsdp2.no_sync(model):
+        seen = settings()
+        raise KeyError
     assert seen == [(False, False)] * 4
     assert settings() == before
     with fsdp2.no_sync(model.blocks):  # a container of units
@@ -92,11 +92,12 @@ def test_no_sync_inside_a_step() -> None:
     out.sum().backward()
     assert ["forward" in errors[0], "backward" in errors[-1]] == [True, True]
     assert all(p.grad is not None for p in model.parameters())
-    with (
-        pytest.raises(fsdp2.ConfigError, match="not applied to any module"),
-        fsdp2.no_sync(nn.Linear(1, 1)),
-    ):
-        pass
+
+
+def test_no_sync_is_for_sharded_models() -> None:
+    for given, said in ((nn.Linear(1, 1), "not applied to any module"), (torch.ones(1), "no_sync")):
+        with pytest.raises(fsdp2.ConfigError, match=said), fsdp2.no_sync(given):  # type: ignore[arg-type]
+            pass
 
 
 # --- EMA ------------------------------------------------------------------------------------------
@@ -113,13 +114,6 @@ class PlainEMA:
             self.values[name].lerp_(param.detach(), 1 - decay)
 
 
-def check_averages(ema: fsdp2.optim.EMA, expected: PlainEMA) -> None:
-    averages = ema.state_dict()["averages"]
-    assert list(averages) == list(expected.values)
-    for name, value in averages.items():
-        assert_same(value, expected.values[name], name)
-
-
 @pytest.mark.parametrize("case", with_slow(["one_row", "few_rows", "tied_lm"], ["one_row"]))
 @ranks(3)
 def test_averages_of_shards(case: str) -> None:
@@ -132,21 +126,22 @@ def test_averages_of_shards(case: str) -> None:
         pair.step()
         ema.update()
         expected.update(pair.reference, 0.5 + 0.1 * step)
-    check_averages(ema, expected)
-    assert all(isinstance(v, DTensor) for v in ema.state_dict()["averages"].values())
+    averages = ema.state_dict()["averages"]
+    assert list(averages) == list(expected.values)
+    for name, value in averages.items():
+        assert isinstance(value, DTensor)
+        assert_same(value, expected.values[name], name)
     twin = copy.deepcopy(pair.reference)
     twin.load_state_dict(expected.values, strict=False)
     batch = pair.batch()
-    before = {n: whole(p).clone() for n, p in names_of(pair.model).items()}
+    before = values_of(pair.model)
     with torch.no_grad():
         pair.model(*pair.local(batch).args)  # the root may keep whole parameters
         with ema.swapped():
             out = pair.model(*batch.args)
-            for name, param in names_of(twin).items():
-                assert_same(names_of(pair.model)[name], param, name)
+            assert_same_parameters(pair.model, twin)
         torch.testing.assert_close(out, twin(*batch.args), rtol=1e-5, atol=1e-5)
-    after = {n: whole(p) for n, p in names_of(pair.model).items()}
-    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert_values(pair.model, before)
     pair.train(1)
 
 
@@ -288,12 +283,6 @@ def test_tied_parameters_have_several_names() -> None:
     model = shard(seeded(CASES["tied_lm"].build), CASES["tied_lm"])
     names = [s.names for u in fsdp2.units(model) for g in u.groups for s in g.shards]
     assert ("embed.weight", "head.proj.weight") in [tuple(sorted(n)) for n in names]
-
-
-def test_a_tensor_is_no_model() -> None:
-    value: Tensor = torch.zeros(1)
-    with pytest.raises(fsdp2.ConfigError, match="no_sync"), fsdp2.no_sync(value):  # type: ignore[arg-type]
-        pass
 
 
 @ranks(2)

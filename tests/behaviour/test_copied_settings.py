@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -20,37 +19,11 @@ import fsdp2
 from fsdp2._core.api.settings import ControlSurface
 from fsdp2._core.base.policy import Prefetch
 from fsdp2._core.engine.tree import unit_of
+from tests.behaviour.test_comm_hooks import summing
+from tests.kit.collectives import Gather, Scatter
 from tests.kit.parity import Pair, assert_sharded, make_mesh
 from tests.kit.pool import ranks
 from tests.kit.slow import with_slow
-
-
-class Gather(fsdp2.AllGather):
-    """A collective of the user's."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output: Tensor, sent: Tensor, group: Any, async_op: bool = False) -> Any:
-        return dist.all_gather_into_tensor(output, sent, group, async_op)
-
-
-class Scatter(fsdp2.ReduceScatter):
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output: Tensor, sent: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        return dist.reduce_scatter_tensor(output, sent, op, group, async_op)
-
-
-def comm_hook(state: dict[str, int], packed: Tensor, reduced: Tensor, group: Any) -> None:
-    state["calls"] = state.get("calls", 0) + 1
-    total = packed.clone()
-    dist.all_reduce(total, group=group)
-    start = 0 if reduced.numel() == total.numel() else dist.get_rank(group) * reduced.numel()
-    reduced.copy_(total[start : start + reduced.numel()])
 
 
 def all_reduce_hook(reduced: Tensor) -> None:
@@ -87,7 +60,7 @@ SETTERS: dict[str, Callable[[Any], Any]] = {
     "set_reduce_scatter_max_input_buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
     "set_copy_free_min_bytes": lambda m: m.set_copy_free_min_bytes(64),
     "set_gradient_wire_dtype": lambda m: m.set_gradient_wire_dtype(torch.bfloat16),
-    "register_comm_hook": lambda m: fsdp2.register_comm_hook(m, comm_hook),
+    "register_comm_hook": lambda m: fsdp2.register_comm_hook(m, summing),
     "no setter": lambda m: None,
 }
 OF_ONE_FORWARD = {"set_post_optim_event"}

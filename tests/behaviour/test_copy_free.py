@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,21 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._core.base.capabilities import ZeroCopy
 from fsdp2._core.comm import gloo_p2p
-from fsdp2._core.engine.tree import unit_of
 from tests.behaviour import test_divergence as divergence
+from tests.kit.collectives import Gather
 from tests.kit.local_sgd import LocalSGD
 from tests.kit.meshes import BACKEND
-from tests.kit.models import CASES, loss_of, seeded
-from tests.kit.parity import (
-    Pair,
-    assert_same,
-    assert_same_gradients,
-    make_mesh,
-    names_of,
-    whole,
-)
+from tests.kit.models import CASES, Batch, Case, loss_of, no_units, seeded
+from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh, names_of, whole
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
 
@@ -90,10 +83,8 @@ class Wide(nn.Module):
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", with_slow(["few_rows", "tied_lm", "mixed_dtypes"], ["mixed_dtypes"])
-)
-@ranks(slow(2), 3)
+@pytest.mark.parametrize("name", with_slow(CASES, ["mixed_dtypes"]))
+@ranks(slow(2), 3, slow(4))
 def test_trains_with_every_parameter_by_itself(name: str) -> None:
     """Rows that divide evenly and rows that do not, through the backend's collectives and ours."""
     zero_copy(Pair(name)).train(steps=2)
@@ -117,31 +108,11 @@ def test_many_ranks_exchange_in_one_operation() -> None:
         Pair("few_rows").train(steps=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@ranks(slow(2), 3, slow(4))
-def test_every_case_with_every_parameter_by_itself(name: str) -> None:
-    with large_from(1):
-        zero_copy(Pair(name)).train(steps=2)
-
-
 @ranks(2, 3)
 def test_a_large_model_trains_by_default() -> None:
-    torch.manual_seed(0)
-    reference = seeded(Wide)
-    model = fsdp2.fully_shard(seeded(Wide))
-    for _ in range(3):
-        x = torch.randn(6, 8)
-        count, rank = dist.get_world_size(), dist.get_rank()
-        loss_of(model(x.chunk(count)[rank])).backward()
-        (sum(loss_of(reference(part)) for part in x.chunk(count)) / count).backward()
-        assert_same_gradients(model, reference, rtol=1e-5)
-        with torch.no_grad():
-            for parameter in [*model.parameters(), *reference.parameters()]:
-                assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
-        model.zero_grad()
-        reference.zero_grad()
+    pair = Pair(Case(Wide, no_units, lambda rows: Batch((torch.randn(rows, 8),), {})))
+    pair.first_rtol = pair.later_rtol = 1e-5
+    pair.train()
 
 
 @ranks(2, 3)
@@ -172,10 +143,7 @@ def test_partly_reduced_gradients_survive_a_change_of_the_wire() -> None:
         pair.model.set_requires_all_reduce(micro == 2)
         if micro == 1:
             pair.model.set_copy_free_min_bytes(None)
-        batch = pair.batch()
-        loss, expected = pair.losses(batch)
-        loss.backward()
-        expected.backward()
+        pair.backward()
     assert_same_gradients(pair.model, pair.reference, pair.rtol)
 
 
@@ -226,27 +194,11 @@ def test_the_small_ones_still_share_a_collective() -> None:
 
 @ranks(2)
 def test_collectives_of_the_users_own_get_everything_in_one() -> None:
-    class Gather(fsdp2.AllGather):
-        sizes: list[int] = []  # noqa: RUF012  # of this test
-
-        def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            async_op: bool = False,
-        ) -> Any:
-            self.sizes.append(input_tensor.numel())
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
-    pair = zero_copy(Pair("stack"))
+    pair, gather = zero_copy(Pair("stack")), Gather()
     pair.train(steps=1)
-    pair.model.set_custom_all_gather(Gather())
+    pair.model.set_custom_all_gather(gather)
     pair.train(steps=1)
-    assert len(Gather.sizes) == 1  # the root's, kept between forward and backward
+    assert len(gather.given) == 1  # the root's, kept between forward and backward
 
 
 # --- a narrower wire ------------------------------------------------------------------------------
@@ -307,36 +259,17 @@ def test_a_narrow_wire_and_a_reduction_of_the_users_own_are_refused() -> None:
 # --- ranks that differ ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["swap", "skip_last"])
-@ranks(2, limit_s=30)
-def test_ranks_that_run_different_units_are_told(way: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    with_slow(
+        itertools.product(["swap", "skip", "skip_last"], [0, 3]), [("swap", 3), ("skip_last", 3)]
+    ),
+)
+@ranks(2, slow(3), limit_s=30)
+def test_ranks_that_run_different_units_are_told(way: str, steps: int, rank: int) -> None:
     """Whoever stands in for another operation issues all of its collectives."""
-    out_of_step(way, 3, rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("way", ["swap", "skip", "skip_last"])
-@ranks(2, 3, limit_s=30)
-def test_ranks_that_run_different_units_in_any_step(way: str, steps: int, rank: int) -> None:
-    out_of_step(way, steps, rank)
-
-
-def out_of_step(way: str, steps: int, rank: int) -> None:
     with large_from(1):
         model = divergence.sharded(alike=False)
         model.set_copy_free_min_bytes(1)
         divergence.train(model, steps)
         divergence.assert_out_of_step(model, divergence.WAYS[way] if rank == 1 else "abc")
-
-
-@ranks(2)
-def test_copies_keep_the_choice() -> None:
-    import copy
-
-    model = zero_copy(Pair("stack")).model
-    model.set_gradient_wire_dtype(torch.bfloat16)
-    other = copy.deepcopy(model)
-    unit = unit_of(other)
-    assert unit.own_groups[0].wire.zero_copy == ZeroCopy(1)
-    assert unit.own_groups[0].wire.gradient_dtype == torch.bfloat16

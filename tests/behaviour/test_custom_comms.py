@@ -18,17 +18,13 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._core.base import torch_comm
 from fsdp2._core.engine.tree import unit_of
+from tests.kit.in_turn import units_of
 from tests.kit.models import Case, each_block, floats, loss_of, stack
-from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh
+from tests.kit.parity import Pair, assert_same, assert_same_gradients, make_mesh, replicas_of_four
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
 
 LIBRARIES = {"ours": fsdp2, "torch's": torch_fsdp_api}
-
-
-def mesh_of(world_size: int) -> Any:
-    """Return replicas of shards for four ranks, shards alone for fewer."""
-    return make_mesh(2, 2) if world_size == 4 else make_mesh()
 
 
 class Watched:
@@ -121,10 +117,6 @@ def scatter(library: Any = fsdp2, **kwargs: Any) -> Any:
     return type("CustomScatter", (Scatter, library.ReduceScatter), {})(**kwargs)
 
 
-def units_of(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, fsdp2.FSDPModule)]
-
-
 def group_of(model: nn.Module) -> Any:
     """Return the process group that a model is sharded over."""
     unit = unit_of(model)
@@ -140,6 +132,21 @@ def carry(model: nn.Module, gather: Any = None, scatter: Any = None) -> None:
             unit.set_custom_reduce_scatter(scatter)
 
 
+def keep_one_buffer_each(pair: Pair) -> None:
+    for unit in units_of(pair.model):
+        unit.set_custom_all_gather(gather(persistent=True))
+        unit.set_custom_reduce_scatter(scatter(persistent=True))
+
+
+def check_same_shards(pair: Pair, usual: Pair) -> None:
+    """Run a forward and backward of both sharded models, and compare what each rank gets."""
+    batch = pair.local(pair.batch())
+    for model in (usual.model, pair.model):
+        loss_of(model(*batch.args)).backward()
+    for own, other in zip(pair.model.parameters(), usual.model.parameters(), strict=True):
+        assert torch.equal(own.grad.to_local(), other.grad.to_local())
+
+
 # --- custom collectives ---------------------------------------------------------------------------
 
 
@@ -150,15 +157,11 @@ def carry(model: nn.Module, gather: Any = None, scatter: Any = None) -> None:
     ),
 )
 @ranks(2, slow(4))
-def test_custom_collectives(library: str, blocking: bool, world_size: int) -> None:
+def test_custom_collectives(library: str, blocking: bool) -> None:
     """Their memory is used, they are called over the right group, and the numbers are right."""
-    pair = Pair("stack", mesh=mesh_of(world_size))
-    comms = (
-        gather(LIBRARIES[library], blocking=blocking),
-        scatter(LIBRARIES[library], blocking=blocking),
-    )
-    pair.model.blocks[0].set_custom_all_gather(comms[0])
-    pair.model.blocks[0].set_custom_reduce_scatter(comms[1])
+    pair = Pair("stack", mesh=replicas_of_four())
+    comms = [make(LIBRARIES[library], blocking=blocking) for make in (gather, scatter)]
+    carry(pair.model.blocks[0], *comms)
     pair.train(steps=3)
     group = group_of(pair.model)
     assert comms[0].groups == [group] * 2 * 3  # forward and backward
@@ -179,7 +182,7 @@ def test_no_reduction_is_a_scaled_sum(
 ) -> None:
     """Up to torch 2.13 NCCL's scaled sum reads factors as 0 in bf16 (pytorch#190745)."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    model: Any = fsdp2.fully_shard(nn.Linear(13, 29), mesh=mesh_of(world_size), mp_policy=policy)
+    model: Any = fsdp2.fully_shard(nn.Linear(13, 29), mesh=replicas_of_four(), mp_policy=policy)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
     scatters = mock.patch.object(
@@ -209,23 +212,17 @@ def test_no_reduction_is_a_scaled_sum(
 def test_custom_collectives_that_keep_one_buffer_each(name: str) -> None:
     """A unit asks for memory again only when it has done with what it got before."""
     pair = Pair(name)
-    for unit in units_of(pair.model):
-        unit.set_custom_all_gather(gather(persistent=True))
-        unit.set_custom_reduce_scatter(scatter(persistent=True))
+    keep_one_buffer_each(pair)
     pair.train(steps=3)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 @ranks(2, slow(4))
-def test_gradients_that_wait_lie_in_memory_of_their_own(
-    reduce_dtype: torch.dtype | None, world_size: int
-) -> None:
+def test_gradients_that_wait_lie_in_memory_of_their_own(reduce_dtype: torch.dtype | None) -> None:
     """Collectives with one buffer each, and gradients that accumulate between reductions."""
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    pair = Pair("stack", mesh=mesh_of(world_size), mp_policy=policy)
-    for unit in units_of(pair.model):
-        unit.set_custom_all_gather(gather(persistent=True))
-        unit.set_custom_reduce_scatter(scatter(persistent=True))
+    pair = Pair("stack", mesh=replicas_of_four(), mp_policy=policy)
+    keep_one_buffer_each(pair)
     for method in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
         pair.accumulate(3, method)
         assert_same_gradients(pair.model, pair.reference, 4e-6)
@@ -235,19 +232,13 @@ def test_gradients_that_wait_lie_in_memory_of_their_own(
 @pytest.mark.parametrize("library", with_slow(list(LIBRARIES), ["torch's"]))
 @pytest.mark.parametrize("asynchronous", [True, False])
 @ranks(2, slow(4))
-def test_a_reduce_scatter_that_returns_nothing(
-    asynchronous: bool, library: str, world_size: int
-) -> None:
+def test_a_reduce_scatter_that_returns_nothing(asynchronous: bool, library: str) -> None:
     """Whatever it is asked for, None says that the result is there: gradients are the same."""
-    usual, pair = (Pair("stack", mesh=mesh_of(world_size)) for _ in "ab")
+    usual, pair = (Pair("stack", mesh=replicas_of_four()) for _ in "ab")
     comm = scatter(LIBRARIES[library], blocking=True)
     carry(pair.model, scatter=comm)
     for _ in range(2):
-        batch = pair.local(pair.batch())
-        for model in (usual.model, pair.model):
-            loss_of(model(*batch.args)).backward()
-        for own, other in zip(pair.model.parameters(), usual.model.parameters(), strict=True):
-            assert torch.equal(own.grad.to_local(), other.grad.to_local())
+        check_same_shards(pair, usual)
         for model in (usual.model, pair.model):
             model.zero_grad()
             for unit in units_of(model):
@@ -271,8 +262,7 @@ def test_a_lone_unit_has_one_reduction_at_a_time() -> None:
 def test_placeholders_and_one_buffer() -> None:
     """Gradients of tensors that stand in for parameters are no views of the wire's memory."""
     pair = Pair("root_only")
-    pair.model.set_custom_all_gather(gather(persistent=True))
-    pair.model.set_custom_reduce_scatter(scatter(persistent=True))
+    keep_one_buffer_each(pair)
     batch = pair.batch()
     given = {n: p.detach().clone().requires_grad_() for n, p in pair.model.named_parameters()}
     output = torch.func.functional_call(pair.model, given, pair.local(batch).args)
@@ -289,11 +279,7 @@ def test_custom_collectives_in_mixed_precision() -> None:
     usual, pair = (Pair("stack", mp_policy=policy) for _ in "ab")
     comms = gather(), scatter()
     carry(pair.model, *comms)
-    batch = pair.local(pair.batch())
-    for model in (usual.model, pair.model):
-        loss_of(model(*batch.args)).backward()
-    for own, other in zip(pair.model.parameters(), usual.model.parameters(), strict=True):
-        assert torch.equal(own.grad.to_local(), other.grad.to_local())
+    check_same_shards(pair, usual)
     assert {t.dtype for t in comms[0].allocated} == {torch.bfloat16}
     assert {t.dtype for t in comms[1].allocated} == {torch.float32}
 
@@ -343,27 +329,21 @@ def test_fp16_is_always_summed() -> None:
 # --- buffers in flight, groups of their own -------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", with_slow([1, 2, 3], [2]))
+@pytest.mark.parametrize("count", with_slow([None, 1, 2, 3], [None, 2]))
 @ranks(2, slow(4))
-def test_how_many_reductions_hold_their_inputs(count: int, world_size: int) -> None:
-    """Never more than said, and as many as said if there are units enough."""
+def test_how_many_reductions_hold_their_inputs(count: int | None) -> None:
+    """Never more than said, and as many as said if there are units enough; two by default.
+
+    A limit on one unit alone holds when that unit reduces.
+    """
     case = Case(stack(count=5), each_block, floats)
-    pair = Pair(case, mesh=mesh_of(world_size))
+    pair = Pair(case, mesh=replicas_of_four())
     comm = scatter()
-    pair.model.set_reduce_scatter_max_input_buffers(count)
+    if count is not None:
+        pair.model.set_reduce_scatter_max_input_buffers(count)
     carry(pair.model, scatter=comm)
     pair.train(steps=2)
-    assert comm.most_in_flight == count
-
-
-@ranks(2)
-def test_two_reductions_hold_their_inputs_by_default() -> None:
-    """And a limit on one unit alone holds when that unit reduces."""
-    pair = Pair(Case(stack(count=5), each_block, floats))
-    comm = scatter()
-    carry(pair.model, scatter=comm)
-    pair.train(steps=1)
-    assert comm.most_in_flight == 2
+    assert comm.most_in_flight == (count or 2)
     pair.model.set_reduce_scatter_max_input_buffers(4, recurse=False)
     pair.train(steps=1)
     assert comm.most_in_flight <= 4

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.behaviour.test_lost_ranks import LIMIT_S, outcome, run_forks
 from tests.kit import hosts, hosts_program
-from tests.kit.in_turn import shard_each
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.pool import ranks
 
 STEPS, CUT_IN = 5, 2
@@ -62,24 +62,16 @@ def expected_losses() -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=hosts_program.RATE)
     losses = []
     for step in range(STEPS):
-        optimizer.zero_grad()
         loss = model(hosts_program.batch_of(step)).square().sum() / hosts_program.ROWS
         loss.backward()
-        optimizer.step()
+        advance(optimizer)
         losses.append(loss.item())
     return losses
 
 
 def run_job(folder: Path, how: str) -> tuple[list[dict[str, Any]], float, float]:
     """Return what happened, and when the link was cut and whole again."""
-    program = (
-        "-m",
-        "tests.kit.hosts_program",
-        str(folder),
-        str(STEPS),
-        str(TIMEOUT_S),
-        str(CUT_IN),
-    )
+    program = ("-m", "tests.kit.hosts_program", *map(str, (folder, STEPS, TIMEOUT_S, CUT_IN)))
 
     def told(kind: str) -> int:
         return sum(event["event"] == kind for event in hosts.events(folder))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
 from tests.behaviour.test_memory import recording
-from tests.kit.in_turn import shard_each
+from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import random_numbers
 from tests.kit.parity import assert_same, assert_same_gradients, assert_sharded, make_mesh
 from tests.kit.pool import ranks
@@ -43,7 +43,7 @@ def compare(
     model = build()
     reference = copy.deepcopy(model)
     shard_each(*units(model), mesh=make_mesh(), **kwargs)
-    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (model, reference)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, reference)]
     for _ in range(2):
         inputs = [data(rank) for rank in range(dist.get_world_size())]
         sum(loss_of(reference, x) / len(inputs) for x in inputs).backward()
@@ -55,9 +55,7 @@ def compare(
         assert (own.grad is None) == (expected is None)
         if own.grad is not None and expected is not None:
             assert_same(own.grad, expected * len(inputs), "gradient of the input", 1e-5)
-        for made, optimizer in pairs:
-            optimizer.step()
-            made.zero_grad()
+        advance(*optimizers)
     return model
 
 
@@ -89,9 +87,9 @@ class Solve(torch.autograd.Function):
         return iterate(*ctx.tensors, grad), None
 
 
-def iterate(entered: Tensor, left: Tensor, grad: Tensor) -> Tensor:
+def iterate(entered: Tensor, left: Tensor, grad: Tensor, times: int = 4) -> Tensor:
     solution = grad
-    for _ in range(4):
+    for _ in range(times):
         (step,) = torch.autograd.grad(left, entered, solution, retain_graph=True)
         solution = grad + 0.5 * step
     return solution
@@ -206,15 +204,7 @@ class Ends(nn.Module):
         z = self.cell(x, x)
         entered = z.detach().requires_grad_()
         left = self.cell(entered, x.detach())
-
-        def solve(grad: Tensor) -> Tensor:
-            solution = grad
-            for _ in range(times):
-                (step,) = torch.autograd.grad(left, entered, solution, retain_graph=True)
-                solution = grad + 0.5 * step
-            return solution
-
-        z.register_hook(solve)
+        z.register_hook(lambda grad: iterate(entered, left, grad, times))
         return z.square().mean()
 
 

@@ -8,6 +8,7 @@ only; the tests below the matrix run in one job.
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,10 +39,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests.kit.in_turn import shard_each
+from tests.kit.in_turn import advance, reshard_all, shard_each
 from tests.kit.meshes import DEVICE, random_numbers, shared_mesh
 from tests.kit.models import VOCAB, WIDTH, seeded
-from tests.kit.parity import assert_sharded, bits, global_mean, names_of, whole
+from tests.kit.parity import (
+    assert_sharded,
+    assert_values,
+    bits,
+    global_mean,
+    names_of,
+    values_of,
+    whole,
+)
 from tests.kit.pool import RunOnRanks, make_request
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import slow, with_slow
@@ -71,12 +80,8 @@ class OddBlock(nn.Module):
         turned = (torch.randn(29, WIDTH) / 4).t()
         gains = torch.linspace(0.5, 1.5, WIDTH)
         self.scale = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
-        if for_torch:
-            self.turned = nn.Parameter(turned.contiguous())
-            self.gains = nn.Parameter(gains)
-        else:
-            self.turned = nn.Parameter(turned)
-            self.gains = nn.Parameter(gains.bfloat16())
+        self.turned = nn.Parameter(turned.contiguous() if for_torch else turned)
+        self.gains = nn.Parameter(gains if for_torch else gains.bfloat16())
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
@@ -136,15 +141,10 @@ LAYOUTS = {
 }
 
 
-def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-
-
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+}
 
 
 class Run:
@@ -195,6 +195,13 @@ class Run:
         ]
         return OPTIMIZERS[self.optimizer_name](groups)
 
+    def complete(self) -> None:
+        """Tie again and make the optimizer, after `to_empty`, assignment or a load onto meta."""
+        self.model.head[1].weight = self.model.embed.weight  # type: ignore[union-attr, index]
+        for block in self.model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            block.scratch = torch.zeros(3)
+        self.optimizer = self.make_optimizer()
+
     def batch(self, step: int) -> Tensor:
         """Return this rank's rows of the global batch of a step."""
         generator = random_numbers(step)
@@ -216,8 +223,7 @@ class Run:
         for step in range(first, first + steps):
             loss = self.loss(step)
             loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            advance(self.optimizer)
             losses.append(loss.detach() if self.data is None else global_mean(loss))
         return losses
 
@@ -244,12 +250,12 @@ def as_saved(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any], skip: str = "scratch") -> None:
-    """Assert that two snapshots agree bit for bit; `skip` ends the names of buffers not saved."""
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that two snapshots agree bit for bit."""
     for part in ("parameters", "buffers"):
         assert list(actual[part]) == list(expected[part])
         for name, value in expected[part].items():
-            if not name.endswith(skip):
+            if not name.endswith("scratch"):  # which is not saved
                 assert_bitwise(actual[part][name], value, name)
     assert set(actual["state"]) == set(expected["state"])
     for name, state in expected["state"].items():
@@ -267,6 +273,11 @@ def assert_bitwise(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def differs(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return any(not torch.equal(v, b["parameters"][n]) for n, v in a["parameters"].items())
+
+
+def goes_on_as(run: Run, source: Run) -> bool:
+    """Train both; the losses are the same, to the last bit."""
+    return [x.item() for x in run.train(2, 2)] == [x.item() for x in source.train(2, 2)]
 
 
 # --- written by one job, read by another ----------------------------------------------------------
@@ -335,18 +346,10 @@ def write_and_read(
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [
-        ("3", "adamw"),
-        slow("columns", "momentum"),
-        slow("tensor", "adamw"),
-        slow("2x2", "momentum"),
-        slow("2", "adamw"),
-        slow("columns", "adamw"),
-        slow("2x2", "adamw"),
-        slow("tensor", "momentum"),
-        slow("1x3", "momentum"),
-        slow("1", "adamw"),
-    ],
+    with_slow(
+        itertools.product(["1", "2", "3", "2x2", "1x3", "columns", "tensor"], OPTIMIZERS),
+        [("3", "adamw")],
+    ),
 )
 def test_training_resumes_bit_for_bit(
     run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, optimizer: str
@@ -410,16 +413,7 @@ def test_checkpoints_are_those_of_torch(
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        slow("2x2", "tensor"),
-        slow("tensor", "4"),
-        slow("4", "2x2"),
-        slow("tensor", "2x2"),
-        slow("2x2", "4"),
-        slow("4", "tensor"),
-        slow("tensor", "tensor"),
-    ],
+    ("source", "target"), with_slow(itertools.product(["2x2", "tensor", "4"], repeat=2))
 )
 @ranks(4)
 def test_our_own_reader_puts_blocks_together(tmp_path: Path, source: str, target: str) -> None:
@@ -463,10 +457,6 @@ def detached(run: Run, options: StateDictOptions) -> tuple[dict[str, Any], dict[
     return copy.deepcopy(get_state_dict(run.model, run.optimizer, options=options))
 
 
-def by_name(optim: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    return optim["state"]
-
-
 @pytest.mark.parametrize("layout", with_slow(["4", "tensor"], ["4"]))
 @ranks(4)
 def test_a_full_state_dict_is_that_of_a_plain_model(layout: str) -> None:
@@ -490,7 +480,7 @@ def test_a_sharded_state_dict_holds_the_shards() -> None:
         assert isinstance(model[name], DTensor)
         assert model[name].placements == parameter.placements
         assert torch.equal(model[name].to_local(), parameter.to_local())
-    for name, state in by_name(optim).items():
+    for name, state in optim["state"].items():
         for key in ("exp_avg", "exp_avg_sq"):
             assert state[key].placements == names_of(run.model)[name].placements
             assert state[key].to_local().shape == names_of(run.model)[name].to_local().shape
@@ -509,7 +499,7 @@ def test_cpu_offload_gives_the_full_state_to_rank_0(rank: int) -> None:
         for name, state in expected["state"].items():
             for key, value in state.items():
                 if name != "head.1.weight":  # tied: state stands under the first name only
-                    assert_bitwise(by_name(optim)[name][key], value, f"{key} of {name}")
+                    assert_bitwise(optim["state"][name][key], value, f"{key} of {name}")
     else:
         assert model == {}
         assert optim == {}
@@ -518,17 +508,29 @@ def test_cpu_offload_gives_the_full_state_to_rank_0(rank: int) -> None:
         assert torch.equal(sharded[name].to_local(), parameter.to_local())
 
 
-@pytest.mark.parametrize(("layout", "trained_before"), [("3", True), slow("columns", False)])
+@pytest.mark.parametrize(
+    ("layout", "start"),
+    [("3", "trained"), slow("columns", "fresh"), ("3", "emptied"), slow("columns", "on meta")],
+)
 @ranks(3)
-def test_rank_0_broadcasts_the_state(layout: str, trained_before: bool) -> None:
-    """With `broadcast_from_rank0` one rank has the full state and every rank gets its shards."""
+def test_rank_0_broadcasts_the_state(layout: str, start: str) -> None:
+    """With `broadcast_from_rank0` one rank has the full state and every rank gets its shards.
+
+    A model on meta gets memory from `to_empty`, or from the load itself.
+    """
     source = trained("3", scalar=False)
     expected = source.snapshot()
     model, optim = detached(source, ON_RANK_0)
-    make = trained if trained_before else Run
-    run = make(layout, seed=5, scalar=False)
+    from_meta = start in ("emptied", "on meta")
+    run = Run(layout, model=on_meta(False) if from_meta else None, seed=5, scalar=False)
+    if start == "trained":
+        run.train(0, 2)
+    if start == "emptied":
+        run.model.to_empty(device=DEVICE)
     # in two calls: torch's set_state_dict takes an empty model state for "the optimizer only"
     set_model_state_dict(run.model, model, options=FROM_RANK_0)
+    if from_meta:
+        run.complete()
     set_optimizer_state_dict(run.model, run.optimizer, optim, options=FROM_RANK_0)
     assert_equal(run.snapshot(), expected)
     rtol = 0.0 if layout == "3" else 1e-4
@@ -585,8 +587,7 @@ def test_modules_and_optimizers_are_stateful(tmp_path: Path) -> None:
     run, other = trained(), Run("3", seed=5)
     dcp.save({"model": run.model}, checkpoint_id=str(tmp_path))
     dcp.load({"model": other.model}, checkpoint_id=str(tmp_path))
-    for name, value in run.snapshot()["parameters"].items():
-        assert_bitwise(other.snapshot()["parameters"][name], value, name)
+    assert_values(other.model, values_of(run.model))
     assert other.model.blocks[0].count.item() == 2
 
 
@@ -601,13 +602,12 @@ def test_training_goes_on_during_an_asynchronous_save(tmp_path: Path) -> None:
         checkpoint_id=str(tmp_path),
         process_group=dist.new_group(backend="gloo"),  # its thread must not share one with training
     )
-    losses = run.train(2, 2)
+    assert goes_on_as(run, twin)
     saving.result()
-    assert [loss.item() for loss in losses] == [loss.item() for loss in twin.train(2, 2)]
-    other = Run("2", seed=5)
+    other, again = Run("2", seed=5), trained("2")
     load(other, str(tmp_path))
     assert_equal(other.snapshot(), expected)
-    assert [loss.item() for loss in other.train(2, 2)] == [loss.item() for loss in losses]
+    assert goes_on_as(other, again)
 
 
 @pytest.mark.parametrize(
@@ -647,17 +647,11 @@ def test_shards_are_loaded_while_parameters_are_whole() -> None:
     set_model_state_dict(run.model, get_model_state_dict(source.model))
     assert_sharded(run.model)
     run.loss(9)
-    reshard(run.model)
+    reshard_all(run.model)
     model, optim = detached(source, FULL)
     put(run, model, optim, FULL)
     assert_equal(run.snapshot(), source.snapshot())
-    assert [x.item() for x in run.train(2, 2)] == [x.item() for x in source.train(2, 2)]
-
-
-def reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, fsdp2.FSDPModule):
-            module.reshard()
+    assert goes_on_as(run, source)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", slow("momentum")])
@@ -669,15 +663,13 @@ def test_optimizer_state_before_the_first_step(optimizer: str) -> None:
     set_model_state_dict(run.model, get_model_state_dict(source.model))
     before = run.snapshot()
     fresh = get_optimizer_state_dict(run.model, run.optimizer)
-    assert set(by_name(fresh)) == set(
-        by_name(get_optimizer_state_dict(source.model, source.optimizer))
-    )
+    optim = get_optimizer_state_dict(source.model, source.optimizer)
+    assert set(fresh["state"]) == set(optim["state"])
     assert not differs(run.snapshot(), before)
     assert all(p.grad is None for p in run.model.parameters())
-    optim = get_optimizer_state_dict(source.model, source.optimizer)
     set_optimizer_state_dict(run.model, run.optimizer, optim)
     assert_equal(run.snapshot(), source.snapshot())
-    assert [x.item() for x in run.train(2, 2)] == [x.item() for x in twin.train(2, 2)]
+    assert goes_on_as(run, twin)
 
 
 @pytest.mark.parametrize("trained_before", [False, slow(True)])
@@ -690,39 +682,17 @@ def test_a_loaded_state_may_be_assigned(trained_before: bool, tmp_path: Path) ->
     state = {name: torch.empty_like(value) for name, value in run.model.state_dict().items()}
     dcp.load({"model": state}, checkpoint_id=str(tmp_path))
     run.model.load_state_dict(state, assign=True)
-    run.model.head[1].weight = run.model.embed.weight  # assignment breaks ties of any model
-    run.optimizer = run.make_optimizer()
+    run.complete()  # assignment breaks ties of any model
     optim = get_optimizer_state_dict(run.model, run.optimizer)
     dcp.load({"optim": optim}, checkpoint_id=str(tmp_path))
     set_optimizer_state_dict(run.model, run.optimizer, optim)
     assert_equal(run.snapshot(), source.snapshot())
-    assert [x.item() for x in run.train(2, 2)] == [x.item() for x in source.train(2, 2)]
+    assert goes_on_as(run, source)
 
 
 def on_meta(scalar: bool = True) -> nn.Module:
     with torch.device("meta"):
         return OddModel(scalar=scalar)
-
-
-@pytest.mark.parametrize(("layout", "emptied"), [("3", True), slow("columns", False)])
-@ranks(3)
-def test_from_the_meta_device_by_broadcast(layout: str, emptied: bool) -> None:
-    """A model on meta gets memory from `to_empty`, or from the load itself, and rank 0's values."""
-    source = trained("3", scalar=False)
-    model, optim = detached(source, ON_RANK_0)
-    run = Run(layout, model=on_meta(scalar=False))
-    if emptied:
-        run.model.to_empty(device=DEVICE)
-    set_model_state_dict(run.model, model, options=FROM_RANK_0)
-    run.model.head[1].weight = run.model.embed.weight  # broken by `to_empty` and by assignment
-    for block in run.model.blocks:
-        block.scratch = torch.zeros(3)
-    run.optimizer = run.make_optimizer()
-    set_optimizer_state_dict(run.model, run.optimizer, optim, options=FROM_RANK_0)
-    assert_equal(run.snapshot(), source.snapshot())
-    rtol = 0.0 if layout == "3" else 1e-4
-    for loss, other in zip(run.train(2, 2), source.train(2, 2), strict=True):
-        torch.testing.assert_close(loss, other, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("parts", with_slow([1, 2], [2]))
@@ -744,7 +714,7 @@ def test_from_the_meta_device_by_whole_tensors(parts: int) -> None:
     assert_sharded(run.model)
     assert run.model.head[1].weight is run.model.embed.weight
     run.optimizer, source.optimizer = run.make_optimizer(), source.make_optimizer()
-    assert [x.item() for x in run.train(2, 2)] == [x.item() for x in source.train(2, 2)]
+    assert goes_on_as(run, source)
     assert_equal(run.snapshot(), source.snapshot())
 
 
@@ -780,13 +750,10 @@ def test_from_the_meta_device_from_a_file(tmp_path: Path) -> None:
     save(source, str(tmp_path))
     run = Run("3", model=on_meta())
     run.model.to_empty(device=DEVICE)
-    run.model.head[1].weight = run.model.embed.weight
-    run.optimizer = run.make_optimizer()
-    for block in run.model.blocks:
-        block.scratch.zero_()
+    run.complete()
     load(run, str(tmp_path))
     assert_equal(run.snapshot(), source.snapshot())
-    assert [x.item() for x in run.train(2, 2)] == [x.item() for x in source.train(2, 2)]
+    assert goes_on_as(run, source)
 
 
 @ranks(4)
@@ -794,7 +761,7 @@ def test_three_ranks_of_four(rank: int, tmp_path: Path) -> None:
     """A model on three ranks of four saves and loads through their process group alone."""
     mesh = DeviceMesh("cpu", [0, 1, 2])
     everyone = trained("4")
-    expected = everyone.snapshot()
+    expected = values_of(everyone.model)
     save(everyone, str(tmp_path / "four"))
     if rank == 3:
         return
@@ -804,15 +771,10 @@ def test_three_ranks_of_four(rank: int, tmp_path: Path) -> None:
     pg = mesh.get_group()
     dcp.load({"model": state}, checkpoint_id=str(tmp_path / "four"), process_group=pg)
     set_model_state_dict(model, state)
-    for name, value in names_of(model).items():
-        assert_bitwise(whole(value), expected["parameters"][name], name)
-    dcp.save(
-        {"model": get_model_state_dict(model)},
-        checkpoint_id=str(tmp_path / "three"),
-        process_group=pg,
-    )
+    assert_values(model, expected)
+    state = get_model_state_dict(model)
+    dcp.save({"model": state}, checkpoint_id=str(tmp_path / "three"), process_group=pg)
     plain = OddModel()
     alone = {"model": plain.state_dict()}
     dcp.load(alone, checkpoint_id=str(tmp_path / "three"), no_dist=True)
-    for name, value in names_of(plain).items():
-        assert_bitwise(value, expected["parameters"][name], name)
+    assert_values(plain, expected)

@@ -7,7 +7,7 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,16 +15,24 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._core.engine.tree import unit_of
 from fsdp2._core.params.registration import GATHERING, WHOLE
+from tests.kit.collectives import Gather
 from tests.kit.in_turn import advance, shard_each
 from tests.kit.meshes import DEVICE
 from tests.kit.models import seeded
-from tests.kit.parity import assert_same_gradients, assert_same_parameters, make_mesh
+from tests.kit.parity import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    make_mesh,
+    replicas_of_four,
+)
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
 
@@ -112,38 +120,63 @@ def assert_out_of_step(model: nn.Module, *args: Any, grad: bool = True) -> str:
     return message
 
 
+def backward_of_all(
+    model: nn.Module, reference: nn.Module, ways: Sequence[tuple[str, ...]]
+) -> None:
+    """Run a rank's own way in the model, and the ways of all ranks in the reference."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    parts = torch.randn(2 * size, 8).chunk(size)
+    model(parts[rank], *ways[rank]).square().mean().backward()
+    losses = [reference(part, *way).square().mean() for part, way in zip(parts, ways, strict=True)]
+    (sum(losses) / size).backward()
+
+
+def compare(model: nn.Module, reference: nn.Module, rtol: float) -> None:
+    """Compare the gradients, and clear them."""
+    assert_same_gradients(model, reference, rtol)
+    model.zero_grad()
+    reference.zero_grad()
+
+
 # --- undeclared -----------------------------------------------------------------------------------
 
+SORTS: dict[str, dict[str, Any]] = {
+    "alike": {},
+    "other sizes": {"alike": False},  # collectives of different sizes never meet: gloo would abort
+    "owned": {"shard_placement_fn": lambda p: fsdp2.Whole() if p.dim() > 1 else None},
+}
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("way", list(WAYS))
-@ranks(2, limit_s=30)
-def test_one_of_two_ranks_takes_another_way(way: str, steps: int, rank: int) -> None:
-    """In the first step, or once every order is known: both are told who did what."""
-    model = sharded()
+
+def take_another_way(sort: str, way: str, steps: int, rank: int) -> None:
+    model = sharded(**SORTS[sort])
     train(model, steps)
     message = assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
     assert "(all-gather)" in message or "(reduce-scatter)" in message
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("way", ["swap", "skip"])
-@ranks(3, slow(4), limit_s=30)
-def test_one_of_many_ranks_takes_another_way(way: str, steps: int, rank: int) -> None:
-    """The ranks that agree with each other learn of the one that does not."""
-    model = sharded()
-    train(model, steps)
-    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
+@pytest.mark.parametrize(
+    ("sort", "way"),
+    [*(("alike", way) for way in WAYS)]
+    + [("other sizes", way) for way in ("swap", "skip", "skip_last")],
+)
+@ranks(2, limit_s=30)
+def test_one_of_two_ranks_takes_another_way(sort: str, way: str, steps: int, rank: int) -> None:
+    """In the first step, or once every order is known: both are told who did what."""
+    take_another_way(sort, way, steps, rank)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("way", ["swap", "skip"])
-@ranks(3, limit_s=60)
-def test_ranks_whose_parameters_are_owned_are_told_too(way: str, steps: int, rank: int) -> None:
-    """Who follows the others sends pieces as long as theirs, with a number that says it left."""
-    model = sharded(shard_placement_fn=lambda p: fsdp2.Whole() if p.dim() > 1 else None)
-    train(model, steps)
-    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
+@pytest.mark.parametrize("sort", ["alike", "owned"])
+@ranks(3, slow(4), limit_s=60)
+def test_one_of_many_ranks_takes_another_way(sort: str, way: str, steps: int, rank: int) -> None:
+    """The ranks that agree with each other learn of the one that does not.
+
+    Where parameters are owned, who follows the others sends pieces as long as theirs, with a number
+    that says it left.
+    """
+    take_another_way(sort, way, steps, rank)
 
 
 @ranks(2, limit_s=30)
@@ -161,16 +194,6 @@ def test_an_evaluation_on_one_rank(rank: int) -> None:
 def test_every_rank_takes_a_way_of_its_own(rank: int) -> None:
     """Each rank is told of all the others."""
     assert_out_of_step(sharded(), ("abc", "bca", "cab")[rank])
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("way", ["swap", "skip", "skip_last"])
-@ranks(2, limit_s=30)
-def test_blocks_of_different_sizes(way: str, steps: int, rank: int) -> None:
-    """Collectives of different sizes never meet: on gloo that would end the process."""
-    model = sharded(alike=False)
-    train(model, steps)
-    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
 
 
 @pytest.mark.parametrize(
@@ -191,9 +214,8 @@ def test_evaluation(way: str, steps: int, rank: int) -> None:
 def test_units_that_were_gathered_by_hand_before(asynchronous: bool, rank: int) -> None:
     """What was on its way when collectives got numbers has none, which says nothing of others."""
     model = sharded()
-    for module in model.modules():
-        if module is not model and isinstance(module, fsdp2.FSDPModule):
-            module.unshard(async_op=asynchronous)
+    for module in (model.a, model.b, model.c):
+        module.unshard(async_op=asynchronous)
     train(model, 2)
     assert_out_of_step(model, WAYS["swap"] if rank == 1 else "abc")
 
@@ -217,24 +239,16 @@ def test_a_rank_may_not_need_what_all_prefetched(rank: int) -> None:
 )
 @ranks(slow(2), 3, limit_s=30)
 def test_one_rank_does_not_use_an_output(
-    used: str, reshard_after_forward: bool, rank: int, world_size: int
+    used: str, reshard_after_forward: bool, world_size: int
 ) -> None:
     """Forward is alike; backward reaches not all units of one rank, and takes none for reached."""
     model, reference = sharded(reshard_after_forward=reshard_after_forward), seeded(Paths)
     for step in range(4):
-        uses = ["abc"] * world_size
+        ways = [("abc", "abc")] * world_size
         if step != 1:
-            uses[1] = used
-        parts = torch.randn(2 * world_size, 8).chunk(world_size)
-        model(parts[rank], "abc", uses[rank]).square().mean().backward()
-        losses = [
-            reference(part, "abc", use).square().mean()
-            for part, use in zip(parts, uses, strict=True)
-        ]
-        (sum(losses) / world_size).backward()
-        assert_same_gradients(model, reference, 4e-6)
-        model.zero_grad()
-        reference.zero_grad()
+            ways[1] = ("abc", used)
+        backward_of_all(model, reference, ways)
+        compare(model, reference, 4e-6)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -297,22 +311,12 @@ def test_all_ranks_may_leave_backward_out_where_neighbours_would_gather(rank: in
         outputs = [m(x, path) for m in (model, reference)]
         torch.testing.assert_close(*outputs)
         if backward:
-            outputs[0].square().sum().backward()
-            outputs[1].square().sum().backward()
-            assert_same_gradients(model, reference, 4e-6)
-            model.zero_grad()
-            reference.zero_grad()
+            for output in outputs:
+                output.square().sum().backward()
+            compare(model, reference, 4e-6)
 
 
 # --- sent differently -----------------------------------------------------------------------------
-
-
-class Carrier(fsdp2.AllGather):
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output: Any, sent: Any, group: Any, async_op: bool = False) -> Any:
-        return dist.all_gather_into_tensor(output, sent, group, async_op)
 
 
 SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -323,7 +327,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "dtype": (lambda m: m.c.half(), r"c \(all-gather\).*sends float16"),
     "carrier": (
-        lambda m: m.b.set_custom_all_gather(Carrier()),
+        lambda m: m.b.set_custom_all_gather(Gather()),
         r"b \(all-gather\).*user-supplied function",
     ),
     "memory": (lambda m: m.set_memory("low"), "different collectives"),
@@ -402,8 +406,8 @@ def test_a_wire_that_changes_while_something_waits(where: str) -> None:
     model(torch.randn(2, 8)).square().sum().backward()
     model.a.unshard(async_op=True)
     model.set_gradient_wire_dtype(torch.bfloat16)
-    model.set_custom_all_gather(Carrier())
-    model.a.set_custom_all_gather(Carrier())
+    model.set_custom_all_gather(Gather())
+    model.a.set_custom_all_gather(Gather())
     model.set_requires_gradient_sync(True)
     model(torch.randn(2, 8)).square().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -464,86 +468,79 @@ class Chosen:
                 fsdp2.fully_shard(block.sub, mesh=mesh, **kwargs)
             fsdp2.fully_shard(block, mesh=mesh, conditional=True, **kwargs)
         fsdp2.fully_shard(self.model, mesh=mesh, **kwargs)
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in self.models]
+        self.optimizers = [
+            torch.optim.SGD(m.parameters(), lr=0.05) for m in (self.model, self.reference)
+        ]
 
-    @property
-    def models(self) -> tuple[nn.Module, nn.Module]:
-        return self.model, self.reference
-
-    def backward(self, step: int, rank: int) -> None:
+    def backward(self, step: int) -> None:
         size = dist.get_world_size()
-        parts = torch.randn(2 * size, 8).chunk(size)
         chosen = [CHOICES[(step * size + index * 5) % len(CHOICES)] for index in range(size)]
-        self.model(parts[rank], chosen[rank]).square().mean().backward()
-        losses = [self.reference(*own).square().mean() for own in zip(parts, chosen, strict=True)]
-        (sum(losses) / size).backward()
+        backward_of_all(self.model, self.reference, [(names,) for names in chosen])
 
-    def step(self, rtol: float = 1e-5) -> None:
-        assert_same_gradients(self.model, self.reference, rtol)
+    def step(self) -> None:
+        assert_same_gradients(self.model, self.reference, 1e-5)
         advance(*self.optimizers)
 
-    def train(self, rank: int, steps: int = 4) -> None:
+    def train(self, steps: int = 4) -> None:
         for step in range(steps):
-            self.backward(step, rank)
+            self.backward(step)
             self.step()
         assert_same_parameters(self.model, self.reference, 1e-5)
 
 
 @pytest.mark.parametrize("nested", with_slow([False, True], [True]))
 @ranks(slow(2), 3, limit_s=30)
-def test_ranks_choose_blocks(nested: bool, rank: int) -> None:
+def test_ranks_choose_blocks(nested: bool) -> None:
     """Declared, any rank may skip any block; a block that no rank ran has no gradient."""
     chosen = Chosen(nested=nested)
-    chosen.train(rank, steps=6)
+    chosen.train(steps=6)
     chosen.model(torch.randn(2, 8), "").sum().backward()
     assert all(p.grad is None for block in chosen.model.blocks for p in block.parameters())
     assert chosen.model.inp.weight.grad is not None
 
 
-@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False, 2], [2]))
+@pytest.mark.parametrize(
+    ("shape", "setting"),
+    [
+        slow((), {"reshard_after_forward": True}),
+        slow((), {"reshard_after_forward": False}),
+        ((), {"reshard_after_forward": 2}),
+        ((2, 2), {"nested": True}),
+        ((), {"nested": True, "checkpointed": True}),
+        slow((), {"checkpointed": True}),
+    ],
+)
 @ranks(4, limit_s=30)
 def test_ranks_choose_blocks_however_they_reshard(
-    reshard_after_forward: bool | int, rank: int
+    shape: tuple[int, ...], setting: dict[str, Any]
 ) -> None:
-    """With every way to reshard after forward, the smaller mesh too."""
-    Chosen(reshard_after_forward=reshard_after_forward).train(rank)
+    """With every way to reshard after forward, the smaller mesh too; and with a replicate axis.
 
-
-@ranks(4, limit_s=30)
-def test_ranks_choose_blocks_of_replicas(rank: int) -> None:
-    """With a replicate axis."""
-    Chosen(mesh=make_mesh(2, 2), nested=True).train(rank)
-
-
-@pytest.mark.parametrize("nested", with_slow([False, True], [True]))
-@ranks(2, limit_s=30)
-def test_ranks_choose_checkpointed_blocks(nested: bool, rank: int) -> None:
-    """With activation checkpointing of each block: the unit above gathers for recomputation too."""
-    Chosen(checkpointed=True, nested=nested).train(rank)
+    Also with activation checkpointing of each block: the unit above gathers for recomputation too.
+    """
+    Chosen(mesh=make_mesh(*shape), **setting).train()
 
 
 @ranks(2, limit_s=30)
-def test_ranks_choose_blocks_and_accumulate(rank: int) -> None:
+def test_ranks_choose_blocks_and_accumulate() -> None:
     """Ranks may use different blocks in each backward without sync."""
     chosen = Chosen()
     for first in (0, 3):
         for micro in range(3):
             chosen.model.set_requires_gradient_sync(micro == 2)
-            chosen.backward(first + micro, rank)
+            chosen.backward(first + micro)
         chosen.step()
     assert_same_parameters(chosen.model, chosen.reference, 1e-5)
 
 
 @ranks(2, limit_s=30)
-def test_ranks_choose_blocks_in_mixed_precision(rank: int) -> None:
+def test_ranks_choose_blocks_in_mixed_precision() -> None:
     """bf16 compute, reduced in fp32: gradients for the same parameters, near the exact ones."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     chosen = Chosen(mp_policy=policy)
     for step in range(4):
-        chosen.backward(step, rank)
-        assert_same_gradients(chosen.model, chosen.reference, 0.2)
-        for optimizer in chosen.optimizers:
-            optimizer.zero_grad()
+        chosen.backward(step)
+        compare(chosen.model, chosen.reference, 0.2)
 
 
 @ranks(2, limit_s=30)
@@ -556,19 +553,18 @@ def test_ranks_choose_blocks_in_evaluation(rank: int) -> None:
             actual = chosen.model(x, CHOICES[step + 3 * rank])
             expected = chosen.reference(x, CHOICES[step + 3 * rank])
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-        chosen.train(rank, steps=1)
+        chosen.train(steps=1)
 
 
 @ranks(2, limit_s=30)
-def test_a_copy_keeps_what_was_declared(rank: int) -> None:
+def test_a_copy_keeps_what_was_declared() -> None:
     """A deepcopy, before and after training, is conditional too."""
     chosen = Chosen()
     for _ in range(2):
         chosen.model = copy.deepcopy(chosen.model)
         chosen.optimizers[0] = torch.optim.SGD(chosen.model.parameters(), lr=0.05)
-        chosen.train(rank, steps=2)
-    unit = unit_of(chosen.model.blocks[0])
-    assert unit.conditional
+        chosen.train(steps=2)
+    assert unit_of(chosen.model.blocks[0]).conditional
 
 
 @ranks(2, limit_s=30)
@@ -580,42 +576,25 @@ def test_a_conditional_unit_outside_of_the_one_above_it() -> None:
         with pytest.raises(fsdp2.StateError, match=r"blocks\.0: is conditional"):
             chosen.model.blocks[0](torch.randn(2, 8))
     chosen.model.zero_grad()
-    chosen.train(dist.get_rank(), steps=1)
-
-
-class WithoutParameters(nn.Module):
-    """A unit that has none, around a conditional one that has none, which is recomputed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return y * 2
+    chosen.train(steps=1)
+    root = fsdp2.fully_shard(seeded(Inner), conditional=True)  # no unit above it could gather it
+    with pytest.raises(fsdp2.StateError, match="conditional"):
+        root(torch.randn(2, 8))
+    with pytest.raises(fsdp2.ConfigError, match="conditional"):
+        fsdp2.fully_shard(Inner(), conditional="yes")  # type: ignore[arg-type]  # the point
 
 
 @ranks(1, limit_s=30)
 def test_a_conditional_unit_without_parameters_is_recomputed() -> None:
-    """There is nothing to gather, so nothing is amiss."""
-    model = nn.Sequential(nn.Linear(8, 8), WithoutParameters())
-    reference = copy.deepcopy(model)
-    fsdp2.fully_shard(model[1].inner, conditional=True)
+    """There is nothing to gather in it, nor in the unit around it, so nothing is amiss."""
+    inner = fsdp2.fully_shard(nn.Tanh(), conditional=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(checkpoint_wrapper(inner)))
+    reference = nn.Sequential(copy.deepcopy(model[0]), nn.Tanh())
     shard_each(model[1], model)
     x = torch.randn(2, 8)
     for m in (model, reference):
         m(x).sum().backward()
     assert_same_gradients(model, reference)
-
-
-@ranks(1, limit_s=30)
-def test_a_conditional_root() -> None:
-    """There is no unit above it that could gather it."""
-    model = fsdp2.fully_shard(seeded(Inner), conditional=True)
-    with pytest.raises(fsdp2.StateError, match="conditional"):
-        model(torch.randn(2, 8))
-    with pytest.raises(fsdp2.ConfigError, match="conditional"):
-        fsdp2.fully_shard(Inner(), conditional="yes")  # type: ignore[arg-type]  # the point
 
 
 # --- within a unit --------------------------------------------------------------------------------
@@ -654,21 +633,16 @@ class Branching(nn.Module):
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @ranks(2, slow(4), limit_s=30)
 def test_ranks_use_different_parameters_of_a_unit(
-    branches: tuple[str, ...], reshard_after_forward: bool, rank: int, world_size: int
+    branches: tuple[str, ...], reshard_after_forward: bool, world_size: int
 ) -> None:
     """Nothing has to be declared for that: the unit runs on every rank, and reduces all it has."""
-    mesh = make_mesh(2, 2) if world_size == 4 else make_mesh()
     reference, model = seeded(Branching), seeded(Branching)
-    shard_each(model.block, model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    how = {"mesh": replicas_of_four(), "reshard_after_forward": reshard_after_forward}
+    shard_each(model.block, model, **how)
     for step in range(3):
-        parts = torch.randn(2 * world_size, 8).chunk(world_size)
         ways = (branches[step:] + branches[:step])[:world_size]
-        model(parts[rank], ways[rank]).square().mean().backward()
-        losses = [reference(*own).square().mean() for own in zip(parts, ways, strict=True)]
-        (sum(losses) / world_size).backward()
-        assert_same_gradients(model, reference, 1e-5)
-        model.zero_grad()
-        reference.zero_grad()
+        backward_of_all(model, reference, [(way,) for way in ways])
+        compare(model, reference, 1e-5)
 
 
 # --- at random ------------------------------------------------------------------------------------
@@ -677,9 +651,7 @@ def test_ranks_use_different_parameters_of_a_unit(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 @ranks(2, 3, 4, limit_s=30)
-def test_any_divergence_is_an_error_on_all_ranks_or_none(
-    seed: int, rank: int, world_size: int
-) -> None:
+def test_any_divergence_is_an_error_on_all_ranks_or_none(seed: int, world_size: int) -> None:
     """Random ways, alike for some steps and then not: no hang, no mixture, no lone failure."""
     choose = random.Random(seed)
     mesh = make_mesh(2, 2) if world_size == 4 and seed % 2 else make_mesh()
@@ -700,34 +672,14 @@ def test_any_divergence_is_an_error_on_all_ranks_or_none(
         if step == len(usual):
             ways = [("abc", "abc")] * world_size
             ways[odd] = (choose.choice(routes), choose.choice(["abc", "ab", "bc", "ac", "c"]))
-        parts = torch.randn(2 * world_size, 8).chunk(world_size)
         try:
-            model(parts[rank], *ways[rank]).square().mean().backward()
+            backward_of_all(model, reference, ways)
         except fsdp2.StateError as error:
             message = str(error)
             break
-        losses = [reference(x, *way).square().mean() for x, way in zip(parts, ways, strict=True)]
-        (sum(losses) / world_size).backward()
-        shards = [(p.grad is None) or p.grad.to_local().isfinite().all() for p in params(model)]
-        assert all(shards)
-        kept = [(None if p.grad is None else p.grad.to_local()) for p in params(model)]
-        expected = [p.grad for p in reference.parameters()]
-        assert [k is None for k in kept] == [e is None for e in expected]
-        for own, whole, parameter in zip(kept, expected, params(model), strict=True):
-            if own is not None and whole is not None:
-                count = mesh.size(-1)
-                index = mesh.get_local_rank(mesh.ndim - 1)
-                chunks = whole.chunk(count)
-                part = chunks[index] if index < len(chunks) else whole[:0]
-                torch.testing.assert_close(own, part, rtol=1e-4, atol=1e-5)
-                assert isinstance(parameter, DTensor)
-        model.zero_grad()
-        reference.zero_grad()
+        assert_sharded(model)
+        compare(model, reference, 1e-4)
     assert time.monotonic() - begin < QUICK_S
     failed: list[Any] = [None] * world_size
     dist.all_gather_object(failed, message, group=judges)
     assert all(failed) or not any(failed), failed
-
-
-def params(model: nn.Module) -> list[Any]:
-    return list(model.parameters())

@@ -48,37 +48,35 @@ def verdicts_of(path: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
+def quietly(fault: str, checks: str, *words: object) -> tuple[int, str]:
+    """Run the doctor on this rank; return its exit status, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = faults.doctor(fault, checks, *map(str, words))
+    return status, out.getvalue()
+
+
 # All is well.
 
 
 @ranks(2, with_process_group=False, limit_s=120.0)
 def test_all_is_right_on_ranks_that_are_well(tmp_path: Path, rank: int) -> None:
     """What is printed, the file and the page; times are for those who run it."""
-    out = io.StringIO()
     file, page = tmp_path / "doctor.json", tmp_path / "doctor.html"
-    words = ["--quick", "--json", str(file), "--html", str(page), "--checkpoint", str(tmp_path)]
-    with contextlib.redirect_stdout(out):
-        status = faults.doctor("nothing", "collectives,fp32,bf16,HSDP,checkpoint", *words)
+    words = ["--quick", "--json", file, "--html", page, "--checkpoint", tmp_path]
+    status, said = quietly("nothing", "collectives,fp32,bf16,HSDP,checkpoint", *words)
     assert status == 0
     if rank:
-        assert out.getvalue() == ""  # one rank tells
+        assert said == ""  # one rank tells
         return
-    lines = out.getvalue().splitlines()
+    lines = said.splitlines()
     assert lines[0] == "Correctness"
     assert lines[-2:] == [f"wrote {page}", f"wrote {file}"]
     assert lines[-3].startswith("PASSED: 5 ok, 1 not measured")
     found = verdicts_of(file)
-    assert found["HSDP"] == (
-        NOT_MEASURED,
-        "all ranks are on one host; --hsdp divides them into two replicas",
-    )
-    assert {name for name, (status, _) in found.items() if status == OK} == {
-        "collectives",
-        "fp32",
-        "same arithmetic",
-        "bf16",
-        "checkpoint",
-    }
+    said = "all ranks are on one host; --hsdp divides them into two replicas"
+    assert found["HSDP"] == (NOT_MEASURED, said)
+    well = {"collectives", "fp32", "same arithmetic", "bf16", "checkpoint"}
+    assert {name for name, (status, _) in found.items() if status == OK} == well
     assert "torch's FSDP2 within" in found["fp32"][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["doctor.html", "doctor.json"]
     assert "Correctness" in page.read_text()
@@ -88,9 +86,8 @@ def test_all_is_right_on_ranks_that_are_well(tmp_path: Path, rank: int) -> None:
 @ranks(4, with_process_group=False, limit_s=240.0)
 def test_every_check_runs_and_says_something(tmp_path: Path, rank: int) -> None:
     file = tmp_path / "doctor.json"
-    words = ["--seconds", "1", "--hsdp", "--json", str(file), "--checkpoint", str(tmp_path)]
-    with contextlib.redirect_stdout(io.StringIO()):
-        faults.doctor("nothing", "all", *words)
+    words = ["--seconds", 1, "--hsdp", "--json", file, "--checkpoint", tmp_path]
+    quietly("nothing", "all", *words)
     if rank:
         return
     found = verdicts_of(file)
@@ -111,10 +108,10 @@ def test_every_check_runs_and_says_something(tmp_path: Path, rank: int) -> None:
 def test_ranks_of_two_hosts(tmp_path: Path, rank: int) -> None:
     """As a launcher tells of two hosts: replicas are tried, and links between hosts are apart."""
     file = tmp_path / "doctor.json"
-    words = ["--seconds", "1", "--json", str(file), "--checkpoint", str(tmp_path)]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+    words = ["--seconds", 1, "--json", file, "--checkpoint", tmp_path]
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(rank // 2))
-        faults.doctor("nothing", "limits,links,HSDP,plan", *words)
+        quietly("nothing", "limits,links,HSDP,plan", *words)
     if rank == 0:
         values = json.loads(file.read_text())
         said = [one["said"] for one in values["verdicts"] if one["name"] == "links"]
@@ -127,12 +124,10 @@ def test_ranks_of_two_hosts(tmp_path: Path, rank: int) -> None:
 
 @ranks(1, with_process_group=False)
 def test_one_rank_says_how_all_are_measured(tmp_path: Path) -> None:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        status = faults.doctor("nothing", "collectives,fp32,clocks", "--checkpoint", str(tmp_path))
+    status, said = quietly("nothing", "collectives,fp32,clocks", "--checkpoint", tmp_path)
     assert status == 0
-    assert "torchrun --nproc-per-node N -m fsdp2 doctor" in out.getvalue()
-    assert "not measured collectives: requires at least two ranks" in out.getvalue()
+    assert "torchrun --nproc-per-node N -m fsdp2 doctor" in said
+    assert "not measured collectives: requires at least two ranks" in said
 
 
 @pytest.mark.slow
@@ -140,9 +135,8 @@ def test_one_rank_says_how_all_are_measured(tmp_path: Path) -> None:
 def test_a_device_that_is_simulated(tmp_path: Path, rank: int) -> None:
     """And no stream of a doctor's steps reads what another one has not written yet."""
     file = tmp_path / "doctor.json"
-    words = ["--seconds", "1", "--json", str(file), "--checkpoint", str(tmp_path)]
-    with contextlib.redirect_stdout(io.StringIO()):
-        faults.doctor("nothing", "collectives,fp32,bf16,checkpoint,steps,plan", *words)
+    words = ["--seconds", 1, "--json", file, "--checkpoint", tmp_path]
+    quietly("nothing", "collectives,fp32,bf16,checkpoint,steps,plan", *words)
     if rank == 0:
         found = verdicts_of(file)
         assert {status for status, _ in found.values()} <= {OK, WARNING, NOT_MEASURED}
@@ -159,21 +153,13 @@ NAMED = {
     "mixed_folders": ("package", WRONG, "on rank 1 modules come from different folders"),
     "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),
     "other_arithmetic": ("same arithmetic", WRONG, "losses of the unsharded model on rank 1"),
-    "corrupting_link": (
-        "collectives",
-        WRONG,
-        "all_gather corrupts known integers: on rank 1",
-    ),
+    "corrupting_link": ("collectives", WRONG, "all_gather corrupts known integers: on rank 1"),
     "corrupting_comm": ("fp32", WRONG, "torch's FSDP2 is correct, so the cause is fsdp2 or a hook"),
     "clock": ("clocks", WARNING, "the clock of rank 1 differs from rank 0's by +120 s"),
     "threads": ("threads", WARNING, "threads of 2 ranks on"),
     "raising": ("collectives", WRONG, "rank 1 raised MemoryError: no memory on this rank"),
 }
-CHECK_OF = {
-    "threads": "limits",
-    "precision": "settings",
-    "same arithmetic": "fp32",
-}
+CHECK_OF = {"threads": "limits", "precision": "settings", "same arithmetic": "fp32"}
 
 
 @pytest.mark.parametrize("fault", NAMED)
@@ -181,9 +167,8 @@ CHECK_OF = {
 def test_a_planted_fault_is_named(fault: str, tmp_path: Path, rank: int) -> None:
     name, status, words = NAMED[fault]
     file = tmp_path / "doctor.json"
-    given = ["--json", str(file), "--checkpoint", str(tmp_path), "--timeout", "8"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        ended = faults.doctor(fault, f"{CHECK_OF.get(name, name)},checkpoint", *given)
+    given = ["--json", file, "--checkpoint", tmp_path, "--timeout", 8]
+    ended, _ = quietly(fault, f"{CHECK_OF.get(name, name)},checkpoint", *given)
     assert ended == (1 if status == WRONG else 0)
     if rank:
         return
@@ -198,10 +183,7 @@ def test_a_planted_fault_is_named(fault: str, tmp_path: Path, rank: int) -> None
 def test_a_folder_that_ranks_do_not_share_is_named(tmp_path: Path, rank: int) -> None:
     file, own = tmp_path / "doctor.json", tmp_path / f"of-rank-{rank}"
     own.mkdir()
-    with contextlib.redirect_stdout(io.StringIO()):
-        ended = faults.doctor(
-            "nothing", "checkpoint", "--json", str(file), "--checkpoint", str(own)
-        )
+    ended, _ = quietly("nothing", "checkpoint", "--json", file, "--checkpoint", own)
     assert ended == 1
     if rank == 0:
         said = verdicts_of(file)["checkpoint"][1]
@@ -212,46 +194,36 @@ def test_a_folder_that_ranks_do_not_share_is_named(tmp_path: Path, rank: int) ->
 # Faults that need processes, or namespaces, of their own.
 
 
-def start(
-    count: int, *words: str, of_rank: dict[int, dict[str, str]] | None = None, before: Any = None
-) -> list[subprocess.Popen[str]]:
-    """Start the doctor on ranks, with a fault; ``of_rank`` has variables of single ones."""
+DOCTOR = [sys.executable, "-m", "tests.kit.doctor_faults"]
+
+
+def environment(world_size: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """Return the variables of a launcher, but those that tell ranks apart."""
+    given = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": str(world_size)}
+    given |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    return {**os.environ, **ENVIRONMENT, **given}
+
+
+def start(*words: str, of_second: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    """Start the doctor on two ranks, with a fault; ``of_second`` has variables of the second."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(count)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = environment(2, free.getsockname()[1])
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.kit.doctor_faults", *words],
+            [*DOCTOR, *words],
             cwd=ROOT,
-            env={
-                **shared,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                **(of_rank or {}).get(rank, {}),
-            },
+            env={**shared, "RANK": rank, "LOCAL_RANK": rank, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(count)
+        for rank, own in (("0", {}), ("1", of_second or {}))
     ]
 
 
-def said_by(processes: list[subprocess.Popen[str]], status: int) -> str:
-    """Wait for ranks, and return what they printed."""
-    try:
-        said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [status] * len(processes), said
-    return said
-
-
 def test_a_rank_that_stops_is_named() -> None:
-    first, second = start(2, "stopped", "limits,fp32,bf16", "--timeout", "8")
+    first, second = start("stopped", "limits,fp32,bf16", "--timeout", "8")
     try:
         said, _ = first.communicate(timeout=LIMIT_S)
         assert first.returncode == 1, said
@@ -269,8 +241,13 @@ def test_another_package_on_one_rank_is_named(tmp_path: Path) -> None:
         file.write("# of another version\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     # without the working directory, which `python -m` puts before all others
-    of_rank = {1: {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}}
-    said = said_by(start(2, "nothing", "package", of_rank=of_rank), 1)
+    both = start("nothing", "package", of_second={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
+    try:
+        said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in both)
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [1, 1], said
     expected = f"rank 1 runs a different fsdp2: the files in {tmp_path / 'fsdp2'} differ"
     assert expected in said
 
@@ -303,12 +280,10 @@ def allows(*command: str) -> bool:
 @pytest.mark.skipif(not allows("sh", "-c", NETWORK.partition("ip netns exec")[0]), reason="rights")
 def test_a_throttled_link_is_named(tmp_path: Path) -> None:
     """200 Mbit/s out of one rank's namespace."""
-    known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "SAID": str(tmp_path)}
-    known |= {"WORLD_SIZE": "3", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29512"}
-    known |= {"GLOO_SOCKET_IFNAME": "eth0"}
-    command = [sys.executable, "-m", "tests.kit.doctor_faults", "nothing", "links"]
+    known = environment(3, 29512, "10.9.0.1")
+    known |= {"SAID": str(tmp_path), "GLOO_SOCKET_IFNAME": "eth0"}
     subprocess.run(
-        [*IN_NAMESPACE, "sh", "-e", "-c", NETWORK, "sh", *command],
+        [*IN_NAMESPACE, "sh", "-e", "-c", NETWORK, "sh", *DOCTOR, "nothing", "links"],
         cwd=ROOT, env=known, check=True, timeout=LIMIT_S,
     )  # fmt: skip
     said = (tmp_path / "0").read_text()
@@ -318,13 +293,11 @@ def test_a_throttled_link_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not allows("mount", "-t", "tmpfs", "tmpfs", "/mnt"), reason="rights")
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.kit.doctor_faults", "nothing", "limits,checkpoint"]
+    command = [*DOCTOR, "nothing", "limits,checkpoint", "--checkpoint", str(tmp_path)]
     mount = f'mount -t tmpfs -o size=160k tmpfs "{tmp_path}" && exec "$@"'
-    known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    known |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+    known = environment(1, 29513) | {"RANK": "0"}
     ended = subprocess.run(
-        [*IN_NAMESPACE, "sh", "-c", f"ip link set lo up && {mount}", "sh", *command,
-         "--checkpoint", str(tmp_path)],
+        [*IN_NAMESPACE, "sh", "-c", f"ip link set lo up && {mount}", "sh", *command],
         cwd=ROOT, env=known, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stdout + ended.stderr
@@ -355,9 +328,8 @@ def test_slow_links_are_told_from_slow_ranks() -> None:
     one_pair = list(machine.judge_pairs(found({(9, 3)})))
     assert [one.status for one in one_pair] == [OK, WRONG]
     assert "slow between hosts: 9 to 3 (0.125 GB/s; median: 1 GB/s)" in one_pair[1].said
-    (near, far) = machine.judge_pairs(found({(s, 5) for s in range(16)}))
-    assert near.said.endswith(": all links to rank 5")
-    assert far.said.endswith(": all links to rank 5")
+    for one in machine.judge_pairs(found({(s, 5) for s in range(16)})):
+        assert one.said.endswith(": all links to rank 5")
 
 
 def test_what_is_noise_makes_no_rank_slow() -> None:
@@ -409,11 +381,8 @@ def test_advice_on_threads_has_its_figure() -> None:
     assert (threads.status, idle.status, disk.status) == (WARNING, OK, NOT_MEASURED)
     assert files.said == "256 (ulimit -n) on ranks 0, 1, 2, 3, below 1024"
     (setting,) = advice.settings(Findings(values={"limits": [one] * 4}))
-    assert setting == Setting(
-        "environment",
-        "export OMP_NUM_THREADS=4",
-        "32 threads of 4 ranks run on 16 cores",
-    )
+    said = "32 threads of 4 ranks run on 16 cores"
+    assert setting == Setting("environment", "export OMP_NUM_THREADS=4", said)
 
 
 def test_names_of_files_cannot_write_to_the_terminal() -> None:

@@ -82,18 +82,15 @@ def test_a_state_with_empty_tensors_comes_back(
         found = checkpoint.load_latest(place.parent, *target, copies=copies)
         copies.remove()
     elif way == "dcp writes":
-        sharded = get_state_dict(*source)
-        state = {"model": sharded[0], "optimizer": sharded[1], "extra": extra}
+        model, optim = get_state_dict(*source)
+        state = {"model": model, "optimizer": optim, "extra": extra}
         dcp.save(state, checkpoint_id=place)
         found = checkpoint.load(place, *target)
     elif way == "dcp reads":
         checkpoint.save(place, *source)
-        sharded = get_state_dict(*target)
-        state = {"model": sharded[0], "optimizer": sharded[1]}
-        dcp.load(state, checkpoint_id=place)
-        set_state_dict(
-            *target, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        model, optim = get_state_dict(*target)
+        dcp.load({"model": model, "optimizer": optim}, checkpoint_id=place)
+        set_state_dict(*target, model_state_dict=model, optim_state_dict=optim)
         found = extra
     elif way in ("full", "sharded", "local"):
         getattr(checkpoint, f"load_{way}_state")(

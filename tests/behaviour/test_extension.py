@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.kit.collectives import Gather
 from tests.kit.extensions import (
     MIDDLES,
     RELEASE,
@@ -97,15 +99,18 @@ def test_inputs_that_the_extension_padded_keep_their_padding() -> None:
     train(model, make(kind=PaddedInt8Weight), steps=2)
 
 
-@ranks(2, 3)
-def test_an_input_that_is_not_rows() -> None:
-    """A scale of one element a rank arrives as one element for each rank, empty shards too."""
-    model, reference = shard(make(kind=Scaled)), make(kind=Int8Weight)
-    torch.manual_seed(1)
-    for _ in range(2):
+def agree(model: Any, reference: Any) -> None:
+    """Assert that outputs are the same, also after a backward."""
+    for _ in range(3):
         x = torch.randn(4, WIDTH)
         torch.testing.assert_close(model(x), reference(x))
         model(x).sum().backward()
+
+
+@ranks(2, 3)
+def test_an_input_that_is_not_rows() -> None:
+    """A scale of one element a rank arrives as one element for each rank, empty shards too."""
+    agree(shard(make(kind=Scaled)), make(kind=Int8Weight))
 
 
 @ranks(4)
@@ -163,11 +168,14 @@ def test_a_group_of_extended_parameters_only() -> None:
     torch.manual_seed(2)
     only[0].weight = nn.Parameter(make_weight(Int8Weight, 5, WIDTH))
     expected = copy.deepcopy(only)
-    fsdp2.fully_shard(only, mesh=make_mesh())
-    for _ in range(3):
-        x = torch.randn(4, WIDTH)
-        torch.testing.assert_close(only(x), expected(x))
-        only(x).sum().backward()
+    agree(fsdp2.fully_shard(only, mesh=make_mesh()), expected)
+
+
+def check(model: Any, reference: Any, loss_of: Callable[[Any], Tensor]) -> None:
+    """Differentiate a loss of both models, and compare the gradients to the last bit."""
+    for each in (model, reference):
+        loss_of(each).backward()
+    compare(model, reference, grads=True, exact=True)
 
 
 @ranks(2)
@@ -175,9 +183,7 @@ def test_several_forwards_before_one_backward() -> None:
     """What autograd saved of an extended parameter is valid after it was gathered again."""
     model, reference = shard(make()), make()
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    for m in (model, reference):
-        (m(x).square().mean() + m(y).square().mean()).backward()
-    compare(model, reference, grads=True, exact=True)
+    check(model, reference, lambda m: m(x).square().mean() + m(y).square().mean())
 
 
 @ranks(2)
@@ -200,9 +206,7 @@ def test_tied_extended_parameters() -> None:
     model = shard(models[0])
     assert model[0].up is model[1].up
     x = torch.randn(4, WIDTH)
-    for m in models:
-        m(x).square().mean().backward()
-    compare(model, models[1], grads=True, exact=True)
+    check(model, models[1], lambda m: m(x).square().mean())
 
 
 @ranks(4)
@@ -260,24 +264,12 @@ def test_a_subclass_that_wraps_nothing() -> None:
     assert module.weight.grad.dtype is torch.float32
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its inner module in backward."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return found
-
-
 @ranks(2)
 def test_activation_checkpointing() -> None:
     """Extended parameters that are gathered again for a recomputed forward have their values."""
     model, reference = make(), make()
     for index, block in enumerate(model):
-        model[index] = Checkpointed(fsdp2.fully_shard(block, mesh=make_mesh()))
+        model[index] = checkpoint_wrapper(fsdp2.fully_shard(block, mesh=make_mesh()))
     fsdp2.fully_shard(model, mesh=make_mesh())
     x = torch.randn(4, WIDTH)
     for m in (model, reference):
@@ -287,31 +279,14 @@ def test_activation_checkpointing() -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
 
 
-class BytesOnly(fsdp2.AllGather):
-    """An all-gather of the user's that notes what it carried."""
-
-    def __init__(self) -> None:
-        self.carried: list[torch.dtype] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        self.carried.append(input_tensor.dtype)
-        parts = list(output_tensor.chunk(group.size()))
-        return dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
-
-
 @ranks(2)
 def test_a_custom_all_gather() -> None:
     """A custom all-gather carries extended parameters too, as bytes."""
-    model, custom = shard(make()), BytesOnly()
+    model, custom = shard(make()), Gather()
     for block in model:
         block.set_custom_all_gather(custom)
     train(model, make(), steps=2)
-    assert set(custom.carried) == {torch.uint8}
+    assert {dtype for _, dtype in custom.given} == {torch.uint8}
 
 
 # --- an all-gather extension may be methods, set on plain tensors or on a bare subclass. ---
@@ -341,7 +316,7 @@ def test_methods_set_on_the_local_tensors(reshard_after_forward: bool) -> None:
     for block in model:
         for param in (block.up, block.down):
             set_methods(param)
-    held = [param for block in model for param in (block.up, block.down)]
+    held = list(model.parameters())
     size, rank = dist.get_world_size(), dist.get_rank()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for _ in range(3):
@@ -353,16 +328,26 @@ def test_methods_set_on_the_local_tensors(reshard_after_forward: bool) -> None:
         advance(*optimizers)
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-3, atol=1e-4)
-    assert all(
-        a is b for a, b in zip(held, (p for b in model for p in (b.up, b.down)), strict=True)
-    )
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+
+
+def plain_with_methods(**kwargs: Any) -> Any:
+    """Return a model whose first parameter got the methods after it was sharded."""
+    model = shard(make((13,), kind=None), **kwargs)
+    set_methods(model[0].up)
+    return model
+
+
+def gathered_once() -> Tensor:
+    """Return what the methods gather of that parameter."""
+    value: Tensor = make((13,), kind=None)[0].up.bfloat16().float()
+    return value
 
 
 @ranks(2)
 def test_methods_that_a_copy_lost() -> None:
     """A copy without the methods is refused by name, and works once it has them again."""
-    model = shard(make((13,), kind=None))
-    set_methods(model[0].up)
+    model = plain_with_methods()
     step(model)
     model.double()
     with refused(fsdp2.StateError, "up", "fsdp_pre_all_gather"):
@@ -375,8 +360,7 @@ def test_methods_that_a_copy_lost() -> None:
 @ranks(2)
 def test_a_copy_of_methods_works_on_the_copy() -> None:
     """After a deepcopy, methods that were bound to a local tensor gather the copy's values."""
-    model = shard(make((13,), kind=None))
-    set_methods(model[0].up)
+    model = plain_with_methods()
     step(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -384,7 +368,7 @@ def test_a_copy_of_methods_works_on_the_copy() -> None:
     other[0].unshard()
     assert torch.equal(other[0].up, torch.full((13, WIDTH), 2.0))
     model[0].unshard()
-    torch.testing.assert_close(model[0].up, make((13,), kind=None)[0].up.bfloat16().float())
+    torch.testing.assert_close(model[0].up, gathered_once())
 
 
 # Methods on a subclass that has none.
@@ -394,15 +378,12 @@ def extend(model: Any, how: str = "method") -> Any:
     """Set the methods on the local tensors of all shards of `Bare`, as torch's own takes them."""
     for param in model.parameters():
         local = param._local_tensor
-        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if has_codes(local) else ():
+        has_codes = isinstance(local, Bare)
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if has_codes else ():
             function = getattr(PaddedInt8Weight if how == "padded" else Int8Weight, name)
             bound = partial(function, local) if how == "partial" else MethodType(function, local)
             setattr(local, name, bound)
     return model
-
-
-def has_codes(local: Tensor) -> bool:
-    return isinstance(local, Bare)
 
 
 @pytest.mark.parametrize(
@@ -620,10 +601,8 @@ def test_another_dtype() -> None:
     model.double()
     reference.double()
     x = torch.randn(4, WIDTH, dtype=torch.float64)
-    for m in (model, reference):
-        m(x).square().mean().backward()
+    check(model, reference, lambda m: m(x).square().mean())
     assert model[0].up.dtype is torch.float64
-    compare(model, reference, grads=True, exact=True)
 
 
 @ranks(2, slow(3))
@@ -695,13 +674,12 @@ def test_memory_is_freed() -> None:
 @ranks(2)
 def test_memory_of_what_post_made_is_freed() -> None:
     """A tensor that post computed and named as inner is freed and made anew, in place."""
-    model = shard(make((13,), kind=None))
-    set_methods(model[0].up)
+    model = plain_with_methods()
     for _ in range(2):
         model[0].unshard()
         whole = model[0].up
         assert whole.dtype is torch.float32
-        torch.testing.assert_close(whole, make((13,), kind=None)[0].up.bfloat16().float())
+        torch.testing.assert_close(whole, gathered_once())
         model[0].reshard()
         assert whole.untyped_storage().nbytes() == 0
 
@@ -806,28 +784,18 @@ def test_what_is_refused_about_memory_of_gathered_tensors() -> None:
 def test_methods_set_later_are_asked_about_memory_too(rank: int) -> None:
     """At the first gather; what one rank answers wrongly is raised on all."""
     for answers in ((True, True), (True, "yes")):
-        model = shard(make((13,), kind=None))
-        set_methods(model[0].up)
-        seen = []
-        setattr(model[0].up._local_tensor, RELEASE, lambda found=answers[rank]: found)
-        post = model[0].up._local_tensor.fsdp_post_all_gather
-
-        def keep(
-            outputs: Any, *args: Any, seen: Any = seen, post: Any = post, **kwargs: Any
-        ) -> Any:
-            seen += outputs
-            return post(outputs, *args, **kwargs)
-
-        model[0].up._local_tensor.fsdp_post_all_gather = keep
+        model = plain_with_methods()
+        local = model[0].up._local_tensor
+        setattr(local, RELEASE, lambda found=answers[rank]: found)
+        watched = mock.Mock(wraps=local.fsdp_post_all_gather)
+        local.fsdp_post_all_gather = watched
         if answers[1] is True:
             for _ in range(2):
                 model[0].unshard()
-                assert [tensor.untyped_storage().nbytes() for tensor in seen] == [0] * len(seen)
-                torch.testing.assert_close(
-                    model[0].up, make((13,), kind=None)[0].up.bfloat16().float()
-                )
+                seen = [tensor for call in watched.call_args_list for tensor in call.args[0]]
+                assert {tensor.untyped_storage().nbytes() for tensor in seen} == {0}
+                torch.testing.assert_close(model[0].up, gathered_once())
                 model[0].reshard()
-            assert seen
         else:
             with refused(fsdp2.StateError, "up", "rank 1" if rank == 0 else RELEASE):
                 model[0].unshard()
@@ -850,24 +818,18 @@ def test_an_int_for_reshard_after_forward() -> None:
 @ranks(2, 3)
 def test_an_extension_that_fails_on_one_rank_at_first(what: str, rank: int) -> None:
     """An error that only one rank can see is raised on all, by name; then the model works."""
-    model = shard(make((13,), kind=None))
-    set_methods(model[0].up)
+    model = plain_with_methods()
+    answers: dict[str, Any] = {
+        "raises": KeyError("broken pre"),
+        "shape": ((torch.zeros(2, 3),), None),
+        "count": ((torch.zeros(2), torch.zeros(2)), None),
+        "result": torch.zeros(2),
+        "subclass": ((make_weight(Int8Weight, 2, 2),), None),
+    }
     local: Any = model[0].up._local_tensor
     good = local.fsdp_pre_all_gather
-
-    def bad(mesh: Any) -> Any:
-        if what == "raises":
-            raise KeyError("broken pre")
-        found: dict[str, Any] = {
-            "shape": ((torch.zeros(2, 3),), None),
-            "count": ((torch.zeros(2), torch.zeros(2)), None),
-            "result": torch.zeros(2),
-            "subclass": ((make_weight(Int8Weight, 2, 2),), None),
-        }
-        return found[what]
-
     if rank == 0:
-        local.fsdp_pre_all_gather = bad
+        local.fsdp_pre_all_gather = mock.Mock(side_effect=[answers[what]])
     with refused(fsdp2.StateError, "up", "fsdp_pre_all_gather"):
         model(torch.randn(4, WIDTH))
     local.fsdp_pre_all_gather = good
@@ -884,8 +846,7 @@ def test_an_extension_that_fails_on_one_rank_later(
 
     So it is where another extended parameter of the unit does not fail.
     """
-    model = shard(make((13,), kind=None))
-    set_methods(model[0].up)
+    model = plain_with_methods()
     if beside:
         set_methods(model[0].down)
     step(model)
@@ -903,8 +864,7 @@ def test_an_extension_that_fails_on_one_rank_later(
 @ranks(4)
 def test_an_extension_that_fails_on_one_replica(rank: int) -> None:
     """An error in one replica is raised in the other one too, instead of a hang in backward."""
-    model = shard(make((13,), kind=None), mesh=make_mesh(2, 2))
-    set_methods(model[0].up)
+    model = plain_with_methods(mesh=make_mesh(2, 2))
     if rank == 3:
         model[0].up._local_tensor.fsdp_pre_all_gather = lambda mesh: 1 / 0
     with refused(fsdp2.StateError, "up", "fsdp_pre_all_gather"):
@@ -916,8 +876,7 @@ def test_what_post_may_not_return() -> None:
     """A post that returns no pair, or too little, is refused by name; shards stay registered."""
     whole = torch.zeros(13, WIDTH)
     for result in (whole, (whole, whole), (torch.zeros(2, 2), ())):
-        model = shard(make((13,), kind=None))
-        set_methods(model[0].up)
+        model = plain_with_methods()
         model[0].up._local_tensor.fsdp_post_all_gather = lambda *args, found=result, **_: found
         with refused(fsdp2.StateError, "up", "fsdp_post_all_gather"):
             model(torch.randn(4, WIDTH))

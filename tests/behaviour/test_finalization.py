@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import StateError
 from fsdp2._core.engine.tree import unit_of
-from tests.kit.models import CASES, TORCH_2_15, Case, loss_of, seeded
-from tests.kit.parity import Pair, assert_same, make_mesh, names_of, shard
+from tests.kit.in_turn import units_of
+from tests.kit.models import CASES, TORCH_2_15, loss_of, seeded
+from tests.kit.parity import Pair, assert_same_shards, make_mesh, shard
 from tests.kit.pool import ranks
 from tests.kit.slow import slow, with_slow
 
@@ -92,9 +94,8 @@ def test_over_replicas(async_op: bool) -> None:
 @ranks(2)
 def test_units_without_a_post_backward_stay_whole_until_then() -> None:
     """The batch needs no gradient, so nothing tells where the first unit's backward ends."""
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
-    model.set_manual_backward_finalization(True)
-    loss_of(model(*CASES["stack"].batch(4).args)).backward()
+    model = built(manual=True)
+    run(model).backward()
     assert all(isinstance(p, DTensor) for p in model.parameters())  # as ever between steps
     waiting = [p.grad is None for p in model.parameters()]
     assert any(waiting)
@@ -115,12 +116,7 @@ def test_whole_units_are_told_when_to_be_sharded() -> None:
     pair.model.set_requires_gradient_sync(True)
     pair.model.finalize_backward()
     assert whole_nbytes(pair.model) == 0
-    pair.step()
-    pair.check()
-
-
-def both(case: Case, **kwargs: Any) -> list[nn.Module]:
-    return [shard(seeded(case.build), case, lib, **kwargs) for lib in (fsdp2, torch_fsdp)]
+    pair.finish()
 
 
 @NEEDS_TORCHS_OWN
@@ -134,7 +130,7 @@ def both(case: Case, **kwargs: Any) -> list[nn.Module]:
 @ranks(slow(1), 2, slow(4))
 def test_the_same_calls_as_torchs_own(name: str, sync: str, async_op: bool) -> None:
     case = CASES[name]
-    models = both(case)
+    models = [shard(seeded(case.build), case, library) for library in (fsdp2, torch_fsdp)]
     for model in models:
         model.set_manual_backward_finalization(True)
     for _ in range(3):
@@ -148,12 +144,7 @@ def test_the_same_calls_as_torchs_own(name: str, sync: str, async_op: bool) -> N
             handle = model.finalize_backward(async_op=async_op)
             if async_op:
                 handle.wait()
-        ours, theirs = map(names_of, models)
-        for key, expected in theirs.items():
-            actual = ours[key]
-            assert (actual.grad is None) is (expected.grad is None), key
-            if expected.grad is not None:
-                assert_same(actual.grad, expected.grad, key)
+        assert_same_shards(*models)
         for model in models:
             model.zero_grad()
 
@@ -161,8 +152,10 @@ def test_the_same_calls_as_torchs_own(name: str, sync: str, async_op: bool) -> N
 # When it is refused.
 
 
-def built(**kwargs: Any) -> nn.Module:
-    return shard(seeded(CASES["stack"].build), CASES["stack"], **kwargs)
+def built(manual: bool = False, **kwargs: Any) -> nn.Module:
+    model = shard(seeded(CASES["stack"].build), CASES["stack"], **kwargs)
+    model.set_manual_backward_finalization(manual)
+    return model
 
 
 def run(model: nn.Module) -> Tensor:
@@ -181,7 +174,7 @@ def test_before_the_first_forward_there_is_nothing_to_do() -> None:
 @ranks(2)
 def test_only_the_root_is_asked() -> None:
     model = built()
-    unit = next(m for m in model.modules() if m is not model and isinstance(m, fsdp2.FSDPModule))
+    unit = units_of(model)[1]
     unit.set_manual_backward_finalization(True)
     with pytest.raises(StateError, match="is not the root"):
         run(model)
@@ -214,18 +207,17 @@ def test_the_mode_belongs_to_a_whole_step() -> None:
 
 @ranks(2)
 def test_not_during_a_backward() -> None:
-    model = built()
-    model.set_manual_backward_finalization(True)
+    model = built(manual=True)
     refused: list[str] = []
 
     def call(grad: Tensor) -> None:
-        for method in (model.finalize_backward, refuse):
+        for method in (
+            model.finalize_backward,
+            lambda: model.set_manual_backward_finalization(False),
+        ):
             with pytest.raises(StateError, match="during a backward") as caught:
                 method()
             refused.append(str(caught.value))
-
-    def refuse() -> None:
-        model.set_manual_backward_finalization(False)
 
     loss = run(model)
     loss.register_hook(call)
@@ -237,23 +229,21 @@ def test_not_during_a_backward() -> None:
 
 @ranks(2)
 def test_nothing_starts_before_somebody_has_waited() -> None:
-    model, other = built(), built()
+    model, other = built(manual=True), built(manual=True)
     fsdp2.share_comm_ctx([model, other])
     for each in (model, other):
-        each.set_manual_backward_finalization(True)
         run(each).backward()
     handle = model.finalize_backward(async_op=True)
-    waits: list[Callable[[], Any]] = [model.finalize_backward, lambda: run(model)]
-    for call in waits:
-        with pytest.raises(StateError, match="found a reduction that has not been waited for"):
-            call()
-    beside: list[Callable[[], Any]] = [
-        other.finalize_backward,
-        lambda: run(other),
-        other.reset_iter_state,
+    waiting, beside = "found a reduction that has not been waited for", "model with shared streams"
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (model.finalize_backward, waiting),
+        (lambda: run(model), waiting),
+        (other.finalize_backward, beside),
+        (lambda: run(other), beside),
+        (other.reset_iter_state, beside),
     ]
-    for call in beside:
-        with pytest.raises(StateError, match="model with shared streams"):
+    for call, said in calls:
+        with pytest.raises(StateError, match=said):
             call()
     handle.wait()
     assert all(p.grad is not None for p in model.parameters())
@@ -279,14 +269,12 @@ def test_a_reset_ends_the_wait_and_drops_every_gradient() -> None:
     pair.reference.zero_grad()
     pair.backward()
     pair.model.finalize_backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 @ranks(4)
 def test_partial_sums_over_replicas_are_refused() -> None:
-    model = built(mesh=make_mesh(2, 2))
-    model.set_manual_backward_finalization(True)
+    model = built(manual=True, mesh=make_mesh(2, 2))
     model.set_requires_all_reduce(False)
     run(model).backward()
     with pytest.raises(StateError, match="set_requires_all_reduce"):
@@ -301,13 +289,8 @@ def test_partial_sums_over_replicas_are_refused() -> None:
 @ranks(2)
 def test_a_backward_that_fails_leaves_nothing_to_finalize() -> None:
     pair = pair_of("stack")
-
-    def fail(grad: Tensor) -> None:
-        raise ValueError("by intent")
-
-    loss = run(pair.model)
     unit = list(pair.model.modules())[1]
-    handle = unit.register_full_backward_hook(lambda *_: fail(loss))
+    handle = unit.register_full_backward_hook(mock.Mock(side_effect=ValueError("by intent")))
     loss = run(pair.model)
     with pytest.raises(ValueError, match="by intent"):
         loss.backward()
@@ -315,8 +298,7 @@ def test_a_backward_that_fails_leaves_nothing_to_finalize() -> None:
     pair.model.reset_iter_state()
     pair.backward()
     pair.model.finalize_backward()
-    pair.step()
-    pair.check()
+    pair.finish()
 
 
 # Memory that stays.
@@ -325,11 +307,10 @@ def test_a_backward_that_fails_leaves_nothing_to_finalize() -> None:
 def addresses(model: nn.Module) -> list[int]:
     """Return where whole parameters lie, which they do after this."""
     found = []
-    for module in model.modules():
-        if isinstance(module, fsdp2.FSDPModule):
-            module.unshard()
-            found += [p.data_ptr() for p in module.parameters() if not isinstance(p, DTensor)]
-            module.reshard()
+    for unit in units_of(model):
+        unit.unshard()
+        found += [p.data_ptr() for p in unit.parameters() if not isinstance(p, DTensor)]
+        unit.reshard()
     return found
 
 
@@ -367,7 +348,7 @@ def test_storage_that_stays(reshard_after_forward: bool | None) -> None:
 @ranks(2)
 def test_storage_of_one_unit_stays() -> None:
     model = built()
-    unit = next(m for m in model.modules() if m is not model and isinstance(m, fsdp2.FSDPModule))
+    unit = units_of(model)[1]
     unit.set_keep_unsharded_storage(True, recurse=False)
     run(model).backward()
     own = unit_of(unit).own_groups
@@ -382,7 +363,7 @@ def test_torchs_own_keeps_the_same_promise() -> None:
     model.set_keep_unsharded_storage(True)
     found = []
     for _ in range(2):
-        loss_of(model(*CASES["stack"].batch(4).args)).backward()
+        run(model).backward()
         model.unshard()
         found.append([p.data_ptr() for p in model.parameters()])
         model.reshard()

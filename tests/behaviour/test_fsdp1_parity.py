@@ -55,26 +55,21 @@ class Twins:
         ]
         return self
 
-    def local_batch(self) -> Any:
-        return self.case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
-
     def losses(self) -> list[Tensor]:
-        batch = self.local_batch()
+        batch = self.case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
         return [loss_of(m(*batch.args, **batch.kwargs)) for m in (self.theirs, self.ours)]
 
-    def step(self) -> None:
-        losses = self.losses()
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
-        for loss, model, optimizer in zip(
-            losses, (self.theirs, self.ours), self.optimizers, strict=True
-        ):
-            loss.backward()
-            if isinstance(model, FullyShardedDataParallel):
-                self.norm = model.clip_grad_norm_(0.5)
-            else:
-                norm = fsdp2.clip_grad_norm_(model.parameters(), 0.5)
-                torch.testing.assert_close(norm, self.norm, rtol=1e-6, atol=1e-6)
-            advance(optimizer)
+    def train(self) -> Twins:
+        for _ in range(STEPS):
+            losses = self.losses()
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+            for loss in losses:
+                loss.backward()
+            expected = self.theirs.clip_grad_norm_(0.5)
+            norm = fsdp2.clip_grad_norm_(self.ours.parameters(), 0.5)
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=1e-6)
+            advance(*self.optimizers)
+        return self
 
     def check(self, rtol: float = 1e-6) -> None:
         with FullyShardedDataParallel.summon_full_params(self.theirs):
@@ -94,9 +89,7 @@ class Twins:
 @ranks(4)
 def test_every_strategy(name: str) -> None:
     """Five steps of AdamW with clipping, on blocks of odd shapes."""
-    twins = Twins(CASES["stack"], name).shard()
-    for _ in range(STEPS):
-        twins.step()
+    twins = Twins(CASES["stack"], name).shard().train()
     twins.check()
     with torch.no_grad():
         losses = twins.losses()
@@ -106,9 +99,7 @@ def test_every_strategy(name: str) -> None:
 @pytest.mark.parametrize("case", with_slow(["one_row", "few_rows", "partly_frozen"], ["few_rows"]))
 @ranks(3)
 def test_odd_models(case: str) -> None:
-    twins = Twins(CASES[case], "FULL_SHARD").shard()
-    for _ in range(STEPS):
-        twins.step()
+    twins = Twins(CASES[case], "FULL_SHARD").shard().train()
     twins.check(5e-6)  # three ranks: the mean rounds after the sum here, before it there
 
 
@@ -118,6 +109,4 @@ def test_mixed_precision() -> None:
     theirs = MixedPrecision(torch.bfloat16, torch.float32)
     twins = Twins(CASES["stack"], "FULL_SHARD", mixed_precision=theirs)
     twins.shard(mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    for _ in range(STEPS):
-        twins.step()
-    twins.check(1e-3)
+    twins.train().check(1e-3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -46,22 +48,24 @@ def columns(parameter: nn.Parameter) -> Any:
     return Shard(1) if parameter.dim() > 1 else Replicate()
 
 
-def same(actual: Tensor, expected: Tensor) -> bool:
-    return (
-        type(actual) is Tensor
-        and actual.dtype == expected.dtype
-        and actual.shape == expected.shape
-        and torch.equal(bits(actual), bits(expected))
-    )
+def assert_same_values(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Assert that these are plain tensors of the same names in order, and bits."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        tensor = found[name]
+        assert type(tensor) is Tensor, name
+        assert not tensor.requires_grad, name
+        assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape), name
+        assert torch.equal(bits(tensor), bits(value)), name
 
 
 def assert_all(model: nn.Module, reference: nn.Module, **kwargs: Any) -> None:
-    expected = dict(reference.named_parameters())
-    found = list(fsdp2.full_params(model, **kwargs))
-    assert [name for name, _ in found] == list(expected)
-    for name, tensor in found:
-        assert not tensor.requires_grad
-        assert same(tensor, expected[name].detach()), name
+    found = dict(fsdp2.full_params(model, **kwargs))
+    assert_same_values(found, dict(reference.named_parameters()))
+
+
+def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {str(index): tensor for index, tensor in enumerate(tensors)}
 
 
 @pytest.mark.parametrize("mesh", [(), slow((2, 2)), slow((1, 3))])
@@ -94,19 +98,13 @@ def test_tensor_parallel_parameters_are_whole(rows: int) -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     whole = [torch.randn(rows, WIDTH) for _ in range(4)] + [torch.randn(rows)]
-    module = nn.ParameterList()
-    for tensor, placement in zip(
-        whole, [Shard(0), Shard(1), Replicate(), None, Shard(0)], strict=True
-    ):
-        made = (
-            tensor if placement is None else distribute_tensor(tensor, mesh["tensor"], [placement])
-        )
-        module.append(nn.Parameter(made))
+    module = nn.ParameterList([whole[0]])
+    placements = (Shard(0), Shard(1), Replicate(), Shard(0))
+    for tensor, placement in zip(whole[1:], placements, strict=True):
+        module.append(nn.Parameter(distribute_tensor(tensor, mesh["tensor"], [placement])))
     fsdp2.fully_shard(module, mesh=mesh["data"])
     for max_bytes in (64, 10**6):
-        found = dict(fsdp2.full_params(module, max_bytes=max_bytes))
-        for index, tensor in enumerate(whole):
-            assert same(found[str(index)], tensor), index
+        assert_same_values(dict(fsdp2.full_params(module, max_bytes=max_bytes)), by_index(whole))
 
 
 @ranks(4)
@@ -123,14 +121,12 @@ def test_one_rank_gets_and_gives_what_lies_over_two_axes(rank: int) -> None:
         for max_bytes in (64, 10**6):
             state = fsdp2.checkpoint.full_state(module, max_bytes=max_bytes)
             if rank == 0:
-                for index, tensor in enumerate(whole):
-                    assert same(state["model"][str(index)], tensor), index
+                assert_same_values(state["model"], by_index(whole))
             whole = [tensor + 1 for tensor in whole]
-            given = {"model": {str(i): t for i, t in enumerate(whole)}} if rank == 0 else {}
+            given = {"model": by_index(whole)} if rank == 0 else {}
             fsdp2.checkpoint.load_full_state(module, given, max_bytes=max_bytes)
             found = dict(fsdp2.full_params(module, max_bytes=max_bytes))
-            for index, tensor in enumerate(whole):
-                assert same(found[str(index)], tensor), index
+            assert_same_values(found, by_index(whole))
 
 
 @ranks(4)
@@ -151,8 +147,7 @@ def test_parameters_on_meshes_of_their_own(rank: int) -> None:
     assert_all(model, reference, max_bytes=900)
     state = fsdp2.checkpoint.full_state(model, max_bytes=900)
     if rank == 0:
-        for name, tensor in reference.state_dict().items():
-            assert same(state["model"][name], tensor), name
+        assert_same_values(state["model"], reference.state_dict())
     pairs = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("pair", "place"))
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
     fsdp2.fully_shard(model[1], mesh=pairs["place"])
@@ -176,10 +171,10 @@ def test_a_root_that_stayed_whole_after_its_forward() -> None:
 def test_dtypes_are_cast_on_the_way(dtype: torch.dtype) -> None:
     model, reference = seeded(Odd), seeded(Odd)
     fsdp2.fully_shard(model, mesh=make_mesh())
-    for name, tensor in fsdp2.full_params(model, max_bytes=500, dtype=dtype):
-        expected = reference.get_parameter(name).detach()
-        expected = expected.to(dtype) if expected.dtype.is_floating_point else expected
-        assert same(tensor, expected), name
+    found = dict(fsdp2.full_params(model, max_bytes=500, dtype=dtype))
+    params = dict(reference.named_parameters())
+    cast = {n: p.to(dtype) if p.is_floating_point() else p for n, p in params.items()}
+    assert_same_values(found, cast)
 
 
 @ranks(2)
@@ -225,12 +220,8 @@ def test_no_more_than_max_bytes_is_alive(count: int, max_bytes: int) -> None:
 def test_what_the_caller_lets_go_of_is_freed_before_the_next_gather() -> None:
     model = nn.Sequential(*(nn.Linear(129, 131, bias=False) for _ in range(5)))
     fsdp2.fully_shard(model, mesh=make_mesh())
-
-    def look() -> None:
-        for item in fsdp2.full_params(model, max_bytes=10_000):
-            del item
-
-    assert peak_of(look) <= 129 * 132 * 4 + 10_000 + 4096
+    values = fsdp2.full_params(model, max_bytes=10_000)
+    assert peak_of(lambda: collections.deque(values, 0)) <= 129 * 132 * 4 + 10_000 + 4096
 
 
 @pytest.mark.parametrize("max_bytes", [2000, 10**6])
@@ -279,11 +270,9 @@ def test_a_rank_without_memory_is_everybodys_error(rank: int) -> None:
     model, reference = seeded(Odd), seeded(Odd)
     fsdp2.fully_shard(model, mesh=make_mesh())
 
-    def empty_strided(*_: Any, **__: Any) -> Tensor:
-        raise MemoryError("that much")
-
     def out_of_memory(on: int) -> Any:
-        full = mock.patch.object(torch, "empty_strided", empty_strided)
+        error = MemoryError("that much")
+        full = mock.patch.object(torch, "empty_strided", side_effect=error)
         return full if rank == on else contextlib.nullcontext()
 
     def refused(message: str) -> Any:
@@ -303,13 +292,21 @@ def test_a_rank_without_memory_is_everybodys_error(rank: int) -> None:
 def test_refusals() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     fsdp2.fully_shard(model, mesh=make_mesh())
+    with torch.device("meta"):
+        empty = nn.Linear(3, 3)
+    partial = nn.Module()
+    partial.sum = nn.Parameter(DTensor.from_local(torch.ones(3), make_mesh(), [Partial()]))
+    refusals: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (fsdp2.ConfigError, model, {"dtype": torch.int32}, "dtype"),
+        (fsdp2.ConfigError, [model], {}, "expected the model to be"),
+        (fsdp2.StateError, empty, {}, "weight is on the meta device"),
+        (fsdp2.UnsupportedError, partial, {}, "sum is a partial sum"),
+    ]
     for wrong in (0, -1, 1.5, True, None):
-        with pytest.raises(fsdp2.ConfigError, match="max_bytes"):
-            fsdp2.full_params(model, max_bytes=wrong)  # type: ignore[arg-type]
-    with pytest.raises(fsdp2.ConfigError, match="dtype"):
-        fsdp2.full_params(model, max_bytes=10, dtype=torch.int32)
-    with pytest.raises(fsdp2.ConfigError, match="expected the model to be"):
-        fsdp2.full_params([model], max_bytes=10)  # type: ignore[arg-type]
+        refusals.append((fsdp2.ConfigError, model, {"max_bytes": wrong}, "max_bytes"))
+    for error, module, options, said in refusals:
+        with pytest.raises(error, match=said):
+            fsdp2.full_params(module, **{"max_bytes": 10, **options})
     inside: list[str] = []
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -321,12 +318,3 @@ def test_refusals() -> None:
     model(torch.ones(1, WIDTH)).sum().backward()
     handle.remove()
     assert inside == ["forward"]
-    with torch.device("meta"):
-        empty = nn.Linear(3, 3)
-    with pytest.raises(fsdp2.StateError, match=r"weight is on the meta device"):
-        fsdp2.full_params(empty, max_bytes=10)
-    partial = nn.Module()
-    mesh = make_mesh()
-    partial.sum = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
-    with pytest.raises(fsdp2.UnsupportedError, match=r"sum is a partial sum"):
-        fsdp2.full_params(partial, max_bytes=10)

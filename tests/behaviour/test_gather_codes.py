@@ -22,7 +22,17 @@ from fsdp2 import ConfigError, MixedPrecisionPolicy
 from fsdp2._core.base import events, torch_dtensor
 from tests.kit.in_turn import advance, shard_each
 from tests.kit.models import CASES, loss_of, seeded
-from tests.kit.parity import ROWS, assert_same, make_mesh, names_of, shard, whole
+from tests.kit.parity import (
+    ROWS,
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    global_mean,
+    make_mesh,
+    shard,
+    values_of,
+    whole,
+)
 from tests.kit.pool import ranks_that_share as ranks
 from tests.kit.slow import slow, with_slow
 from tests.kit.tensor_parallel import Transformer, mesh_of, sequence_parallel, tokens
@@ -76,16 +86,10 @@ def test_a_model_is_trained_on_rounded_weights(case: str, setting: str) -> None:
         own = batch.chunk(dist.get_rank(), dist.get_world_size())
         loss = loss_of(model(*own.args, **own.kwargs))
         loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        assert_same(total / dist.get_world_size(), reference_step(plain, batch), "loss", 1e-5)
-        for name, param in plain.named_parameters():
-            grad = names_of(model)[name].grad
-            if param.grad is not None and grad is not None:
-                assert_same(whole(grad), param.grad, name, 1e-4, 1e-5)
+        assert_same(global_mean(loss), reference_step(plain, batch), "loss", 1e-5)
+        assert_same_gradients(model, plain, 1e-4)
         advance(*optimizers)
-    for name, param in plain.named_parameters():
-        assert_same(whole(names_of(model)[name]), param.detach(), name, 1e-5)
+    assert_same_parameters(model, plain, 1e-5)
 
 
 class Noted(torch.autograd.Function):
@@ -219,6 +223,13 @@ def test_bytes_on_the_wire() -> None:
     assert sent["fp8"] / sent["bf16"] < 0.51
 
 
+def assert_same_gradient_bits(model: nn.Module, other: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(whole(ours.grad), whole(theirs.grad)), name
+
+
 @ranks(2)
 def test_blocks_that_are_compiled_and_whole_models() -> None:
     """`compile()` of the blocks, and `fsdp2.compile` of the model, compute what eager ones do."""
@@ -245,11 +256,7 @@ def test_blocks_that_are_compiled_and_whole_models() -> None:
             found = compiled(x)
             found.square().mean().backward()
             assert torch.equal(found, expected)
-            for name, param in model.named_parameters():
-                grad, other = param.grad, names_of(eager)[name].grad
-                assert grad is not None
-                assert other is not None
-                assert torch.equal(whole(grad), whole(other)), name
+            assert_same_gradient_bits(model, eager)
 
 
 @ranks(4)
@@ -279,10 +286,7 @@ def test_tensor_parallel_parameters_and_accumulation() -> None:
             loss.backward()
             losses.append(loss.detach())
         assert torch.equal(*losses)
-    for name, param in models[0].named_parameters():
-        grad, other = param.grad, names_of(models[1])[name].grad
-        if grad is not None and other is not None:
-            assert torch.equal(whole(grad), whole(other)), name
+    assert_same_gradient_bits(*models)
 
 
 @ranks(2)
@@ -290,7 +294,7 @@ def test_states_and_evaluation_have_full_precision() -> None:
     """Shards keep their values; in evaluation nothing is rounded, if the policy says so."""
     policy = MixedPrecisionPolicy(gather_dtype=FP8, full_precision_in_eval=True)
     model = make(mp_policy=policy, mesh=make_mesh())
-    before = {name: whole(param).clone() for name, param in model.named_parameters()}
+    before = values_of(model)
     model.eval()
     with torch.no_grad():
         model(torch.randn(4, 29))

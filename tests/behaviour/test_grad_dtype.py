@@ -32,6 +32,7 @@ from tests.kit.grad_dtypes import (
     FP32,
     FP64,
     IN_TORCH,
+    Choice,
     Odd,
     assert_same_bits,
     assert_same_values,
@@ -68,20 +69,33 @@ def test_gradients_of_replicas(name: str, shape: tuple[int, ...]) -> None:
     check_choice(name, "last", make_mesh(*shape))
 
 
+def accumulate(
+    *models: Any, syncs: Sequence[bool], first: int = 0, rtol: float = 0.0, **kwargs: Any
+) -> range:
+    """Run micro-batches of all models, compare them after each that reduces; return the steps."""
+    steps = range(first, first + len(syncs))
+    for step, sync in zip(steps, syncs, strict=True):
+        for model in models:
+            model.set_requires_gradient_sync(sync)
+            micro_batch(model, step, **kwargs)
+        if sync and len(models) > 1:
+            assert_same_bits(models, rtol)
+    return steps
+
+
 def check_choice(name: str, schedule: str, mesh: DeviceMesh) -> None:
     choice = CHOICES[name]
     build = functools.partial(Odd, scalar=True)
     model, reference = choice.make(build), choice.make(build)
     fsdp2.fully_shard(model, mesh=mesh, mp_policy=choice.policy())
     for first in (0, 10):
-        syncs = SCHEDULES[schedule]
-        for index, sync in enumerate(syncs):
-            model.set_requires_gradient_sync(sync)
-            micro_batch(model, first + index)
-        check_gradients(
-            model, gradients_by_hand(reference, choice, range(first, first + len(syncs)))
-        )
+        steps = accumulate(model, syncs=SCHEDULES[schedule], first=first)
+        check_gradients(model, gradients_by_hand(reference, choice, steps))
         model.zero_grad(set_to_none=first == 0)
+
+
+def sharded(choice: Choice, **kwargs: Any) -> Any:
+    return fsdp2.fully_shard(choice.make(), mp_policy=choice.policy(), **kwargs)
 
 
 # What is promised one by one.
@@ -220,8 +234,7 @@ def test_uses_of_what_tensor_parallel_ranks_share_add_up_in_the_wider_dtype(
 @ranks(2)
 def test_gradients_that_wait_are_where_the_parameters_are(name: str) -> None:
     choice = CHOICES[name]
-    model, reference = choice.make(), choice.make()
-    fsdp2.fully_shard(model, mp_policy=choice.policy())
+    model, reference = sharded(choice), choice.make()
     model.set_requires_gradient_sync(False)
     micro_batch(model, 0)
     assert all(p.grad is None for p in model.parameters())
@@ -236,11 +249,8 @@ def test_gradients_that_wait_are_where_the_parameters_are(name: str) -> None:
     check_gradients(model, gradients_by_hand(reference, choice, [1]))
     model.zero_grad()
     model.set_reshard_after_backward(False)
-    model.set_requires_gradient_sync(False)
-    micro_batch(model, 2)
-    model.set_requires_gradient_sync(True)
-    micro_batch(model, 3)
-    check_gradients(model, gradients_by_hand(reference, choice, [2, 3]))
+    steps = accumulate(model, syncs=(False, True), first=2)
+    check_gradients(model, gradients_by_hand(reference, choice, steps))
 
 
 @pytest.mark.parametrize("name", with_slow(["bf16", "bf16_in_bf16", "any"], ["bf16"]))
@@ -263,11 +273,8 @@ def test_a_group_unused_last_reduces_what_it_has(name: str) -> None:
 @ranks(2)
 def test_a_parameter_that_one_rank_or_none_uses() -> None:
     choice = CHOICES["bf16"]
-    model, reference = choice.make(), choice.make()
-    fsdp2.fully_shard(model, mp_policy=choice.policy())
-    for sync in (False, True):
-        model.set_requires_gradient_sync(sync)
-        micro_batch(model, 0, use_one=False)
+    model, reference = sharded(choice), choice.make()
+    accumulate(model, syncs=(False, True), use_one=False)
     assert model.one.grad is None
     model.zero_grad()
     for step, sync in enumerate((False, True)):
@@ -301,13 +308,10 @@ def test_the_same_bits_as_torchs_with_replicas(name: str) -> None:
 
 def check_twins(name: str, schedule: str, mesh: DeviceMesh) -> None:
     models = twins(CHOICES[name], mesh, reshard_after_forward=schedule == "each")
+    # On more ranks than two of one axis parts are added in different orders, see below.
+    rtol = 0.0 if mesh.size(-1) <= 2 else 2e-2
     for first in (0, 10):
-        for index, sync in enumerate(SCHEDULES[schedule]):
-            for model in models:
-                model.set_requires_gradient_sync(sync)
-                micro_batch(model, first + index)
-        # On more ranks than two of one axis parts are added in different orders, see below.
-        assert_same_bits(models, 0.0 if mesh.size(-1) <= 2 else 2e-2)
+        accumulate(*models, syncs=SCHEDULES[schedule], first=first, rtol=rtol)
         for model in models:
             model.zero_grad()
 
@@ -384,14 +388,10 @@ def test_units_of_several_policies(reshards: bool) -> None:
     for library in (fsdp2, torch_fsdp):
         torch.manual_seed(0)
         layers = (nn.Linear(13, 29), nn.LayerNorm(29), nn.Linear(29, 1))
-        model = nn.Sequential(
-            *(
-                CHOICES[n].make(lambda layer=layer: layer)
-                for n, layer in zip(names, layers, strict=True)
-            )
-        )
-        for name, layer in zip(names, model, strict=True):
-            library.fully_shard(layer, mp_policy=CHOICES[name].policy(library))
+        model = nn.Sequential()
+        for name, layer in zip(names, layers, strict=True):
+            model.append(CHOICES[name].make(lambda layer=layer: layer))
+            library.fully_shard(model[-1], mp_policy=CHOICES[name].policy(library))
         models.append(library.fully_shard(model))
     for step, sync in enumerate((False, True, False, False, True)):
         for model in models:
@@ -413,9 +413,7 @@ def test_partial_sums_of_changing_sets_of_gradients(name: str) -> None:
         for model in models:
             model.set_requires_all_reduce(is_last)
             micro_batch(model, step, use_one=use_one)
-    if (
-        name != "any"
-    ):  # torch's dtype then follows the gradients that there are, ours all parameters
+    if name != "any":  # torch's dtype follows the gradients that there are, ours all parameters
         assert_same_bits(models)
 
 
@@ -482,6 +480,13 @@ class Inner(nn.Module):
         return x + self.down(self.norm(torch.tanh(self.norm(self.up(x)))))  # type: ignore[no-any-return]  # torch's own
 
 
+def in_blocks(library: Any, build: Callable[[], nn.Module], *dtypes: torch.dtype | None) -> Any:
+    """Return a model whose blocks and root a library has sharded."""
+    model: Any = seeded(build)
+    policy = library.MixedPrecisionPolicy(*dtypes)
+    return shard_each(*model.blocks, model, library=library, mp_policy=policy)
+
+
 class Recomputed(nn.Module):
     """Units of which some are recomputed in a backward inside of the backward."""
 
@@ -514,19 +519,9 @@ class Recomputed(nn.Module):
 def test_reentrant_checkpoints_and_backwards_without_sync(
     where: str, reduce_dtype: torch.dtype | None
 ) -> None:
-    models = []
-    for library in (fsdp2, torch_fsdp):
-        model = seeded(lambda: Recomputed(where))
-        policy = library.MixedPrecisionPolicy(BF16, reduce_dtype)
-        for unit in (*model.blocks, model):  # type: ignore[misc]  # a list
-            library.fully_shard(unit, mp_policy=policy)
-        models.append(model)
-    for step, sync in enumerate((False, True, True, False, False, True)):
-        for model in models:
-            model.set_requires_gradient_sync(sync)
-            micro_batch(model, step)
-        if sync:
-            assert_same_bits(models)
+    build = functools.partial(Recomputed, where)
+    models = [in_blocks(library, build, BF16, reduce_dtype) for library in (fsdp2, torch_fsdp)]
+    accumulate(*models, syncs=(False, True, True, False, False, True))
 
 
 class Shared(nn.Module):
@@ -579,11 +574,7 @@ def test_what_tensor_parallel_ranks_share_is_used_twice(
             getattr(model, wide).grad_dtype = FP32
         policy = library.MixedPrecisionPolicy(param_dtype, reduce_dtype)
         models.append(library.fully_shard(model, mesh=mesh["data"], mp_policy=policy))
-    for step, sync in enumerate(SCHEDULES[schedule]):
-        for model in models:
-            model.set_requires_gradient_sync(sync)
-            micro_batch(model, step)
-    assert_same_bits(models)
+    accumulate(*models, syncs=SCHEDULES[schedule])
 
 
 class Tied(nn.Module):
@@ -610,46 +601,31 @@ def test_a_compiled_model_with_ties(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> None:
     """Compiled, eager, and torch's eager one."""
-    models: list[Any] = []
-    for library in (fsdp2, torch_fsdp, fsdp2):
-        model = seeded(Tied)
-        policy = library.MixedPrecisionPolicy(param_dtype, reduce_dtype)
-        for unit in (*model.blocks, model):  # type: ignore[misc]  # a list
-            library.fully_shard(unit, mp_policy=policy)
-        models.append(model)
-    compiled = fsdp2.compile(models[2], backend="aot_eager")
+    eager, theirs, model = (
+        in_blocks(library, Tied, param_dtype, reduce_dtype)
+        for library in (fsdp2, torch_fsdp, fsdp2)
+    )
+    compiled = fsdp2.compile(model, backend="aot_eager")
     for step in range(3):
-        for model in (*models[:2], compiled):
-            micro_batch(model, step)
-        assert_same_bits(models[:2])
-        assert_same_bits(models[1:])
+        for each in (eager, theirs, compiled):
+            micro_batch(each, step)
+        assert_same_bits([eager, theirs])
+        assert_same_bits([theirs, model])
 
 
 # --- chosen dtypes of gradients stay, and whoever reads gradients follows them. ---
 
 
-def kept_dtypes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    return {
-        name: (param.grad_dtype, None if param.grad is None else param.grad.dtype)
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    }
-
-
 def with_grad_dtypes(when: str) -> nn.Module:
     """Return sharded layers; the first one's gradients are bf16, the second one's may be any."""
     model = nn.Sequential(nn.Linear(13, 29), nn.Linear(29, 3), nn.Linear(3, 1))
-
-    def choose() -> None:
-        for layer, dtype in zip(model, (BF16, None), strict=False):
-            for param in layer.parameters():
-                param.grad_dtype = dtype
-
-    if when == "before":
-        choose()
-    shard_each(*model, model)
     if when == "after":
-        choose()
+        shard_each(*model, model)
+    for layer, dtype in zip(model, (BF16, None), strict=False):
+        for param in layer.parameters():
+            param.grad_dtype = dtype
+    if when == "before":
+        shard_each(*model, model)
     return model
 
 
@@ -664,26 +640,21 @@ def assert_kept(model: nn.Module, stored: torch.dtype) -> None:
         assert param.grad.dtype is (BF16, stored, stored)[int(name[0])], name
 
 
-def move(model: nn.Module) -> None:
-    model.to(FP64)
-
-
-def assign(model: nn.Module) -> None:
-    state = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-
-
-@pytest.mark.parametrize("change", [move, assign])
+@pytest.mark.parametrize("change", ["move", "assign"])
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @ranks(2)
-def test_grad_dtypes_survive(when: str, ran: bool, change: Callable[[nn.Module], None]) -> None:
+def test_grad_dtypes_survive(when: str, ran: bool, change: str) -> None:
     model = with_grad_dtypes(when)
     if ran:
         assert_kept(model, FP32)
         grads = {name: whole(param.grad).clone() for name, param in model.named_parameters()}
-    change(model)
-    if ran and change is move:  # a gradient whose dtype was chosen only moves
+    if change == "move":
+        model.to(FP64)
+    else:
+        state = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    if ran and change == "move":  # a gradient whose dtype was chosen only moves
         for name, param in model.named_parameters():
             dtype = (BF16, FP32, FP64)[int(name[0])]
             assert_same(whole(param.grad), grads[name].to(dtype), name, 0.0)
@@ -708,8 +679,7 @@ def test_copies_keep_grad_dtypes(when: str, ran: bool) -> None:
 
 @ranks(2)
 def test_a_copy_keeps_low_precision_gradients() -> None:
-    choice = CHOICES["kept"]
-    model = fsdp2.fully_shard(choice.make(), mp_policy=choice.policy())
+    model = sharded(CHOICES["kept"])
     for each in (model, copy.deepcopy(model)):
         micro_batch(each, 0)
         assert {p.grad.dtype for p in each.parameters() if p.requires_grad} == {BF16}
@@ -719,16 +689,15 @@ def test_a_copy_keeps_low_precision_gradients() -> None:
 @ranks(2)
 def test_zeros_of_no_dtype_are_refused_everywhere(is_set_first: bool) -> None:
     model = fsdp2.fully_shard(Odd())
+    run = functools.partial(micro_batch, model, 0)
+    wants_zeros = functools.partial(model.set_reduce_scatter_unused_params, True)
     if is_set_first:
-        model.set_reduce_scatter_unused_params(True)
+        wants_zeros()
     model.up.weight.grad_dtype = None
     if not is_set_first:
-        micro_batch(model, 0)
-    act = functools.partial(micro_batch, model, 0)
-    if not is_set_first:
-        act = functools.partial(model.set_reduce_scatter_unused_params, True)
+        run()
     with pytest.raises(ConfigError, match=r"up\.weight: its grad_dtype is None"):
-        act()
+        (run if is_set_first else wants_zeros)()
     named = Odd()
     named.up.weight.grad_dtype = None
     fsdp2.fully_shard(named, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
@@ -739,9 +708,8 @@ def test_zeros_of_no_dtype_are_refused_everywhere(is_set_first: bool) -> None:
 
 @ranks(2)
 def test_a_first_forward_that_is_refused_begins_nothing() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(13, 29), torch.nn.Linear(29, 3))
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    layers = nn.Sequential(nn.Linear(13, 29), nn.Linear(29, 3))
+    model = shard_each(layers[0], layers)
     model.set_reduce_scatter_unused_params(True)
     model[0].weight.grad_dtype = None
     for _ in range(2):
@@ -762,7 +730,7 @@ def test_a_first_forward_that_is_refused_begins_nothing() -> None:
 @ranks(2)
 def test_a_compiled_step_reduces_as_an_eager_one(name: str) -> None:
     choice = CHOICES[name]
-    models = [fsdp2.fully_shard(choice.make(), mp_policy=choice.policy()) for _ in range(2)]
+    models = [sharded(choice) for _ in range(2)]
     compiled = fsdp2.compile(models[1], backend="aot_eager")
     for step in range(2):
         micro_batch(models[0], step)
@@ -773,8 +741,7 @@ def test_a_compiled_step_reduces_as_an_eager_one(name: str) -> None:
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 @ranks(2)
 def test_a_step_on_local_shards(cls: type[torch.optim.Optimizer]) -> None:
-    choice = CHOICES["norms_bf16"]
-    models = [fsdp2.fully_shard(choice.make(), mp_policy=choice.policy()) for _ in range(2)]
+    models = [sharded(CHOICES["norms_bf16"]) for _ in range(2)]
     optimizers = [
         fsdp2.optim.local(cls, models[0].parameters(), lr=0.1),
         cls(models[1].parameters(), lr=0.1),
@@ -805,12 +772,9 @@ def test_a_tie_follows_the_unit_that_takes_it() -> None:
 def test_norms_and_offload(name: str) -> None:
     """Clipping, and shards in host memory, with gradients of two dtypes."""
     choice = CHOICES[name]
-    model, reference = choice.make(), choice.make()
-    fsdp2.fully_shard(
-        model, mp_policy=choice.policy(), offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False)
-    )
+    model = sharded(choice, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
     micro_batch(model, 0)
-    expected = gradients_by_hand(reference, choice, [0])
+    expected = gradients_by_hand(choice.make(), choice, [0])
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(grad.double()) for grad in expected.values()])
     )
@@ -828,10 +792,9 @@ def test_norms_and_offload(name: str) -> None:
 @ranks(2)
 def test_summoned_gradients_keep_their_dtypes(name: str) -> None:
     choice = CHOICES[name]
-    model, reference = choice.make(), choice.make()
-    fsdp2.fully_shard(model, mp_policy=choice.policy())
+    model = sharded(choice)
     micro_batch(model, 0)
-    expected = gradients_by_hand(reference, choice, [0])
+    expected = gradients_by_hand(choice.make(), choice, [0])
     with fsdp2.summon_full_params(model, with_grads=True):
         for param_name, param in model.named_parameters():
             if param_name in expected:
@@ -851,10 +814,6 @@ def test_summoned_gradients_keep_their_dtypes(name: str) -> None:
 @ranks(2)
 def test_materialized_parameters_keep_grad_dtypes() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(13, 29), nn.Linear(29, 3), nn.Linear(3, 1))
-    shard_each(*model, model)
-    for layer, dtype in zip(model, (BF16, None), strict=False):
-        for param in layer.parameters():
-            param.grad_dtype = dtype
+        model = with_grad_dtypes("after")
     fsdp2.materialize(model, "cpu")
     assert_kept(model, FP32)

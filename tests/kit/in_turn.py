@@ -20,6 +20,16 @@ def shard_each(*units: Any, library: Any = fsdp2, **kwargs: Any) -> Any:
     return made
 
 
+def units_of(model: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called on, the root first if it is one."""
+    return [module for module in model.modules() if isinstance(module, fsdp2.FSDPModule)]
+
+
+def reshard_all(model: nn.Module) -> None:
+    for unit in units_of(model):
+        unit.reshard()
+
+
 def advance(*optimizers: Any) -> None:
     """Step, and clear the gradients."""
     for optimizer in optimizers:

@@ -6,7 +6,7 @@ Everything here runs on a rank. `Pair` is the one tool that most behaviour tests
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ def make_mesh(*shape: int) -> DeviceMesh:
     if len(shape) == 2:
         return shared_mesh(shape, ("replicate", "shard"))
     return shared_mesh(shape or (dist.get_world_size(),))
+
+
+def replicas_of_four() -> DeviceMesh:
+    """Return replicas of shards for four ranks, shards alone for fewer."""
+    return make_mesh(2, 2) if dist.get_world_size() == 4 else make_mesh()
 
 
 def shard(
@@ -196,6 +201,20 @@ def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters, whole, by name."""
+    return {name: whole(param).clone() for name, param in names_of(model).items()}
+
+
+def assert_values(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Assert that parameters have these whole values, bit for bit."""
+    params = names_of(model)
+    for name, value in values.items():
+        found = whole(params[name])
+        assert (found.dtype, found.shape) == (value.dtype, value.shape), name
+        assert torch.equal(bits(found), bits(value)), name
+
+
 def assert_same_parameters(
     model: nn.Module, reference: nn.Module, rtol: float | None = None
 ) -> None:
@@ -240,6 +259,17 @@ def global_mean(value: Tensor) -> Tensor:
     return value / dist.get_world_size()
 
 
+class Losses(NamedTuple):
+    """Of the sharded model on this rank's rows, and of the reference on the global batch."""
+
+    own: Tensor
+    reference: Tensor
+
+    def backward(self, **kwargs: Any) -> None:
+        for loss in self:
+            loss.backward(**kwargs)
+
+
 class Pair:
     """A sharded model, and an unsharded copy that is trained on the global batch."""
 
@@ -259,6 +289,7 @@ class Pair:
             prepare(self.reference)
             prepare(self.model)
         shard(self.model, self.case, library, **kwargs)
+        self.call: Callable[..., Any] | None = None  # what runs in the place of the sharded model
         dtypes = {p.dtype for p in self.reference.parameters() if p.requires_grad}
         coarsest = max((TOLERANCE[dtype] for dtype in dtypes), default=0.0)
         count = dist.get_world_size()
@@ -288,8 +319,14 @@ class Pair:
     def local(self, batch: Batch) -> Batch:
         return batch.chunk(dist.get_rank(), dist.get_world_size())
 
+    def each(self) -> list[tuple[nn.Module, Batch]]:
+        """Return both models, and what each gets of a new batch."""
+        batch = self.batch()
+        return [(self.model, self.local(batch)), (self.reference, batch)]
+
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
-        return loss_of(model(*batch.args, **batch.kwargs))
+        call = self.call if model is self.model and self.call is not None else model
+        return loss_of(call(*batch.args, **batch.kwargs))
 
     def run_reference(self, batch: Batch) -> Tensor:
         """Run the reference on the global batch, in the ranks' parts: fp32 rounds alike."""
@@ -297,17 +334,17 @@ class Pair:
         parts = [self.run(self.reference, batch.chunk(index, count)) for index in range(count)]
         return torch.stack(parts).mean()
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run both forwards; return the sharded model's local loss and the reference's."""
-        loss, expected = self.run(self.model, self.local(batch)), self.run_reference(batch)
-        assert_same(global_mean(loss), expected, "loss", self.rtol)
-        return loss, expected
+    def losses(self, batch: Batch | None = None) -> Losses:
+        """Run both forwards on a batch, or a new one, and compare the losses."""
+        batch = self.batch() if batch is None else batch
+        losses = Losses(self.run(self.model, self.local(batch)), self.run_reference(batch))
+        assert_same(global_mean(losses.own), losses.reference, "loss", self.rtol)
+        return losses
 
     def backward(self, batch: Batch | None = None, scale: float = 1.0) -> None:
         """Run forward and backward of both and compare the losses."""
-        loss, expected = self.losses(self.batch() if batch is None else batch)
-        (loss * scale).backward()
-        (expected * scale).backward()
+        for loss in self.losses(self.batch() if batch is None else batch):
+            (loss * scale).backward()
 
     def accumulate(
         self, count: int = 2, setting: str = "set_requires_gradient_sync", scale: float = 1.0
@@ -329,6 +366,11 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
 
+    def finish(self) -> None:
+        """Step, and compare the parameters."""
+        self.step()
+        self.check()
+
     def train(self, steps: int = 3) -> None:
         """Train both and compare losses, gradients and, in the end, parameters."""
         before = {name: whole(p).clone() for name, p in names_of(self.reference).items()}
@@ -338,9 +380,23 @@ class Pair:
         assert any(not torch.equal(p, before[n]) for n, p in names_of(self.reference).items())
         self.check()
 
+    def train_on_sums(self) -> None:
+        """Train both on losses of two forwards each, which are differentiated at once."""
+        for _ in range(2):
+            for first, second in zip(self.losses(), self.losses(), strict=True):
+                (first + 2 * second).backward()
+            self.step()
+        self.check()
+
     def check(self) -> None:
         assert_sharded(self.model)
         assert_same_parameters(self.model, self.reference, self.rtol)
+
+
+def local_loss(model: nn.Module, case: Case) -> Tensor:
+    """Return the loss of this rank's part of a new batch."""
+    batch = case.batch(ROWS).chunk(dist.get_rank(), dist.get_world_size())
+    return loss_of(model(*batch.args, **batch.kwargs))
 
 
 def train_alike(case: Case, steps: int = 3, **kwargs: Any) -> None:
@@ -357,7 +413,7 @@ def train_alike(case: Case, steps: int = 3, **kwargs: Any) -> None:
         assert_same(losses[0], losses[1], "loss")
         for loss in losses:
             loss.backward()
-        _assert_same_shards(ours, theirs)
+        assert_same_shards(ours, theirs)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -375,7 +431,8 @@ def _in_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _assert_same_shards(ours: nn.Module, theirs: nn.Module) -> None:
+def assert_same_shards(ours: nn.Module, theirs: nn.Module) -> None:
+    """Assert that gradients of two sharded models lie alike, and that each rank's part agrees."""
     expected = names_of(theirs)
     locals_ = [p.grad.to_local() for p in expected.values() if isinstance(p.grad, DTensor)]
     least = _least_scale(locals_)
