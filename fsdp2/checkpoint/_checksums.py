@@ -41,13 +41,17 @@ def said(error: BaseException) -> str:
     return line if isinstance(error, ours) else f"{type(error).__name__}: {line}"
 
 
-def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
-    """Return the checksum of a contiguous CPU tensor's bytes, continuing from ``start``."""
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     assert tensor.is_contiguous()
     if tensor.nbytes == 0:
-        return start
-    view = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return zlib.crc32(memoryview(view), start)
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
+    """Return the checksum of a contiguous CPU tensor's bytes, continuing from ``start``."""
+    return zlib.crc32(memory_of(tensor), start)
 
 
 def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:

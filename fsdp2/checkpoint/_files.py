@@ -331,6 +331,7 @@ class Reader(contextlib.ExitStack):
 
     def _load(self, entry: Entry, part: Part) -> Any:
         is_summed = part.sum is not None and self._verify
+        is_intact = False
         try:
             file = self._open(part.file)
             told = os.fstat(file.fileno())
@@ -343,17 +344,15 @@ class Reader(contextlib.ExitStack):
             if not self.trust:
                 verify = self._verify and not is_summed
                 return read_torch_file(file, part.offset, part.length, verify=verify)
+            is_intact = is_summed
+            view = io.BufferedReader(View(file, part.offset, part.length))
+            return torch.load(view, map_location="cpu", weights_only=False)
         except RefusedError as error:
             raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
         except Exception as error:  # reading a damaged file may raise any exception
-            raise self._damaged_part(entry, part, said(error)) from error
-        view = io.BufferedReader(View(file, part.offset, part.length))
-        try:
-            return torch.load(view, map_location="cpu", weights_only=False)
-        except Exception as error:
-            if is_summed:  # the file is intact, so code in it raised the error
+            if is_intact:  # code in the file raised the error
                 raise
             raise self._damaged_part(entry, part, said(error)) from error
 
@@ -504,7 +503,6 @@ class _SummedStream:
     def __init__(self, file: IO[bytes], said: list[OSError]) -> None:
         self._file = file
         self._said = said
-        self.length = self.sum = 0
 
     def begin(self) -> None:
         self.length = self.sum = 0
@@ -610,15 +608,7 @@ class _Report:
 
 def _pickled(entries: Sequence[Entry], save_id: str) -> bytes:
     # a slow import, needed on the first rank only
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import metadata as dcp
 
     from fsdp2._core.base.torch_tensors import storage_info
 
@@ -627,18 +617,18 @@ def _pickled(entries: Sequence[Entry], save_id: str) -> bytes:
     for entry in entries:
         chunks: list[Any] = []
         for part in entry.parts:
-            index = MetadataIndex(entry.key)
+            index = dcp.MetadataIndex(entry.key)
             if part.region is not None:
                 starts, sizes = torch.Size(part.region.starts), torch.Size(part.region.sizes)
-                index = MetadataIndex(entry.key, part.region.starts, len(chunks))
-                chunks.append(ChunkStorageMetadata(starts, sizes))
+                index = dcp.MetadataIndex(entry.key, part.region.starts, len(chunks))
+                chunks.append(dcp.ChunkStorageMetadata(starts, sizes))
             stored[index] = storage_info(part.file, part.offset, part.length)
-        described[entry.key] = BytesStorageMetadata()
+        described[entry.key] = dcp.BytesStorageMetadata()
         if entry.shape is not None and entry.dtype is not None:
-            properties, size = TensorProperties(entry.dtype), torch.Size(entry.shape)
-            described[entry.key] = TensorStorageMetadata(properties, size, chunks)
+            properties, size = dcp.TensorProperties(entry.dtype), torch.Size(entry.shape)
+            described[entry.key] = dcp.TensorStorageMetadata(properties, size, chunks)
     paths = {entry.key: entry.path for entry in entries}
-    meta = StorageMeta(save_id=f"{SUMMED}{save_id}")
+    meta = dcp.StorageMeta(save_id=f"{SUMMED}{save_id}")
     return pickle.dumps(
-        Metadata(described, planner_data=paths, storage_data=stored, storage_meta=meta)
+        dcp.Metadata(described, planner_data=paths, storage_data=stored, storage_meta=meta)
     )

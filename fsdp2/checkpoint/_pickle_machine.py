@@ -11,11 +11,12 @@ pickle cannot modify an existing object of this process.
 
 [Note: bounds]
 No instruction uses more memory than the size of the pickle. ``pickletools``, which reads the
-instructions, reads at most the remaining bytes, whatever length is declared. The memo is a dict, so a large index takes no
-memory. The arguments of a call, including containers, and the state of an object are copied. Each
-copied element is charged against a budget, about the size of the pickle in bytes, because a memo
-reference can repeat a long container in two bytes. A key is hashed completely on each use, so a
-tuple key may have at most a thousand elements, and an int key at most a thousand 64-bit words.
+instructions, reads at most the remaining bytes, whatever length is declared. The memo is a dict, so
+a large index takes no memory. The arguments of a call, including containers, and the state of an
+object are copied. Each copied element is charged against a budget, about the size of the pickle in
+bytes, because a memo reference can repeat a long container in two bytes. A key is hashed completely
+on each use, so a tuple key may have at most a thousand elements, and an int key at most a thousand
+64-bit words.
 
 [Note: names that a pickle may use]
 A name outside the table is refused, unless the caller trusts the pickle. The table entry of a class

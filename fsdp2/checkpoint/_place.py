@@ -430,21 +430,12 @@ def newest_time(folder: Path) -> int:
 
 def _newest_first(folder: Path) -> list[Path]:
     found: dict[Path, int] = {}
-    for entry, written in _with_times(folder):
+    for entry in folder.iterdir() if folder.is_dir() else ():
         name, between, _ = entry.name.removeprefix(".").partition(f".{OLD}-")
         is_old = entry.name.startswith(".") and bool(between)
-        if is_old or not entry.name.startswith("."):
-            place = folder / name if is_old else entry
-            found[place] = max(written, found.get(place, 0))
+        if entry.is_symlink() or (entry.name.startswith(".") and not is_old):
+            continue
+        place = folder / name if is_old else entry
+        with contextlib.suppress(OSError):  # the entry is not a checkpoint, or is being removed
+            found[place] = max((entry / METADATA).stat().st_mtime_ns, found.get(place, 0))
     return sorted(found, key=lambda place: (found[place], place.name), reverse=True)
-
-
-def _with_times(folder: Path) -> Iterator[tuple[Path, int]]:
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
-        if not entry.is_symlink():
-            try:
-                yield entry, (entry / METADATA).stat().st_mtime_ns
-            except OSError:  # the entry is not a checkpoint, or is being removed
-                continue

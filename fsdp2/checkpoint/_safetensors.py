@@ -112,22 +112,19 @@ class _Writer:
         """Replace the existing files. If there are several new files, none takes the name of an
         existing file, so the old index remains valid until it is replaced."""
         before = _stale_files(self._folder)
-        weight_map: dict[str, str] = {}
+        finals = [SINGLE]
         if len(self._files) == 1:
             os.replace(self._files[0][0], self._folder / SINGLE)
-            self._replace_index({})
-            weight_map = dict.fromkeys(self._files[0][1], SINGLE)
+            (self._folder / INDEX).unlink(missing_ok=True)
         else:
             finals = self._take_names()
             try:
-                for (_, names), final in zip(self._files, finals, strict=True):
-                    weight_map.update(dict.fromkeys(names, final))
-                self._replace_index(weight_map)
+                self._write_index(finals)
             except BaseException:
                 for final in finals:
                     (self._folder / final).unlink(missing_ok=True)
                 raise
-        for stale in before - set(weight_map.values()):
+        for stale in before - set(finals):
             (self._folder / stale).unlink(missing_ok=True)
 
     def _take_names(self) -> list[str]:
@@ -147,17 +144,15 @@ class _Writer:
                 os.rename(path, self._folder / final)
         return finals
 
-    def _replace_index(self, weight_map: dict[str, str]) -> None:
-        index = self._folder / INDEX
-        if not weight_map:
-            index.unlink(missing_ok=True)
-            return
+    def _write_index(self, finals: list[str]) -> None:
+        files = zip(self._files, finals, strict=True)
+        weight_map = {name: final for (_, names), final in files for name in names}
         ours = _told(self._token, {INDEX: _sum_of_map(weight_map)})
         text = {"metadata": {"total_size": self._total, OURS: ours}, "weight_map": weight_map}
         temporary = self._workspace.path / INDEX
         temporary.write_text(json.dumps(text, indent=2) + "\n")
         sync(temporary)
-        os.replace(temporary, index)
+        os.replace(temporary, self._folder / INDEX)
 
 
 def _damaged(path: Path, error: BaseException) -> StateError:

@@ -12,7 +12,6 @@ file cannot expand into large data.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import itertools
 import math
@@ -31,7 +30,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2.checkpoint._checksums import DamagedError
+from fsdp2.checkpoint._checksums import DamagedError, memory_of
 from fsdp2.checkpoint._pickle_machine import RefusedError, plain_names, unpickle
 
 HEADER = struct.Struct("<4s5H3I2H")
@@ -197,10 +196,9 @@ class _TorchFile:
 
     def _tensor(self, entry: _Stored) -> Tensor:
         made = torch.empty(entry.length, dtype=torch.uint8, device="cpu")
-        if entry.length:
-            view = memoryview((ctypes.c_ubyte * entry.length).from_address(made.data_ptr()))
-            self._file.seek(entry.offset)
-            self._check(entry, view[: self._file.readinto(view)])
+        view = memory_of(made)
+        self._file.seek(entry.offset)
+        self._check(entry, view[: self._file.readinto(view)])
         return made
 
 

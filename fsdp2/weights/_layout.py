@@ -132,12 +132,16 @@ def layouts_of(destination: object) -> list[Layout]:
 
 def names_in(layouts: Iterable[Layout]) -> Iterator[str]:
     """Yield the names of the parameters that engine ranks need, with repetitions."""
-    parts: list[Box | Spec] = [spec for layout in layouts for spec in layout.values()]
-    for part in parts:
-        if isinstance(part, Spec):
-            parts += part.boxes
-        elif part.name is not None:
-            yield part.name
+    boxes = (box for layout in layouts for spec in layout.values() for box in boxes_of(spec))
+    return (box.name for box in boxes if box.name is not None)
+
+
+def boxes_of(part: Box | Spec) -> Iterator[Box]:
+    if isinstance(part, Box):
+        yield part
+        return
+    for inner in part.boxes:
+        yield from boxes_of(inner)
 
 
 # Layouts from rules.

@@ -30,7 +30,7 @@ from fsdp2._core.base.errors import ConfigError, wrong_type, wrong_value
 from fsdp2._core.base.names import nbytes_text
 from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap, split, within
 from fsdp2._tools.plan.hardware import Hardware, hardware_for, seconds_of
-from fsdp2.weights._layout import Box, Layout, Shape, Spec, turned
+from fsdp2.weights._layout import Box, Layout, Shape, Spec, boxes_of, turned
 
 WHO = "weights.plan"
 ALIGNED = 64
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
     """A region of a parameter, and ``at``, the start of this region in a tensor of the engine.
 
     ``tensor`` is the index of that tensor on its engine rank. ``dtype`` is the wire dtype: the
-    narrower of the parameter's and the tensor's. A piece with an empty ``name`` contains zeros.
+    narrower of the parameter's and the tensor's.
     """
 
     tensor: int
@@ -97,16 +97,15 @@ def pieces_of(
         what = f"{title} of engine rank {engine}"
         found: dict[str, list[Piece]] = defaultdict(list)
         for box, at in _walk(what, spec, (0,) * len(spec.shape)):
-            name, dtype = "", spec.dtype
-            if box.name is not None:
-                name = names.get(box.name, box.name)
-                dtype = _wire_dtype(what, box, spec.dtype, sources.get(name))
+            if box.name is None:  # zeros are not sent
+                continue
+            name = names.get(box.name, box.name)
+            dtype = _wire_dtype(what, box, spec.dtype, sources.get(name))
             piece = Piece(tensor, name, Region(box.start, box.shape), at, box.transposed, dtype)
             if 0 not in box.shape:
                 found[name].append(piece)
         for name, pieces in found.items():
-            if name:
-                _refuse_twice(what, name, pieces)
+            _refuse_twice(what, name, pieces)
             yield from pieces
 
 
@@ -230,20 +229,19 @@ class Route:
         self.pairs: dict[tuple[int, int], int] = defaultdict(int)
         """Bytes from each trainer to each engine rank."""
         self.sent, self.received = [0] * trainers, [0] * len(self.destination)
-        found = [
-            list(pieces_of(engine, layout, self.sources, names or {}))
+        pieces = [
+            (engine, piece)
             for engine, layout in enumerate(self.destination)
+            for piece in pieces_of(engine, layout, self.sources, names or {})
         ]
-        self.zeros = [{piece.tensor for piece in some if not piece.name} for some in found]
-        """The tensors of each engine rank that contain zeros, which are not sent."""
-        pieces = [[piece for piece in some if piece.name] for some in found]
-        self.wires = {piece.name: piece.dtype for some in pieces for piece in some}
+        self.wires = {piece.name: piece.dtype for _, piece in pieces}
         """The wire dtype of each requested parameter."""
-        total = sum(piece.nbytes for some in pieces for piece in some)
+        total = sum(piece.nbytes for _, piece in pieces)
         self._most = min(max(total // (32 * trainers), 1 << 16), max(max_bytes // 2, 1))
-        self._cells = [
-            [self._assigned(engine, piece) for piece in some] for engine, some in enumerate(pieces)
-        ]
+        self._cells: dict[tuple[int, int], list[tuple[Piece, Region]]] = defaultdict(list)
+        """The cells of each pair: parts of pieces."""
+        for engine, piece in pieces:
+            self._assign(engine, piece)
         self._peers = Counter(side for pair in self.pairs for side in enumerate(pair))
         """The number of peers of each trainer ``(0, trainer)`` and engine rank ``(1, engine)``."""
         self.number = number_of(self.sources, self.destination, trainers, max_bytes, nodes)
@@ -253,12 +251,10 @@ class Route:
             expected = f"at least {4 * ALIGNED * peers} (a rank has {peers} peers)"
             raise wrong_value(WHO, "max_bytes", expected, max_bytes)
 
-    def _assigned(self, engine: int, piece: Piece) -> tuple[Piece, Cells, list[int]]:
-        """Return a piece, its cells, and the sender of each cell: its least loaded holder."""
+    def _assign(self, engine: int, piece: Piece) -> None:
+        """Split a piece into cells, and assign each to its least loaded holder."""
         source, itemsize = self.sources[piece.name], piece.dtype.itemsize
-        cells = _cells(source.blocks, piece.region, max(self._most // itemsize, 1))
-        senders = []
-        for region, places in cells:
+        for region, places in _cells(source.blocks, piece.region, max(self._most // itemsize, 1)):
             holders = [rank for place in places if (rank := source.ranks[place]) >= 0]
             if self.nodes is not None:
                 node = self.nodes[self.trainers + engine]
@@ -266,9 +262,8 @@ class Route:
             sender = min(holders, key=self.sent.__getitem__)
             self.pairs[sender, engine] += region.numel * itemsize
             self.sent[sender] += region.numel * itemsize
-            senders.append(sender)
+            self._cells[sender, engine].append((piece, region))
         self.received[engine] += piece.nbytes
-        return piece, cells, senders
 
     # Buffers. See [Note: buffers of a pair].
 
@@ -284,12 +279,12 @@ class Route:
 
     def buffers(self, engine: int, trainer: int | None = None) -> dict[int, list[Buffer]]:
         """Return an engine rank's buffers by sender, or only those that ``trainer`` sends."""
-        parts: dict[int, list[Piece]] = defaultdict(list)
-        for piece, cells, senders in self._cells[engine]:
-            for (region, _), sender in zip(cells, senders, strict=True):
-                if trainer in (None, sender):
-                    parts[sender].append(piece.part(region))
-        return {t: _packed(parts[t], self.cap(t, engine)) for t in sorted(parts)}
+        found = {}
+        for sender in range(self.trainers) if trainer is None else (trainer,):
+            if (sender, engine) in self._cells:
+                parts = [piece.part(region) for piece, region in self._cells[sender, engine]]
+                found[sender] = _packed(parts, self.cap(sender, engine))
+        return found
 
     # Texts.
 
@@ -307,14 +302,23 @@ class Route:
 
     def _values_of(self, engine: int) -> dict[str, Any]:
         tensors = [
-            [name, spec.shape, str(spec.dtype).removeprefix("torch."), index in self.zeros[engine]]
-            for index, (name, spec) in enumerate(self.destination[engine].items())
+            [
+                name,
+                spec.shape,
+                str(spec.dtype).removeprefix("torch."),
+                any(map(_is_zeros, boxes_of(spec))),
+            ]
+            for name, spec in self.destination[engine].items()
         ]
         senders = {
             str(trainer): [[b.nbytes, [_entry(*entry) for entry in b.entries]] for b in buffers]
             for trainer, buffers in self.buffers(engine).items()
         }
         return {"tensors": tensors, "senders": senders}
+
+
+def _is_zeros(box: Box) -> bool:
+    return box.name is None and 0 not in box.shape
 
 
 def number_of(*values: object) -> int:

@@ -42,7 +42,6 @@ from fsdp2._core.base.errors import (
     check_flag,
     check_function,
     check_key,
-    check_number,
     named,
     wrong_value,
 )
@@ -54,7 +53,7 @@ from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2._core.transfer.redistribute import Grids, LocalShard, checked_together
 from fsdp2._tools.plan.hardware import hardware_for
 from fsdp2.checkpoint._checksums import sum_of_tensor
-from fsdp2.checkpoint._save import Room
+from fsdp2.checkpoint._save import Room, checked_timeout
 from fsdp2.weights._layout import Layout, ints_of, layouts_of, names_in
 from fsdp2.weights._route import FORMAT, Buffer, Figures, Piece, Route, Source, number_of
 from fsdp2.weights._wire import Head, Row, Transport
@@ -257,7 +256,17 @@ class Plan:
             device = next((shard.local.device for shard in shards.values()), torch.device("cpu"))
             sizes = self._route.trainers, len(self._route.destination)
             link = wire.link_of(SEND, group, row.others, device, *sizes, self._number)
-            return self._begin(_Sending(self, link, row, shards, callback), background)
+            sending, handle = _Sending(self, link, row, shards, callback), SendHandle()
+            if not background:
+                handle._run(sending)
+                handle.wait()
+                return handle
+            copies, sending.copied = self._room.copies_of([one.local for one in shards.values()])
+            pairs = zip(shards.items(), copies, strict=True)
+            sending.shards = {name: replace(one, local=copy) for (name, one), copy in pairs}
+            threading.Thread(target=handle._run, args=(sending,)).start()
+            self._last = handle
+            return handle
 
     def _row(self, receivers: Sequence[int] | None, version: int | None, since: int | None) -> Row:
         """Check the arguments; return this rank's entry in the handshake."""
@@ -283,21 +292,6 @@ class Plan:
                     "and has changed since. Make a new plan with weights.plan.",
                 )
         return shards
-
-    def _begin(self, sending: _Sending, background: bool) -> SendHandle:
-        """Send now or, in the background, send copies in host memory from a thread."""
-        handle = SendHandle()
-        if background:
-            held = sending.shards
-            copies, sending.copied = self._room.copies_of([one.local for one in held.values()])
-            pairs = zip(held.items(), copies, strict=True)
-            sending.shards = {name: replace(one, local=copy) for (name, one), copy in pairs}
-            threading.Thread(target=handle._run, args=(sending,)).start()
-            self._last = handle
-        else:
-            handle._run(sending)
-            handle.wait()
-        return handle
 
 
 # The trainers' side.
@@ -422,10 +416,7 @@ class SendHandle(Future[None]):
             StateError: the version did not arrive. Other errors of ``Plan.send`` are raised too.
             TimeoutError: the update is still in flight after ``timeout`` seconds.
         """
-        if timeout is not None:
-            check_number("wait", "timeout", timeout, "seconds, or None", low=0)
-            timeout = min(timeout, threading.TIMEOUT_MAX)
-        self.exception(timeout)
+        self.exception(checked_timeout(timeout))
         self._is_told = True
         self.result()
 

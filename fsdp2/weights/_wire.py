@@ -12,7 +12,6 @@ continue, and each of them detects at the end that the version did not arrive.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import math
@@ -39,6 +38,7 @@ from fsdp2._core.base.errors import (
 )
 from fsdp2._core.comm.process_mesh import wire_device
 from fsdp2._core.params.layout import align
+from fsdp2.checkpoint._checksums import memory_of
 from fsdp2.weights._route import ALIGNED, Buffer
 
 BLOCK = 256
@@ -362,8 +362,8 @@ class Files:
 
     def send(self, rank: int, buffer: Tensor) -> None:
         place = self._path(rank, buffer, sends=True)
-        part = place.with_suffix(".part")
-        part.write_bytes(_memory(buffer.contiguous()))
+        part, whole = place.with_suffix(".part"), buffer.contiguous()
+        part.write_bytes(memory_of(whole))
         part.rename(place)
         try:
             self._wait(rank, lambda: not place.exists())
@@ -374,7 +374,7 @@ class Files:
         place = self._path(rank, buffer, sends=False)
         self._wait(rank, place.exists)
         with open(place, "rb") as file:
-            found = file.readinto(_memory(buffer))
+            found = file.readinto(memory_of(buffer))
             if found != buffer.numel() or file.read(1):
                 raise EOFError(f"{place} does not have the expected size of {buffer.numel()} B")
         place.unlink()
@@ -394,7 +394,3 @@ class Files:
                 raise TimeoutError(f"rank {rank}: timed out after {int(self.timeout * 1000)} ms")
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
-
-
-def _memory(buffer: Tensor) -> Any:
-    return memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr()))
