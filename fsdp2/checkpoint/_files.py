@@ -58,7 +58,7 @@ from fsdp2.checkpoint._pickle_machine import (
     plain_names,
     unpickle,
 )
-from fsdp2.checkpoint._place import METADATA, Stamp, file_in, plain_name
+from fsdp2.checkpoint._place import METADATA, file_in, plain_name, stamp_of
 from fsdp2.checkpoint._torch_files import DEPTH, View, read_torch_file, shared
 
 SUMMED = "fsdp2-sums-"  # prefix of the save id in metadata with checksums
@@ -105,7 +105,7 @@ class Saved:
     entries: tuple[Entry, ...]
     sizes: dict[str, int] | None  # size of each file; None if there are no checksums
     digest: str  # hash of the metadata
-    stamp: Stamp
+    stamp: tuple[int, ...] | None  # see ``stamp_of``
 
 
 def _names() -> dict[tuple[str, str], Any]:
@@ -133,7 +133,7 @@ def _names() -> dict[tuple[str, str], Any]:
 def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
     """Read a folder's metadata. FileNotFoundError: a concurrent save replaced the folder."""
     path = file_in(folder, METADATA, "load", trust=trust)
-    stamp = Stamp.of(path)
+    stamp = stamp_of(path)
     try:
         data = read_regular(path)
     except FileNotFoundError:
@@ -169,16 +169,15 @@ class _Metadata:
 
     def __init__(self, metadata: Any, told: Any, where: str) -> None:
         self._metadata = metadata
-        self._told = told
         self._where = where
         self._left = len(metadata.storage_data)  # number of parts that may still be listed
         self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.storage_data.items():
             offset = getattr(index, "offset", None)
             self._infos[index.fqn, None if offset is None else _ints(offset)] = info
-        self._sums: dict[tuple[str, int], tuple[int, int]] = {
+        self._sums: dict[tuple[str, int], tuple[int, int]] | None = told and {
             (name, offset): (length, found)
-            for name, file in (told or {}).items()
+            for name, file in told.items()
             for offset, length, found in file["sums"]
         }
 
@@ -240,7 +239,7 @@ class _Metadata:
         name = plain_name(info.relative_path, self._where)
         start, length = _ints((info.offset, info.length))
         found = None
-        if self._told is not None:
+        if self._sums is not None:
             noted, found = self._sums[name, start]
             if noted != length:
                 raise DamagedError(f"it has two lengths for {key}")
@@ -388,10 +387,11 @@ class Reader(contextlib.ExitStack):
             raise self.damaged(f"the contents of {where} are invalid: {said(error)}.") from error
 
     def damaged(self, problem: str) -> StateError:
-        if self._saved.stamp.is_replaced:
+        folder = self._saved.folder
+        if stamp_of(folder / METADATA) != self._saved.stamp:
             return StateError(
                 "FS626",
-                f"load: another save replaced {self._saved.folder} while it was being read. "
+                f"load: another save replaced {folder} while it was being read. "
                 f"Call load again; nothing was changed. (Found: {problem})",
             )
         return damaged("load", problem)

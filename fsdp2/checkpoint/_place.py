@@ -37,7 +37,6 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -220,25 +219,14 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Stamp:
-    """The identity of the file at a path at a given time."""
-
-    path: Path
-    told: tuple[int, ...] | None  # None: no file
-
-    @staticmethod
-    def of(path: Path) -> Stamp:
-        try:
-            found = os.stat(path)
-        except OSError:
-            return Stamp(path, None)
-        return Stamp(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-
-    @property
-    def is_replaced(self) -> bool:
-        """True if the path now refers to another file, because a save replaced the original."""
-        return Stamp.of(self.path) != self
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Return the identity of the file at a path, or None without a file. Another result later
+    means that a save replaced the file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def plain_name(name: Any, where: str) -> str:

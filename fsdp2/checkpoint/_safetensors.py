@@ -37,7 +37,7 @@ from fsdp2._core.engine.between_steps import require_idle
 from fsdp2._core.transfer.redistribute import Grids, Target
 from fsdp2.checkpoint._checksums import DamagedError, damaged, said, sum_of_tensor
 from fsdp2.checkpoint._load import IncompatibleKeys, Source, StateManifest, load_full
-from fsdp2.checkpoint._place import Stamp, Workspace, exclusive, file_in, plain_name, sync
+from fsdp2.checkpoint._place import Workspace, exclusive, file_in, plain_name, stamp_of, sync
 from fsdp2.checkpoint._state import MAX_BYTES, checked, gather_each, model_tensors
 
 SINGLE = "model.safetensors"
@@ -282,11 +282,14 @@ class _Files(Source, contextlib.ExitStack):
         self._trust = trust
         self._files: dict[str, tuple[Any, str]] = {}  # from clean names to open files and keys
         self._sums: dict[str, int] = {}
-        self._stamps = [Stamp.of(folder / name) for name in (SINGLE, INDEX)]
+        self._stamps = self._stamps_now()
 
     def describe(self) -> StateManifest:
         with self._unless_replaced():
             return self._describe()
+
+    def _stamps_now(self) -> list[tuple[int, ...] | None]:
+        return [stamp_of(self._folder / name) for name in (SINGLE, INDEX)]
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
@@ -294,7 +297,7 @@ class _Files(Source, contextlib.ExitStack):
         try:
             yield
         except FSDPError as error:
-            if not any(stamp.is_replaced for stamp in self._stamps):
+            if self._stamps_now() == self._stamps:
                 raise
             raise StateError(
                 "FS626",

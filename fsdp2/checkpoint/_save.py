@@ -388,14 +388,12 @@ class _Process:
     """The current or last background save of this process, which runs one save at a time."""
 
     handle: SaveHandle | None = None
-    finishes_at_exit = False
 
 
 def start(handle: SaveHandle) -> SaveHandle:
-    _Process.handle = handle
-    if not _Process.finishes_at_exit:
+    if _Process.handle is None:
         atexit.register(_finish)
-        _Process.finishes_at_exit = True
+    _Process.handle = handle
     threading.Thread(target=handle._run, name="fsdp2 save", daemon=True).start()
     return handle
 

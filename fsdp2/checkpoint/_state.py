@@ -456,10 +456,9 @@ def rekey(
         optim_state = with_clean_names(optim_state)
     if keys_of(optim_state) == keys:
         return renamed(optim_state, {})
-    if model is None and keys == "name":
-        raise ConfigError("FS611", "rekey: converting ids to names needs a model. Pass model=.")
-    if model is None and optimizer is not None:
-        raise ConfigError("FS611", "rekey: converting names to ids needs a model. Pass model=.")
+    if model is None and (keys == "name" or optimizer is not None):
+        way = "ids to names" if keys == "name" else "names to ids"
+        raise ConfigError("FS611", f"rekey: converting {way} needs a model. Pass model=.")
     listed = [key for group in optim_state["param_groups"] for key in group["params"]]
     ordered = listed
     if model is not None and optimizer is not None:

@@ -26,7 +26,7 @@ from fsdp2._core.base.errors import (
 from fsdp2._core.base.names import named_parameters
 from fsdp2._core.base.rows import chunk_of
 
-RULES = "weights.tensor_parallel"
+PLAN, RULES = "weights.plan", "weights.tensor_parallel"
 MOST_RANKS = 1 << 12  # one layout is made for each
 Shape = tuple[int, ...]
 
@@ -119,14 +119,12 @@ Layout = Mapping[str, Spec]
 
 def layouts_of(destination: object) -> list[Layout]:
     """Check a destination, and return its layouts."""
-    who = "weights.plan"
     if not isinstance(destination, list | tuple):
-        expected = "a list of dicts, one per engine rank"
-        raise wrong_type(who, "destination", expected, destination)
+        raise wrong_type(PLAN, "destination", "a list of dicts, one per engine rank", destination)
     for layout in destination:
-        for name, spec in check_mapping(who, "each item of destination", layout).items():
+        for name, spec in check_mapping(PLAN, "each item of destination", layout).items():
             if not isinstance(spec, Spec):
-                raise wrong_type(who, f"destination[{name!r}]", "a Spec", spec)
+                raise wrong_type(PLAN, f"destination[{name!r}]", "a Spec", spec)
     return list(destination)
 
 
