@@ -317,16 +317,12 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self.numbered: dict[int, tuple[int, Tensor]] = {}  # by the tensor's id
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, Tensor):
             return None
-        number = self._numbers.setdefault(id(obj), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(obj)
-        return number
+        return self.numbered.setdefault(id(obj), (len(self.numbered), obj))[0]
 
 
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
@@ -338,7 +334,7 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
         pickler.dump(extra)
     except (AttributeError, TypeError) as error:  # raised for a lambda or a lock, for example
         raise pickle.PicklingError(f"extra cannot be pickled: {error}") from error
-    numbered = list(enumerate(pickler.tensors))
+    numbered = pickler.numbered.values()
     sharded_tensors = {str(n): t.detach() for n, t in numbered if isinstance(t, DTensor)}
     entries: dict[str, Any] = {EXTRA_TENSORS: sharded_tensors} if sharded_tensors else {}
     if is_first:

@@ -339,9 +339,8 @@ def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterato
                     sends.append((_mapped(here / name, sizes[name]), to))
                 if to == copies._number:
                     receives.append((_made(folder / name, sizes[name]), of))
-            for number in own:
-                if number not in lacking:
-                    os.link(here / part_name(number), folder / part_name(number))
+            for number in {*own} - {*lacking}:
+                os.link(here / part_name(number), folder / part_name(number))
         with carrying():
             copies._move(sends, receives)
         yield folder

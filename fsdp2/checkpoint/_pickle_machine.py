@@ -11,7 +11,7 @@ pickle cannot modify an existing object of this process.
 
 [Note: bounds]
 No instruction uses more memory than the size of the pickle. ``pickletools``, which reads the
-instructions, reads at most the remaining bytes, whatever length is declared. The memo is a dict, so
+arguments, reads at most the remaining bytes, whatever length is declared. The memo is a dict, so
 a large index takes no memory. The arguments of a call, including containers, and the state of an
 object are copied. Each copied element is charged against a budget, about the size of the pickle in
 bytes, because a memo reference can repeat a long container in two bytes. A key is hashed completely
@@ -36,7 +36,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -98,18 +98,18 @@ class Machine:
 
     def run(self) -> Any:
         """Return the object. Raise RefusedError, or UnpicklingError if the pickle is damaged."""
-        place: int | None = 0
+        file = io.BytesIO(self._data)
         try:
-            for code, argument, place in pickletools.genops(self._data):  # noqa: B007  # for errors
-                if code.name == "STOP":
-                    return self._stack.pop()
-                STEPS.get(code.name, _unknown)(self, argument)
+            while (code := file.read(1)) != pickle.STOP:
+                step, read_argument = CODES.get(code, (_unknown, None))
+                step(self, None if read_argument is None else read_argument(file))
+            return self._stack.pop()
         except (RefusedError, MemoryError):
             raise
         except Exception as error:  # a damaged pickle may underflow a stack, for example
             what = "" if isinstance(error, UnpicklingError) else f"{type(error).__name__}: "
             raise UnpicklingError(
-                f"its pickle is damaged at byte {place}: {what}{error}"
+                f"its pickle is damaged at byte {file.tell()}: {what}{error}"
             ) from error
 
     def _push(self, value: Any) -> None:
@@ -329,6 +329,13 @@ STEPS: dict[str, Callable[[Machine, Any], object]] = {
     "MEMOIZE": lambda m, _: m._put(len(m._memo)),
     "BINGET": Machine._get,
     "LONG_BINGET": Machine._get,
+}
+# The step of each code, and the function that reads its argument. An argument without a step is not
+# even read: ``int`` of a text needs quadratic time before Python 3.10.7.
+CODES: dict[bytes, tuple[Callable[[Machine, Any], object], Callable[[IO[bytes]], Any] | None]] = {
+    code.code.encode("latin-1"): (STEPS[code.name], None if code.arg is None else code.arg.reader)
+    for code in pickletools.opcodes
+    if code.name in STEPS
 }
 
 
