@@ -274,8 +274,7 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):
-            reports = [path.name for path in entry.glob(f"{REPORT}*")]
-            numbers = (name.removeprefix(REPORT) for name in reports)
+            numbers = [path.name.removeprefix(REPORT) for path in entry.glob(f"{REPORT}*")]
             mine[entry.name] = sorted(int(each) for each in numbers if each.isdecimal())
     there = copies._world.collect(mine)
     lost: list[str] = []

@@ -89,7 +89,8 @@ class Workspace:
     def make(self) -> None:
         """Create the folder, and remove the folders of dead saves to the same place."""
         for found in neighbours(self._place, "tmp-"):
-            if _is_abandoned(found):
+            is_gone = is_dead(found / OWNER)
+            if is_gone or (is_gone is None and is_old(found, ABANDONED_AFTER_S)):
                 shutil.rmtree(found, ignore_errors=True)
         self.path.mkdir(parents=True)
         self._lock = own(self.path / OWNER)
@@ -158,12 +159,6 @@ def is_dead(path: Path) -> bool | None:
     return True if is_free and host == _host() else None
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Return True if the save that created a folder appears to be dead."""
-    found = is_dead(folder / OWNER)
-    return is_old(folder, ABANDONED_AFTER_S) if found is None else found
-
-
 def is_old(folder: Path, seconds: float) -> bool:
     """Return True if no file in a folder was written in the last ``seconds``."""
     with contextlib.suppress(OSError):
@@ -191,17 +186,15 @@ def _acquire(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            _lock(descriptor)
-            if _is_named(descriptor, path):
-                return descriptor
-            os.close(descriptor)  # the previous holder removed the file
-            continue
-        except BlockingIOError:
-            os.close(descriptor)
+            with contextlib.suppress(BlockingIOError):
+                _lock(descriptor)
+                if _is_named(descriptor, path):  # False if the previous holder removed the file
+                    return descriptor
         except OSError:
             os.close(descriptor)
             path.unlink(missing_ok=True)
             return None
+        os.close(descriptor)
         if time.monotonic() > deadline:
             raise StateError(
                 "FS614",

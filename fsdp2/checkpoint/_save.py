@@ -323,13 +323,12 @@ class SaveHandle:
     def _looks(self) -> Iterator[bool]:
         """Yield once per polling interval: True if it is time to check for dead ranks."""
         due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
-        pause = threading.Event()
         while True:
             is_due = time.monotonic() > due
             if is_due:
                 due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
             yield is_due
-            pause.wait(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
     def _why_gone(self, owned: str) -> str:
         """Return why a rank is considered dead, or "" if it is not."""

@@ -248,10 +248,8 @@ def _matches(pattern: str, names: Mapping[str, Any]) -> dict[tuple[str, ...], li
     regex = re.escape(pattern).replace(r"\*", "([^.]+)").replace(r"\#", "(?P<expert>\\d+)")
     found: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, (re.fullmatch(regex, name) for name in names)):
-        expert = match.groupdict().get("expert", "")
-        stars = [
-            g for n, g in enumerate(match.groups(), 1) if n != match.re.groupindex.get("expert")
-        ]
+        stars, place = list(match.groups()), match.re.groupindex.get("expert", 0)
+        expert = stars.pop(place - 1) if place else ""
         found.setdefault(tuple(stars), []).append(expert)
     return {stars: sorted(experts, key=lambda e: int(e or 0)) for stars, experts in found.items()}
 
