@@ -21,7 +21,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -35,14 +35,13 @@ from fsdp2._core.base.names import printable
 from fsdp2._core.base.slot_clock import clocks
 from fsdp2._core.comm.process_mesh import Grid
 from fsdp2._core.transfer.chunk_plan import Blocks, Region
-from fsdp2._core.transfer.redistribute import Grids
+from fsdp2._core.transfer.redistribute import Grids, LocalShard
 from fsdp2.checkpoint._checksums import DamagedError
 from fsdp2.checkpoint._pickle_machine import RefusedError, not_plain, plain_names, unpickle
 from fsdp2.checkpoint._state import named_state, opened, settle_state, sharded_state
 from fsdp2.checkpoint._torch_files import DEPTH, read_torch_file
 
 Path = tuple[str | int, ...]
-NOTHING = Region((), (0,))
 NAME_NCHARS = 4096  # maximum length of a path's key, which a pickle can repeat in only two bytes
 
 EXTRA = "fsdp2_extra"
@@ -101,9 +100,7 @@ class Content:
 
     path: Path  # the value's path in the saved dict
     value: Any  # this rank's block of a tensor, or any object
-    blocks: Blocks | None = None  # a DTensor's blocks; None: unsharded, saved by the first rank
-    place: tuple[int, ...] = ()  # this rank's coordinates in the grid of blocks
-    own_block: Region = NOTHING
+    held: LocalShard | None = None  # of a DTensor; None: unsharded, saved by the first rank
     ranks: tuple[int, ...] = ()  # the ranks that have blocks, ordered by coordinates
 
     @cached_property
@@ -112,40 +109,42 @@ class Content:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape) if self.blocks is None else self.blocks.shape
+        return tuple(self.value.shape) if self.held is None else self.held.shape
+
+    @property
+    def whole(self) -> Region | None:
+        """All of an unsharded tensor; None for another object."""
+        if not isinstance(self.value, Tensor):
+            return None
+        return Region((0,) * len(self.shape), self.shape)
 
     def digest(self, digest_of_ranks: int) -> int:
         """Return a hash that is equal on all ranks that have a block of the same tensor."""
         told: tuple[Any, ...] = (self.path,)
-        if self.blocks is not None:
-            cuts = self.blocks.cuts, self.blocks.counts
-            told += (self.blocks.shape, str(self.value.dtype), cuts, digest_of_ranks)
+        if self.held is not None:
+            cuts = self.held.blocks.cuts, self.held.blocks.counts
+            told += (self.shape, str(self.value.dtype), cuts, digest_of_ranks)
         return zlib.crc32(repr(told).encode())
 
     def writers(self, number: int) -> Iterator[tuple[Region, int]]:
         """Yield the non-empty blocks, each with its writer. ``number`` is this content's index."""
-        assert self.blocks is not None
-        at = self._turn(number)
-        for place in self.blocks.places():
-            region = self.blocks.block(place)
+        assert self.held is not None
+        blocks = self.held.blocks
+        at = _turn(blocks, number)
+        for place in blocks.places():
+            region = blocks.block(place)
             if region.numel:
                 own = [at.get(axis, coordinate) for axis, coordinate in enumerate(place)]
-                yield region, self.ranks[_index(own, self.blocks.counts)]
+                yield region, self.ranks[_index(own, blocks.counts)]
 
-    def own(self, number: int) -> Region | None:
-        assert self.blocks is not None
-        if any(self.place[axis] != turn for axis, turn in self._turn(number).items()):
-            return None
-        return self.own_block if self.own_block.numel else None
 
-    def _turn(self, number: int) -> dict[int, int]:
-        """Return the writer's coordinate on each axis along which ranks have the same block."""
-        assert self.blocks is not None
-        found: dict[int, int] = {}
-        for axis, count in enumerate(self.blocks.counts):
-            if axis not in self.blocks.axes:
-                number, found[axis] = divmod(number, count)
-        return found
+def _turn(blocks: Blocks, number: int) -> dict[int, int]:
+    """Return the writer's coordinate on each axis along which ranks have the same block."""
+    found: dict[int, int] = {}
+    for axis, count in enumerate(blocks.counts):
+        if axis not in blocks.axes:
+            number, found[axis] = divmod(number, count)
+    return found
 
 
 def _index(place: Sequence[int], counts: Sequence[int]) -> int:
@@ -175,15 +174,17 @@ class Contents:
 
     common: list[Content]  # contents that all ranks have, in the same order
     rest: list[Content]  # contents that only some ranks have
-    ranks: list[int]  # the saving ranks, beginning with the first
+    ranks: tuple[int, ...]  # the saving ranks, beginning with the first
     number: int  # this rank's index in ``ranks``
 
     @staticmethod
     def of(state: Mapping[str, Any], grids: Grids) -> Contents:
         """List a state's contents. All are in ``common`` until ranks have compared their lists."""
-        main = grids.main
-        ranks = grids.ranks_of(main) or list(range(main.size))
-        lines: dict[Grid, tuple[int, ...]] = {main: tuple(ranks)}
+
+        @cache
+        def ranks_of(grid: Grid) -> tuple[int, ...]:
+            return tuple(grids.ranks_of(grid) or range(grid.size))
+
         found: dict[str, Content] = {}
         for path, value in flat(state).items():
             content = Content(path, value)
@@ -193,10 +194,7 @@ class Contents:
                 local = held.local if has_elements else held.local.new_empty(value.shape)
                 content = Content(path, local)
                 if isinstance(value, DTensor) and has_elements:
-                    if held.grid not in lines:
-                        lines[held.grid] = tuple(grids.ranks_of(held.grid) or ())
-                    on = lines[held.grid]
-                    content = Content(path, held.local, held.blocks, held.grid.place, held.own, on)
+                    content = Content(path, local, held, ranks_of(held.grid))
             if content.key in found:
                 raise ConfigError(
                     "FS615",
@@ -204,8 +202,8 @@ class Contents:
                     "parameter or a key of the optimizer's state.",
                 )
             found[content.key] = content
-        number = _index(main.place, main.counts)
-        return Contents([found[key] for key in sorted(found)], [], ranks, number)
+        number = _index(grids.main.place, grids.main.counts)
+        return Contents([found[key] for key in sorted(found)], [], ranks_of(grids.main), number)
 
     def digests(self) -> list[int]:
         lines = {content.ranks: zlib.crc32(repr(content.ranks).encode()) for content in self.common}
@@ -223,29 +221,24 @@ class Contents:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces that this rank writes: first those of common contents, in order."""
-        for number, content in enumerate(self.common):
-            if content.blocks is None:
-                if self.number == 0:
-                    yield _whole(content, is_common=True)
-            elif (region := content.own(number)) is not None:
-                yield Piece(content, region, content.value, is_common=True)
-        for content in self.rest:
-            if content.blocks is None:
-                yield _whole(content, is_common=False)
-            elif content.own_block.numel:
-                yield Piece(content, content.own_block, content.value, is_common=False)
+        for number, content in enumerate([*self.common, *self.rest]):
+            held, is_common = content.held, number < len(self.common)
+            turn = _turn(held.blocks, number) if held is not None and is_common else {}
+            if held is None:
+                if self.number == 0 or not is_common:
+                    yield Piece(content, content.whole, _serialised(content.value), is_common)
+            elif held.own.numel and all(held.grid.place[axis] == at for axis, at in turn.items()):
+                yield Piece(content, held.own, content.value, is_common)
 
     def writers(self) -> Iterator[tuple[Content, Region | None, int]]:
         """Yield the blocks of common contents, in order, each with the index of its writer."""
         index_of = {rank: index for index, rank in enumerate(self.ranks)}
         for number, content in enumerate(self.common):
-            if content.blocks is not None:
-                for region, rank in content.writers(number):
-                    yield content, region, index_of[rank]
-            elif isinstance(content.value, Tensor):
-                yield content, _all_of(content.shape), 0
-            else:
-                yield content, None, 0
+            if content.held is None:
+                yield content, content.whole, 0
+                continue
+            for region, rank in content.writers(number):
+                yield content, region, index_of[rank]
 
 
 def _name(path: Path) -> str:
@@ -254,16 +247,12 @@ def _name(path: Path) -> str:
     return ".".join(map(str, own or path))
 
 
-def _whole(content: Content, *, is_common: bool) -> Piece:
-    if isinstance(content.value, Tensor):
-        return Piece(content, _all_of(content.shape), content.value, is_common)
+def _serialised(value: Any) -> Tensor | bytes:
+    if isinstance(value, Tensor):
+        return value
     pickled = io.BytesIO()
-    torch.save(content.value, pickled)
-    return Piece(content, None, pickled.getvalue(), is_common)
-
-
-def _all_of(shape: Sequence[int]) -> Region:
-    return Region((0,) * len(shape), tuple(shape))
+    torch.save(value, pickled)
+    return pickled.getvalue()
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -328,16 +317,12 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self.numbered: dict[int, tuple[int, Tensor]] = {}  # by the tensor's id
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, Tensor):
             return None
-        number = self._numbers.setdefault(id(obj), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(obj)
-        return number
+        return self.numbered.setdefault(id(obj), (len(self.numbered), obj))[0]
 
 
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
@@ -349,7 +334,7 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
         pickler.dump(extra)
     except (AttributeError, TypeError) as error:  # raised for a lambda or a lock, for example
         raise pickle.PicklingError(f"extra cannot be pickled: {error}") from error
-    numbered = list(enumerate(pickler.tensors))
+    numbered = pickler.numbered.values()
     sharded_tensors = {str(n): t.detach() for n, t in numbered if isinstance(t, DTensor)}
     entries: dict[str, Any] = {EXTRA_TENSORS: sharded_tensors} if sharded_tensors else {}
     if is_first:

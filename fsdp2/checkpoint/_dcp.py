@@ -299,10 +299,8 @@ def load_latest(
     main = Grids(tensors).main
     settle("load_latest", main, "wait")
     with main.together("load_latest"):
-        mine = candidates(Path(folder)) if main.is_first else []
-        written_ns = newest_time(Path(folder)) if main.is_first else 0
-    found = main.broadcast(mine)
-    (written_ns,) = main.highest(written_ns)
+        mine = (candidates(Path(folder)), newest_time(Path(folder))) if main.is_first else ([], 0)
+    found, written_ns = main.broadcast(mine)
     in_memory = None if copies is None else newest(copies, written_ns)
     places: list[tuple[str, contextlib.AbstractContextManager[Path]]] = []
     if copies is not None and in_memory is not None:

@@ -58,7 +58,7 @@ from fsdp2.checkpoint._pickle_machine import (
     plain_names,
     unpickle,
 )
-from fsdp2.checkpoint._place import METADATA, Stamp, file_in, plain_name
+from fsdp2.checkpoint._place import METADATA, file_in, plain_name, stamp_of
 from fsdp2.checkpoint._torch_files import DEPTH, View, read_torch_file, shared
 
 SUMMED = "fsdp2-sums-"  # prefix of the save id in metadata with checksums
@@ -105,7 +105,7 @@ class Saved:
     entries: tuple[Entry, ...]
     sizes: dict[str, int] | None  # size of each file; None if there are no checksums
     digest: str  # hash of the metadata
-    stamp: Stamp
+    stamp: tuple[int, ...] | None  # see ``stamp_of``
 
 
 def _names() -> dict[tuple[str, str], Any]:
@@ -133,7 +133,7 @@ def _names() -> dict[tuple[str, str], Any]:
 def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
     """Read a folder's metadata. FileNotFoundError: a concurrent save replaced the folder."""
     path = file_in(folder, METADATA, "load", trust=trust)
-    stamp = Stamp.of(path)
+    stamp = stamp_of(path)
     try:
         data = read_regular(path)
     except FileNotFoundError:
@@ -169,16 +169,15 @@ class _Metadata:
 
     def __init__(self, metadata: Any, told: Any, where: str) -> None:
         self._metadata = metadata
-        self._told = told
         self._where = where
         self._left = len(metadata.storage_data)  # number of parts that may still be listed
         self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.storage_data.items():
             offset = getattr(index, "offset", None)
             self._infos[index.fqn, None if offset is None else _ints(offset)] = info
-        self._sums: dict[tuple[str, int], tuple[int, int]] = {
+        self._sums: dict[tuple[str, int], tuple[int, int]] | None = told and {
             (name, offset): (length, found)
-            for name, file in (told or {}).items()
+            for name, file in told.items()
             for offset, length, found in file["sums"]
         }
 
@@ -240,7 +239,7 @@ class _Metadata:
         name = plain_name(info.relative_path, self._where)
         start, length = _ints((info.offset, info.length))
         found = None
-        if self._told is not None:
+        if self._sums is not None:
             noted, found = self._sums[name, start]
             if noted != length:
                 raise DamagedError(f"it has two lengths for {key}")
@@ -331,6 +330,7 @@ class Reader(contextlib.ExitStack):
 
     def _load(self, entry: Entry, part: Part) -> Any:
         is_summed = part.sum is not None and self._verify
+        is_intact = False
         try:
             file = self._open(part.file)
             told = os.fstat(file.fileno())
@@ -343,17 +343,15 @@ class Reader(contextlib.ExitStack):
             if not self.trust:
                 verify = self._verify and not is_summed
                 return read_torch_file(file, part.offset, part.length, verify=verify)
+            is_intact = is_summed
+            view = io.BufferedReader(View(file, part.offset, part.length))
+            return torch.load(view, map_location="cpu", weights_only=False)
         except RefusedError as error:
             raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
         except Exception as error:  # reading a damaged file may raise any exception
-            raise self._damaged_part(entry, part, said(error)) from error
-        view = io.BufferedReader(View(file, part.offset, part.length))
-        try:
-            return torch.load(view, map_location="cpu", weights_only=False)
-        except Exception as error:
-            if is_summed:  # the file is intact, so code in it raised the error
+            if is_intact:  # code in the file raised the error
                 raise
             raise self._damaged_part(entry, part, said(error)) from error
 
@@ -389,10 +387,11 @@ class Reader(contextlib.ExitStack):
             raise self.damaged(f"the contents of {where} are invalid: {said(error)}.") from error
 
     def damaged(self, problem: str) -> StateError:
-        if self._saved.stamp.is_replaced:
+        folder = self._saved.folder
+        if stamp_of(folder / METADATA) != self._saved.stamp:
             return StateError(
                 "FS626",
-                f"load: another save replaced {self._saved.folder} while it was being read. "
+                f"load: another save replaced {folder} while it was being read. "
                 f"Call load again; nothing was changed. (Found: {problem})",
             )
         return damaged("load", problem)
@@ -504,7 +503,6 @@ class _SummedStream:
     def __init__(self, file: IO[bytes], said: list[OSError]) -> None:
         self._file = file
         self._said = said
-        self.length = self.sum = 0
 
     def begin(self) -> None:
         self.length = self.sum = 0
@@ -610,15 +608,7 @@ class _Report:
 
 def _pickled(entries: Sequence[Entry], save_id: str) -> bytes:
     # a slow import, needed on the first rank only
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import metadata as dcp
 
     from fsdp2._core.base.torch_tensors import storage_info
 
@@ -627,18 +617,18 @@ def _pickled(entries: Sequence[Entry], save_id: str) -> bytes:
     for entry in entries:
         chunks: list[Any] = []
         for part in entry.parts:
-            index = MetadataIndex(entry.key)
+            index = dcp.MetadataIndex(entry.key)
             if part.region is not None:
                 starts, sizes = torch.Size(part.region.starts), torch.Size(part.region.sizes)
-                index = MetadataIndex(entry.key, part.region.starts, len(chunks))
-                chunks.append(ChunkStorageMetadata(starts, sizes))
+                index = dcp.MetadataIndex(entry.key, part.region.starts, len(chunks))
+                chunks.append(dcp.ChunkStorageMetadata(starts, sizes))
             stored[index] = storage_info(part.file, part.offset, part.length)
-        described[entry.key] = BytesStorageMetadata()
+        described[entry.key] = dcp.BytesStorageMetadata()
         if entry.shape is not None and entry.dtype is not None:
-            properties, size = TensorProperties(entry.dtype), torch.Size(entry.shape)
-            described[entry.key] = TensorStorageMetadata(properties, size, chunks)
+            properties, size = dcp.TensorProperties(entry.dtype), torch.Size(entry.shape)
+            described[entry.key] = dcp.TensorStorageMetadata(properties, size, chunks)
     paths = {entry.key: entry.path for entry in entries}
-    meta = StorageMeta(save_id=f"{SUMMED}{save_id}")
+    meta = dcp.StorageMeta(save_id=f"{SUMMED}{save_id}")
     return pickle.dumps(
-        Metadata(described, planner_data=paths, storage_data=stored, storage_meta=meta)
+        dcp.Metadata(described, planner_data=paths, storage_data=stored, storage_meta=meta)
     )

@@ -274,7 +274,8 @@ def change(
     try:
         with grids.main.together(what):
             if optimizer is not None and named is not None:
-                undo.append(_undo_of(optimizer))
+                kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+                undo.append(partial(optimizer.__setstate__, kept))
                 load_named(model, optimizer, dict(named))
             _set_extra(model, extra, undo)
     except BaseException:
@@ -292,11 +293,6 @@ def _set_extra(model: nn.Module, extra: Mapping[str, Any], undo: list[Callable[[
         before = copy.deepcopy(module.get_extra_state())
         undo.append(partial(module.set_extra_state, before))
         module.set_extra_state(value)
-
-
-def _undo_of(optimizer: Optimizer) -> Callable[[], None]:
-    kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-    return lambda: optimizer.__setstate__(dict(kept))
 
 
 PLAIN_DICTS = (dict, OrderedDict)  # other mappings may read values from files on access

@@ -66,7 +66,6 @@ MESSAGE_NBYTES = 64 << 20
 @dataclass(frozen=True)
 class _Found:
     name: str
-    ranks: int
     holders: dict[int, list[int]]  # from each part to the ranks whose hosts have it
 
 
@@ -275,8 +274,7 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
     mine: dict[str, list[int]] = {}
     for entry in copies._home.iterdir() if copies._home.is_dir() else ():
         if GENERATION.fullmatch(entry.name):
-            reports = [path.name for path in entry.glob(f"{REPORT}*")]
-            numbers = (name.removeprefix(REPORT) for name in reports)
+            numbers = [path.name.removeprefix(REPORT) for path in entry.glob(f"{REPORT}*")]
             mine[entry.name] = sorted(int(each) for each in numbers if each.isdecimal())
     there = copies._world.collect(mine)
     lost: list[str] = []
@@ -291,7 +289,7 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
         missing = [number for number, hosts in holders.items() if not hosts]
         if not missing:
             copies._last = copies._home / name
-            return _Found(name, ranks, holders)
+            return _Found(name, holders)
         lost.append(f"of ranks {', '.join(map(str, missing))}")
     if lost:
         warn(
@@ -320,10 +318,10 @@ def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterato
             for number, report in reports.items():
                 (folder / f"{REPORT}{number}").write_bytes(report)
         with copies._world.together("load_latest"):
-            write_metadata(folder, found.ranks, save_id=found.name)
+            write_metadata(folder, len(found.holders), save_id=found.name)
             saved = read(folder, verify=True, trust=False)
             needed = _parts_of(saved.entries, model)
-            own = [number for number in range(found.ranks) if part_name(number) in needed]
+            own = [number for number in found.holders if part_name(number) in needed]
             lacking = [number for number in own if copies._number not in found.holders[number]]
         sizes = saved.sizes or {}
         moves = [
@@ -340,9 +338,8 @@ def fetched(copies: NeighbourCopies, found: _Found, model: nn.Module) -> Iterato
                     sends.append((_mapped(here / name, sizes[name]), to))
                 if to == copies._number:
                     receives.append((_made(folder / name, sizes[name]), of))
-            for number in own:
-                if number not in lacking:
-                    os.link(here / part_name(number), folder / part_name(number))
+            for number in {*own} - {*lacking}:
+                os.link(here / part_name(number), folder / part_name(number))
         with carrying():
             copies._move(sends, receives)
         yield folder

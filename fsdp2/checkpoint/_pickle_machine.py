@@ -10,12 +10,13 @@ instances that its calls returned, if no other code references them. Whatever th
 pickle cannot modify an existing object of this process.
 
 [Note: bounds]
-No instruction uses more memory than the size of the pickle. A length is compared with the number
-of remaining bytes before anything is allocated. The memo is a dict, so a large index takes no
-memory. The arguments of a call, including containers, and the state of an object are copied. Each
-copied element is charged against a budget, about the size of the pickle in bytes, because a memo
-reference can repeat a long container in two bytes. A key is hashed completely on each use, so a
-tuple key may have at most a thousand elements, and an int key at most a thousand 64-bit words.
+No instruction uses more memory than the size of the pickle. ``pickletools``, which reads the
+arguments, reads at most the remaining bytes, whatever length is declared. The memo is a dict, so
+a large index takes no memory. The arguments of a call, including containers, and the state of an
+object are copied. Each copied element is charged against a budget, about the size of the pickle in
+bytes, because a memo reference can repeat a long container in two bytes. A key is hashed completely
+on each use, so a tuple key may have at most a thousand elements, and an int key at most a thousand
+64-bit words.
 
 [Note: names that a pickle may use]
 A name outside the table is refused, unless the caller trusts the pickle. The table entry of a class
@@ -29,13 +30,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
+import pickletools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -51,11 +52,6 @@ KEY_NELEMENTS = 1000  # elements of a tuple key, or words of an int key: see [No
 # Python 2 names, which protocol 2 (written by torch) uses.
 OLD_MODULES = {"__builtin__": "builtins"}
 OLD_NAMES = {("builtins", "xrange"): "range", ("builtins", "long"): "int"}
-INT = struct.Struct("<i")
-UINT = struct.Struct("<I")
-SHORT = struct.Struct("<H")
-LENGTH = struct.Struct("<Q")
-FLOAT = struct.Struct(">d")
 
 
 class RefusedError(UnpicklingError):
@@ -90,7 +86,6 @@ class Machine:
         self, data: bytes, names: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]
     ) -> None:
         self._data = data
-        self._place = 0
         self._names = names
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -103,40 +98,22 @@ class Machine:
 
     def run(self) -> Any:
         """Return the object. Raise RefusedError, or UnpicklingError if the pickle is damaged."""
-        steps, data = STEPS, self._data
+        file = io.BytesIO(self._data)
         try:
-            while True:
-                code = data[self._place]
-                self._place += 1
-                if code == STOP:
-                    return self._stack.pop()
-                steps[code](self)
+            while (code := file.read(1)) != pickle.STOP:
+                step, read_argument = CODES.get(code, (_unknown, None))
+                step(self, None if read_argument is None else read_argument(file))
+            return self._stack.pop()
         except (RefusedError, MemoryError):
             raise
         except Exception as error:  # a damaged pickle may underflow a stack, for example
             what = "" if isinstance(error, UnpicklingError) else f"{type(error).__name__}: "
             raise UnpicklingError(
-                f"its pickle is damaged at byte {self._place}: {what}{error}"
+                f"its pickle is damaged at byte {file.tell()}: {what}{error}"
             ) from error
 
-    def _take(self, count: int) -> bytes:
-        start, end = self._place, self._place + count
-        if not start <= end <= len(self._data):
-            raise UnpicklingError(
-                f"{count} bytes are declared, but {len(self._data) - start} are left"
-            )
-        self._place = end
-        return self._data[start:end]
-
-    def _number(self, form: struct.Struct) -> Any:
-        (found,) = form.unpack(self._take(form.size))
-        return found
-
-    def _line(self) -> str:
-        end = self._data.index(b"\n", self._place)
-        text = self._data[self._place : end].decode()
-        self._place = end + 1
-        return text
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
 
     def _mark(self) -> None:
         self._outer.append(self._stack)
@@ -151,33 +128,6 @@ class Machine:
             self._stack.pop()
         else:
             self._marked()
-
-    def _short_unicode(self) -> None:
-        place, data = self._place + 1, self._data
-        end = self._place = place + data[place - 1]
-        text = data[place:end]
-        if end > len(data):
-            raise UnpicklingError("a string is truncated")
-        self._stack.append(str(text, "utf-8", "surrogatepass"))
-
-    def _short_int(self) -> None:
-        self._stack.append(self._data[self._place])
-        self._place += 1
-
-    def _short_get(self) -> None:
-        self._stack.append(self._memo[self._data[self._place]])
-        self._place += 1
-
-    def _unicode(self, length: int) -> None:
-        self._stack.append(str(self._take(length), "utf-8", "surrogatepass"))
-
-    def _long(self, length: int) -> None:
-        self._stack.append(int.from_bytes(self._take(length), "little", signed=True))
-
-    def _frozen_set(self) -> frozenset[Any]:
-        found = self._marked()
-        require_keys(found)
-        return frozenset(found)
 
     def _tuple(self, count: int) -> None:
         stack = self._stack
@@ -194,8 +144,7 @@ class Machine:
         for key, value in zip(keys, values[1::2], strict=True):
             target[key] = value
 
-    def _add_items(self) -> None:
-        values = self._marked()
+    def _add_items(self, values: list[Any]) -> None:
         target = self._target((set,))
         require_keys(values)
         target.update(values)
@@ -230,10 +179,6 @@ class Machine:
         if value is not found:
             self._foreign[id(value)] = value
         self._stack.append(value)
-
-    def _stack_global(self) -> None:
-        name = self._stack.pop()
-        self._fetch(self._stack.pop(), name)
 
     def _called(self, *, is_class: bool, has_names: bool = False) -> Any:
         named = self._stack.pop() if has_names else {}
@@ -280,6 +225,9 @@ class Machine:
     def _put(self, number: int) -> None:
         self._memo[number] = self._stack[-1]
 
+    def _get(self, number: int) -> None:
+        self._stack.append(self._memo[number])
+
 
 def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, int]:
     """Return a function's result and its reference count, which is lowest for a new object."""
@@ -320,87 +268,75 @@ def require_keys(keys: Iterable[Any]) -> None:
                 left += inner
 
 
+def _frozen_set(values: list[Any]) -> frozenset[Any]:
+    require_keys(values)
+    return frozenset(values)
+
+
 def _attributes(state: Any) -> dict[str, Any]:
     if type(state) is not dict or any(type(name) is not str for name in state):
         raise UnpicklingError("a state is not a dict with names as keys")
     return state
 
 
-STOP = pickle.STOP[0]
-
-
-def _unknown(machine: Machine) -> None:
+def _unknown(machine: Machine, _: object) -> None:
     raise UnpicklingError("there is no such instruction")
 
 
-def _registered(machine: Machine) -> None:
+def _registered(machine: Machine, _: object) -> None:
     raise RefusedError("a class identified by its number in copyreg")
 
 
-def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
-    def step(machine: Machine) -> None:
-        made = make(machine)  # may replace ``machine._stack``
-        machine._stack.append(made)
-
-    return step
-
-
-# Instructions by opcode. Opcodes that only protocols 0 and 1 use are not supported.
-STEPS: list[Callable[[Machine], object]] = [_unknown] * 256
-for _code, _step in {
-    pickle.PROTO: lambda m: m._take(1),
-    pickle.FRAME: lambda m: m._take(8),
-    pickle.MARK: Machine._mark,
-    pickle.POP: Machine._pop,
-    pickle.POP_MARK: lambda m: m._marked(),
-    pickle.DUP: lambda m: m._stack.append(m._stack[-1]),
-    pickle.NONE: lambda m: m._stack.append(None),
-    pickle.NEWTRUE: lambda m: m._stack.append(True),
-    pickle.NEWFALSE: lambda m: m._stack.append(False),
-    pickle.BININT: _pushes(lambda m: m._number(INT)),
-    pickle.BININT1: Machine._short_int,
-    pickle.BININT2: _pushes(lambda m: m._number(SHORT)),
-    pickle.LONG1: lambda m: m._long(m._take(1)[0]),
-    pickle.LONG4: lambda m: m._long(m._number(INT)),
-    pickle.BINFLOAT: _pushes(lambda m: m._number(FLOAT)),
-    pickle.SHORT_BINUNICODE: Machine._short_unicode,
-    pickle.BINUNICODE: lambda m: m._unicode(m._number(UINT)),
-    pickle.BINUNICODE8: lambda m: m._unicode(m._number(LENGTH)),
-    pickle.SHORT_BINBYTES: _pushes(lambda m: m._take(m._take(1)[0])),
-    pickle.BINBYTES: _pushes(lambda m: m._take(m._number(UINT))),
-    pickle.BINBYTES8: _pushes(lambda m: m._take(m._number(LENGTH))),
-    pickle.BYTEARRAY8: _pushes(lambda m: bytearray(m._take(m._number(LENGTH)))),
-    pickle.EMPTY_TUPLE: lambda m: m._stack.append(()),
-    pickle.TUPLE1: lambda m: m._tuple(1),
-    pickle.TUPLE2: lambda m: m._tuple(2),
-    pickle.TUPLE3: lambda m: m._tuple(3),
-    pickle.TUPLE: _pushes(lambda m: tuple(m._marked())),
-    pickle.EMPTY_LIST: lambda m: m._stack.append([]),
-    pickle.APPEND: lambda m: m._append([m._stack.pop()]),
-    pickle.APPENDS: lambda m: m._append(m._marked()),
-    pickle.EMPTY_DICT: lambda m: m._stack.append({}),
-    pickle.SETITEM: lambda m: m._set_items([m._stack.pop(-2), m._stack.pop()]),
-    pickle.SETITEMS: lambda m: m._set_items(m._marked()),
-    pickle.EMPTY_SET: lambda m: m._stack.append(set()),
-    pickle.ADDITEMS: Machine._add_items,
-    pickle.FROZENSET: _pushes(Machine._frozen_set),
-    pickle.GLOBAL: lambda m: m._fetch(m._line(), m._line()),
-    pickle.STACK_GLOBAL: Machine._stack_global,
-    pickle.EXT1: _registered,
-    pickle.EXT2: _registered,
-    pickle.EXT4: _registered,
-    pickle.REDUCE: _pushes(lambda m: m._called(is_class=False)),
-    pickle.NEWOBJ: _pushes(lambda m: m._called(is_class=True)),
-    pickle.NEWOBJ_EX: _pushes(lambda m: m._called(is_class=True, has_names=True)),
-    pickle.BUILD: Machine._build,
-    pickle.BINPERSID: _pushes(lambda m: m._persistent(m._stack.pop())),
-    pickle.BINPUT: lambda m: m._put(m._take(1)[0]),
-    pickle.LONG_BINPUT: lambda m: m._put(m._number(UINT)),
-    pickle.BINGET: Machine._short_get,
-    pickle.LONG_BINGET: lambda m: m._stack.append(m._memo[m._number(UINT)]),
-    pickle.MEMOIZE: lambda m: m._put(len(m._memo)),
-}.items():
-    STEPS[_code[0]] = _step
+# Instructions by name. Opcodes that only protocols 0 and 1 use are not supported.
+VALUES = (
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE",
+    "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
+)  # fmt: skip
+STEPS: dict[str, Callable[[Machine, Any], object]] = {
+    **dict.fromkeys(VALUES, Machine._push),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _registered),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda m, _: None),
+    "MARK": lambda m, _: m._mark(),
+    "POP": lambda m, _: m._pop(),
+    "POP_MARK": lambda m, _: m._marked(),
+    "DUP": lambda m, _: m._push(m._stack[-1]),
+    "NONE": lambda m, _: m._push(None),
+    "NEWTRUE": lambda m, _: m._push(True),
+    "NEWFALSE": lambda m, _: m._push(False),
+    "EMPTY_TUPLE": lambda m, _: m._push(()),
+    "TUPLE1": lambda m, _: m._tuple(1),
+    "TUPLE2": lambda m, _: m._tuple(2),
+    "TUPLE3": lambda m, _: m._tuple(3),
+    "TUPLE": lambda m, _: m._push(tuple(m._marked())),
+    "EMPTY_LIST": lambda m, _: m._push([]),
+    "APPEND": lambda m, _: m._append([m._stack.pop()]),
+    "APPENDS": lambda m, _: m._append(m._marked()),
+    "EMPTY_DICT": lambda m, _: m._push({}),
+    "SETITEM": lambda m, _: m._set_items([m._stack.pop(-2), m._stack.pop()]),
+    "SETITEMS": lambda m, _: m._set_items(m._marked()),
+    "EMPTY_SET": lambda m, _: m._push(set()),
+    "ADDITEMS": lambda m, _: m._add_items(m._marked()),
+    "FROZENSET": lambda m, _: m._push(_frozen_set(m._marked())),
+    "GLOBAL": lambda m, pair: m._fetch(*pair.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m._fetch(m._stack.pop(-2), m._stack.pop()),
+    "REDUCE": lambda m, _: m._push(m._called(is_class=False)),
+    "NEWOBJ": lambda m, _: m._push(m._called(is_class=True)),
+    "NEWOBJ_EX": lambda m, _: m._push(m._called(is_class=True, has_names=True)),
+    "BUILD": lambda m, _: m._build(),
+    "BINPERSID": lambda m, _: m._push(m._persistent(m._stack.pop())),
+    "BINPUT": Machine._put,
+    "LONG_BINPUT": Machine._put,
+    "MEMOIZE": lambda m, _: m._put(len(m._memo)),
+    "BINGET": Machine._get,
+    "LONG_BINGET": Machine._get,
+}
+# The step of each code, and the function that reads its argument. An argument without a step is not
+# even read: ``int`` of a text needs quadratic time before Python 3.10.7.
+CODES: dict[bytes, tuple[Callable[[Machine, Any], object], Callable[[IO[bytes]], Any] | None]] = {
+    code.code.encode("latin-1"): (STEPS[code.name], None if code.arg is None else code.arg.reader)
+    for code in pickletools.opcodes
+    if code.name in STEPS
+}
 
 
 # Names. See [Note: names that a pickle may use].

@@ -37,7 +37,6 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,7 +89,8 @@ class Workspace:
     def make(self) -> None:
         """Create the folder, and remove the folders of dead saves to the same place."""
         for found in neighbours(self._place, "tmp-"):
-            if _is_abandoned(found):
+            is_gone = is_dead(found / OWNER)
+            if is_gone or (is_gone is None and is_old(found, ABANDONED_AFTER_S)):
                 shutil.rmtree(found, ignore_errors=True)
         self.path.mkdir(parents=True)
         self._lock = own(self.path / OWNER)
@@ -159,12 +159,6 @@ def is_dead(path: Path) -> bool | None:
     return True if is_free and host == _host() else None
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Return True if the save that created a folder appears to be dead."""
-    found = is_dead(folder / OWNER)
-    return is_old(folder, ABANDONED_AFTER_S) if found is None else found
-
-
 def is_old(folder: Path, seconds: float) -> bool:
     """Return True if no file in a folder was written in the last ``seconds``."""
     with contextlib.suppress(OSError):
@@ -192,17 +186,15 @@ def _acquire(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            _lock(descriptor)
-            if _is_named(descriptor, path):
-                return descriptor
-            os.close(descriptor)  # the previous holder removed the file
-            continue
-        except BlockingIOError:
-            os.close(descriptor)
+            with contextlib.suppress(BlockingIOError):
+                _lock(descriptor)
+                if _is_named(descriptor, path):  # False if the previous holder removed the file
+                    return descriptor
         except OSError:
             os.close(descriptor)
             path.unlink(missing_ok=True)
             return None
+        os.close(descriptor)
         if time.monotonic() > deadline:
             raise StateError(
                 "FS614",
@@ -220,25 +212,14 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Stamp:
-    """The identity of the file at a path at a given time."""
-
-    path: Path
-    told: tuple[int, ...] | None  # None: no file
-
-    @staticmethod
-    def of(path: Path) -> Stamp:
-        try:
-            found = os.stat(path)
-        except OSError:
-            return Stamp(path, None)
-        return Stamp(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-
-    @property
-    def is_replaced(self) -> bool:
-        """True if the path now refers to another file, because a save replaced the original."""
-        return Stamp.of(self.path) != self
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Return the identity of the file at a path, or None without a file. Another result later
+    means that a save replaced the file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def plain_name(name: Any, where: str) -> str:
@@ -430,21 +411,12 @@ def newest_time(folder: Path) -> int:
 
 def _newest_first(folder: Path) -> list[Path]:
     found: dict[Path, int] = {}
-    for entry, written in _with_times(folder):
+    for entry in folder.iterdir() if folder.is_dir() else ():
         name, between, _ = entry.name.removeprefix(".").partition(f".{OLD}-")
         is_old = entry.name.startswith(".") and bool(between)
-        if is_old or not entry.name.startswith("."):
-            place = folder / name if is_old else entry
-            found[place] = max(written, found.get(place, 0))
+        if entry.is_symlink() or (entry.name.startswith(".") and not is_old):
+            continue
+        place = folder / name if is_old else entry
+        with contextlib.suppress(OSError):  # the entry is not a checkpoint, or is being removed
+            found[place] = max((entry / METADATA).stat().st_mtime_ns, found.get(place, 0))
     return sorted(found, key=lambda place: (found[place], place.name), reverse=True)
-
-
-def _with_times(folder: Path) -> Iterator[tuple[Path, int]]:
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
-        if not entry.is_symlink():
-            try:
-                yield entry, (entry / METADATA).stat().st_mtime_ns
-            except OSError:  # the entry is not a checkpoint, or is being removed
-                continue

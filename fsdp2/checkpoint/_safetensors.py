@@ -37,7 +37,7 @@ from fsdp2._core.engine.between_steps import require_idle
 from fsdp2._core.transfer.redistribute import Grids, Target
 from fsdp2.checkpoint._checksums import DamagedError, damaged, said, sum_of_tensor
 from fsdp2.checkpoint._load import IncompatibleKeys, Source, StateManifest, load_full
-from fsdp2.checkpoint._place import Stamp, Workspace, exclusive, file_in, plain_name, sync
+from fsdp2.checkpoint._place import Workspace, exclusive, file_in, plain_name, stamp_of, sync
 from fsdp2.checkpoint._state import MAX_BYTES, checked, gather_each, model_tensors
 
 SINGLE = "model.safetensors"
@@ -112,22 +112,19 @@ class _Writer:
         """Replace the existing files. If there are several new files, none takes the name of an
         existing file, so the old index remains valid until it is replaced."""
         before = _stale_files(self._folder)
-        weight_map: dict[str, str] = {}
+        finals = [SINGLE]
         if len(self._files) == 1:
             os.replace(self._files[0][0], self._folder / SINGLE)
-            self._replace_index({})
-            weight_map = dict.fromkeys(self._files[0][1], SINGLE)
+            (self._folder / INDEX).unlink(missing_ok=True)
         else:
             finals = self._take_names()
             try:
-                for (_, names), final in zip(self._files, finals, strict=True):
-                    weight_map.update(dict.fromkeys(names, final))
-                self._replace_index(weight_map)
+                self._write_index(finals)
             except BaseException:
                 for final in finals:
                     (self._folder / final).unlink(missing_ok=True)
                 raise
-        for stale in before - set(weight_map.values()):
+        for stale in before - set(finals):
             (self._folder / stale).unlink(missing_ok=True)
 
     def _take_names(self) -> list[str]:
@@ -147,17 +144,15 @@ class _Writer:
                 os.rename(path, self._folder / final)
         return finals
 
-    def _replace_index(self, weight_map: dict[str, str]) -> None:
-        index = self._folder / INDEX
-        if not weight_map:
-            index.unlink(missing_ok=True)
-            return
+    def _write_index(self, finals: list[str]) -> None:
+        files = zip(self._files, finals, strict=True)
+        weight_map = {name: final for (_, names), final in files for name in names}
         ours = _told(self._token, {INDEX: _sum_of_map(weight_map)})
         text = {"metadata": {"total_size": self._total, OURS: ours}, "weight_map": weight_map}
         temporary = self._workspace.path / INDEX
         temporary.write_text(json.dumps(text, indent=2) + "\n")
         sync(temporary)
-        os.replace(temporary, index)
+        os.replace(temporary, self._folder / INDEX)
 
 
 def _damaged(path: Path, error: BaseException) -> StateError:
@@ -287,11 +282,14 @@ class _Files(Source, contextlib.ExitStack):
         self._trust = trust
         self._files: dict[str, tuple[Any, str]] = {}  # from clean names to open files and keys
         self._sums: dict[str, int] = {}
-        self._stamps = [Stamp.of(folder / name) for name in (SINGLE, INDEX)]
+        self._stamps = self._stamps_now()
 
     def describe(self) -> StateManifest:
         with self._unless_replaced():
             return self._describe()
+
+    def _stamps_now(self) -> list[tuple[int, ...] | None]:
+        return [stamp_of(self._folder / name) for name in (SINGLE, INDEX)]
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
@@ -299,7 +297,7 @@ class _Files(Source, contextlib.ExitStack):
         try:
             yield
         except FSDPError as error:
-            if not any(stamp.is_replaced for stamp in self._stamps):
+            if self._stamps_now() == self._stamps:
                 raise
             raise StateError(
                 "FS626",

@@ -138,10 +138,6 @@ def _lane_of(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-def room_of(model: nn.Module) -> Room:
-    return _rooms.setdefault(model, Room())
-
-
 @dataclass
 class Saving:
     """One rank's part of a save: the copies, the writes and, on the first rank, the renames."""
@@ -186,6 +182,13 @@ class Saving:
             (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
             self.workspace.remove()
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    check_number("wait", "timeout", timeout, "seconds, or None", low=0)
+    return min(timeout, threading.TIMEOUT_MAX)
 
 
 WhenBusy = Literal["wait", "refuse"]
@@ -235,10 +238,7 @@ class SaveHandle:
             StateError: the save failed. The previous checkpoint, if any, is unchanged.
             TimeoutError: the save has not finished within ``timeout`` seconds.
         """
-        if timeout is not None:
-            check_number("wait", "timeout", timeout, "seconds, or None", low=0)
-            timeout = min(timeout, threading.TIMEOUT_MAX)
-        if not self._done.wait(timeout):
+        if not self._done.wait(checked_timeout(timeout)):
             raise TimeoutError(f"save: {self.path} is still being written after {timeout} s")
         if self._error is not None:
             self._is_told = True
@@ -323,13 +323,12 @@ class SaveHandle:
     def _looks(self) -> Iterator[bool]:
         """Yield once per polling interval: True if it is time to check for dead ranks."""
         due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
-        pause = threading.Event()
         while True:
             is_due = time.monotonic() > due
             if is_due:
                 due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
             yield is_due
-            pause.wait(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
     def _why_gone(self, owned: str) -> str:
         """Return why a rank is considered dead, or "" if it is not."""
@@ -388,14 +387,12 @@ class _Process:
     """The current or last background save of this process, which runs one save at a time."""
 
     handle: SaveHandle | None = None
-    finishes_at_exit = False
 
 
 def start(handle: SaveHandle) -> SaveHandle:
-    _Process.handle = handle
-    if not _Process.finishes_at_exit:
+    if _Process.handle is None:
         atexit.register(_finish)
-        _Process.finishes_at_exit = True
+    _Process.handle = handle
     threading.Thread(target=handle._run, name="fsdp2 save", daemon=True).start()
     return handle
 
@@ -544,7 +541,7 @@ def save(
                 )
             saving = Saving(place, workspace, contents, [*contents.pieces()], keep_last)
             if background:
-                saving.copy(room_of(model))
+                saving.copy(_rooms.setdefault(model, Room()))
                 handle = SaveHandle(saving)
         if background:
             return start(handle)

@@ -283,15 +283,14 @@ def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
             found[name] = value
             continue
         params = params or named_parameters(model)
-        param = params.get(name)
-        if (value if param is None else param).requires_grad:
+        param = params.get(name, value)
+        if param.requires_grad:
             found[name] = value
             continue
-        owner = None if param is None else OwnerMark.owner_of(param)
-        key = id(value if param is None else param)
-        if key not in known:
-            known[key] = _inside(name, value, local, owner)
-        found |= {f"{name}.{inner}" if inner else name: t for inner, t in known[key].items()}
+        if id(param) not in known:
+            known[id(param)] = _inside(name, value, local, OwnerMark.owner_of(param))
+        parts = known[id(param)].items()
+        found |= {f"{name}.{inner}" if inner else name: t for inner, t in parts}
     return found
 
 
@@ -456,10 +455,9 @@ def rekey(
         optim_state = with_clean_names(optim_state)
     if keys_of(optim_state) == keys:
         return renamed(optim_state, {})
-    if model is None and keys == "name":
-        raise ConfigError("FS611", "rekey: converting ids to names needs a model. Pass model=.")
-    if model is None and optimizer is not None:
-        raise ConfigError("FS611", "rekey: converting names to ids needs a model. Pass model=.")
+    if model is None and (keys == "name" or optimizer is not None):
+        way = "ids to names" if keys == "name" else "names to ids"
+        raise ConfigError("FS611", f"rekey: converting {way} needs a model. Pass model=.")
     listed = [key for group in optim_state["param_groups"] for key in group["params"]]
     ordered = listed
     if model is not None and optimizer is not None:

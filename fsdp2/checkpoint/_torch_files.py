@@ -12,7 +12,6 @@ file cannot expand into large data.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import itertools
 import math
@@ -31,7 +30,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2.checkpoint._checksums import DamagedError
+from fsdp2.checkpoint._checksums import DamagedError, memory_of
 from fsdp2.checkpoint._pickle_machine import RefusedError, plain_names, unpickle
 
 HEADER = struct.Struct("<4s5H3I2H")
@@ -197,10 +196,9 @@ class _TorchFile:
 
     def _tensor(self, entry: _Stored) -> Tensor:
         made = torch.empty(entry.length, dtype=torch.uint8, device="cpu")
-        if entry.length:
-            view = memoryview((ctypes.c_ubyte * entry.length).from_address(made.data_ptr()))
-            self._file.seek(entry.offset)
-            self._check(entry, view[: self._file.readinto(view)])
+        view = memory_of(made)
+        self._file.seek(entry.offset)
+        self._check(entry, view[: self._file.readinto(view)])
         return made
 
 
@@ -208,27 +206,24 @@ def _require_tree(value: Any) -> None:
     """Raise DamagedError if a value contains itself, is nested too deeply, or repeats its parts too
     often. With memo references, a hundred bytes can encode lists that take years to traverse."""
     sizes: dict[int, int] = {}  # number of elements of each traversed value
-    entered: list[Any] = [value]
-    rest: list[Iterator[Any]] = [iter(_inside(value))]
-    inside, elements = {id(value)}, 0
-    while rest:
-        below = next(rest[-1], rest)  # the sentinel ``rest`` cannot occur in a pickle
-        if below is rest:
-            done = entered.pop()
-            rest.pop()
-            inside.discard(id(done))
-            sizes[id(done)] = 1 + sum(sizes.get(id(one), 1) for one in _inside(done))
-            if sizes[id(done)] > TIMES * elements + 1000:
-                raise DamagedError("a value repeats its parts too often")
-            continue
+    entered: set[int] = set()
+    elements = 0
+
+    def size_of(one: Any) -> int:
+        nonlocal elements
         elements += 1
-        if id(below) in sizes or not isinstance(below, CONTAINERS):
-            continue
-        if id(below) in inside or len(rest) > DEPTH:
+        if id(one) in sizes or not isinstance(one, CONTAINERS):
+            return sizes.get(id(one), 1)
+        if id(one) in entered or len(entered) > DEPTH:
             raise DamagedError("a value contains itself, or is nested too deeply")
-        entered.append(below)
-        rest.append(iter(_inside(below)))
-        inside.add(id(below))
+        entered.add(id(one))
+        size = sizes[id(one)] = 1 + sum(map(size_of, _inside(one)))
+        entered.discard(id(one))
+        if size > TIMES * elements + 1000:
+            raise DamagedError("a value repeats its parts too often")
+        return size
+
+    size_of(value)
 
 
 def _inside(value: Any) -> Iterable[Any]:

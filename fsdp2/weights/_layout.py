@@ -26,7 +26,7 @@ from fsdp2._core.base.errors import (
 from fsdp2._core.base.names import named_parameters
 from fsdp2._core.base.rows import chunk_of
 
-RULES = "weights.tensor_parallel"
+PLAN, RULES = "weights.plan", "weights.tensor_parallel"
 MOST_RANKS = 1 << 12  # one layout is made for each
 Shape = tuple[int, ...]
 
@@ -119,25 +119,27 @@ Layout = Mapping[str, Spec]
 
 def layouts_of(destination: object) -> list[Layout]:
     """Check a destination, and return its layouts."""
-    who = "weights.plan"
     if not isinstance(destination, list | tuple):
-        expected = "a list of dicts, one per engine rank"
-        raise wrong_type(who, "destination", expected, destination)
+        raise wrong_type(PLAN, "destination", "a list of dicts, one per engine rank", destination)
     for layout in destination:
-        for name, spec in check_mapping(who, "each item of destination", layout).items():
+        for name, spec in check_mapping(PLAN, "each item of destination", layout).items():
             if not isinstance(spec, Spec):
-                raise wrong_type(who, f"destination[{name!r}]", "a Spec", spec)
+                raise wrong_type(PLAN, f"destination[{name!r}]", "a Spec", spec)
     return list(destination)
 
 
 def names_in(layouts: Iterable[Layout]) -> Iterator[str]:
     """Yield the names of the parameters that engine ranks need, with repetitions."""
-    parts: list[Box | Spec] = [spec for layout in layouts for spec in layout.values()]
-    for part in parts:
-        if isinstance(part, Spec):
-            parts += part.boxes
-        elif part.name is not None:
-            yield part.name
+    boxes = (box for layout in layouts for spec in layout.values() for box in boxes_of(spec))
+    return (box.name for box in boxes if box.name is not None)
+
+
+def boxes_of(part: Box | Spec) -> Iterator[Box]:
+    if isinstance(part, Box):
+        yield part
+        return
+    for inner in part.boxes:
+        yield from boxes_of(inner)
 
 
 # Layouts from rules.
@@ -246,10 +248,8 @@ def _matches(pattern: str, names: Mapping[str, Any]) -> dict[tuple[str, ...], li
     regex = re.escape(pattern).replace(r"\*", "([^.]+)").replace(r"\#", "(?P<expert>\\d+)")
     found: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, (re.fullmatch(regex, name) for name in names)):
-        expert = match.groupdict().get("expert", "")
-        stars = [
-            g for n, g in enumerate(match.groups(), 1) if n != match.re.groupindex.get("expert")
-        ]
+        stars, place = list(match.groups()), match.re.groupindex.get("expert", 0)
+        expert = stars.pop(place - 1) if place else ""
         found.setdefault(tuple(stars), []).append(expert)
     return {stars: sorted(experts, key=lambda e: int(e or 0)) for stars, experts in found.items()}
 

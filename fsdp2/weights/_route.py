@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 import operator
@@ -30,16 +29,13 @@ from fsdp2._core.base.errors import ConfigError, wrong_type, wrong_value
 from fsdp2._core.base.names import nbytes_text
 from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap, split, within
 from fsdp2._tools.plan.hardware import Hardware, hardware_for, seconds_of
-from fsdp2.weights._layout import Box, Layout, Shape, Spec, turned
+from fsdp2.weights._layout import PLAN, Box, Layout, Shape, Spec, boxes_of, turned
 
-WHO = "weights.plan"
 ALIGNED = 64
 """Alignment of the buffers of a round, in bytes."""
 HEAD_NBYTES = 48
 """Bytes of the header sent before each buffer: see ``_wire.Head``."""
 FORMAT = "fsdp2 weights 1"
-Cells = list[tuple[Region, list[int]]]
-"""Parts of a parameter, each with the positions in the blocks' grid that hold the part."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Piece(NamedTuple):
     """A region of a parameter, and ``at``, the start of this region in a tensor of the engine.
 
     ``tensor`` is the index of that tensor on its engine rank. ``dtype`` is the wire dtype: the
-    narrower of the parameter's and the tensor's. A piece with an empty ``name`` contains zeros.
+    narrower of the parameter's and the tensor's.
     """
 
     tensor: int
@@ -82,8 +78,7 @@ class Piece(NamedTuple):
         """Return the piece for a part of the region."""
         offset = tuple(map(operator.sub, region.starts, self.region.starts))
         offset = fitted(turned(offset, self.transposed), len(self.at), fill=0)
-        at = tuple(map(operator.add, self.at, offset))
-        return self._replace(region=region, at=at)
+        return self._replace(region=region, at=tuple(map(operator.add, self.at, offset)))
 
 
 # Pieces.
@@ -97,16 +92,15 @@ def pieces_of(
         what = f"{title} of engine rank {engine}"
         found: dict[str, list[Piece]] = defaultdict(list)
         for box, at in _walk(what, spec, (0,) * len(spec.shape)):
-            name, dtype = "", spec.dtype
-            if box.name is not None:
-                name = names.get(box.name, box.name)
-                dtype = _wire_dtype(what, box, spec.dtype, sources.get(name))
+            if box.name is None:  # zeros are not sent
+                continue
+            name = names.get(box.name, box.name)
+            dtype = _wire_dtype(what, box, spec.dtype, sources.get(name))
             piece = Piece(tensor, name, Region(box.start, box.shape), at, box.transposed, dtype)
             if 0 not in box.shape:
                 found[name].append(piece)
         for name, pieces in found.items():
-            if name:
-                _refuse_twice(what, name, pieces)
+            _refuse_twice(what, name, pieces)
             yield from pieces
 
 
@@ -226,24 +220,23 @@ class Route:
         self.trainers, self.max_bytes, self.nodes = trainers, max_bytes, nodes
         count = trainers + len(self.destination)
         if nodes is not None and len(nodes) != count:
-            raise wrong_value(WHO, "nodes", f"a node for each of {count} ranks", nodes)
+            raise wrong_value(PLAN, "nodes", f"a node for each of {count} ranks", nodes)
         self.pairs: dict[tuple[int, int], int] = defaultdict(int)
         """Bytes from each trainer to each engine rank."""
         self.sent, self.received = [0] * trainers, [0] * len(self.destination)
-        found = [
-            list(pieces_of(engine, layout, self.sources, names or {}))
+        pieces = [
+            (engine, piece)
             for engine, layout in enumerate(self.destination)
+            for piece in pieces_of(engine, layout, self.sources, names or {})
         ]
-        self.zeros = [{piece.tensor for piece in some if not piece.name} for some in found]
-        """The tensors of each engine rank that contain zeros, which are not sent."""
-        pieces = [[piece for piece in some if piece.name] for some in found]
-        self.wires = {piece.name: piece.dtype for some in pieces for piece in some}
+        self.wires = {piece.name: piece.dtype for _, piece in pieces}
         """The wire dtype of each requested parameter."""
-        total = sum(piece.nbytes for some in pieces for piece in some)
+        total = sum(piece.nbytes for _, piece in pieces)
         self._most = min(max(total // (32 * trainers), 1 << 16), max(max_bytes // 2, 1))
-        self._cells = [
-            [self._assigned(engine, piece) for piece in some] for engine, some in enumerate(pieces)
-        ]
+        self._cells: dict[tuple[int, int], list[tuple[Piece, Region]]] = defaultdict(list)
+        """The cells of each pair: parts of pieces."""
+        for engine, piece in pieces:
+            self._assign(engine, piece)
         self._peers = Counter(side for pair in self.pairs for side in enumerate(pair))
         """The number of peers of each trainer ``(0, trainer)`` and engine rank ``(1, engine)``."""
         self.number = number_of(self.sources, self.destination, trainers, max_bytes, nodes)
@@ -251,14 +244,12 @@ class Route:
         peers = max(self._peers.values(), default=0)
         if max_bytes < 4 * ALIGNED * peers:
             expected = f"at least {4 * ALIGNED * peers} (a rank has {peers} peers)"
-            raise wrong_value(WHO, "max_bytes", expected, max_bytes)
+            raise wrong_value(PLAN, "max_bytes", expected, max_bytes)
 
-    def _assigned(self, engine: int, piece: Piece) -> tuple[Piece, Cells, list[int]]:
-        """Return a piece, its cells, and the sender of each cell: its least loaded holder."""
+    def _assign(self, engine: int, piece: Piece) -> None:
+        """Split a piece into cells, and assign each to its least loaded holder."""
         source, itemsize = self.sources[piece.name], piece.dtype.itemsize
-        cells = _cells(source.blocks, piece.region, max(self._most // itemsize, 1))
-        senders = []
-        for region, places in cells:
+        for region, places in _cells(source.blocks, piece.region, max(self._most // itemsize, 1)):
             holders = [rank for place in places if (rank := source.ranks[place]) >= 0]
             if self.nodes is not None:
                 node = self.nodes[self.trainers + engine]
@@ -266,9 +257,8 @@ class Route:
             sender = min(holders, key=self.sent.__getitem__)
             self.pairs[sender, engine] += region.numel * itemsize
             self.sent[sender] += region.numel * itemsize
-            senders.append(sender)
+            self._cells[sender, engine].append((piece, region))
         self.received[engine] += piece.nbytes
-        return piece, cells, senders
 
     # Buffers. See [Note: buffers of a pair].
 
@@ -284,37 +274,40 @@ class Route:
 
     def buffers(self, engine: int, trainer: int | None = None) -> dict[int, list[Buffer]]:
         """Return an engine rank's buffers by sender, or only those that ``trainer`` sends."""
-        parts: dict[int, list[Piece]] = defaultdict(list)
-        for piece, cells, senders in self._cells[engine]:
-            for (region, _), sender in zip(cells, senders, strict=True):
-                if trainer in (None, sender):
-                    parts[sender].append(piece.part(region))
-        return {t: _packed(parts[t], self.cap(t, engine)) for t in sorted(parts)}
+        found = {}
+        for sender in range(self.trainers) if trainer is None else (trainer,):
+            if (sender, engine) in self._cells:
+                parts = [piece.part(region) for piece, region in self._cells[sender, engine]]
+                found[sender] = _packed(parts, self.cap(sender, engine))
+        return found
 
     # Texts.
 
     def to_json(self, index: int | None) -> str:
         """Return the route as text for engine ranks: see ``Plan.to_json``."""
-        engines = range(len(self.destination)) if index is None else (index,)
+        of = {}
+        for engine in range(len(self.destination)) if index is None else (index,):
+            tensors = [
+                [name, spec.shape, _short(spec.dtype), any(map(_is_zeros, boxes_of(spec)))]
+                for name, spec in self.destination[engine].items()
+            ]
+            senders = {
+                str(trainer): [[b.nbytes, [_entry(*entry) for entry in b.entries]] for b in buffers]
+                for trainer, buffers in self.buffers(engine).items()
+            }
+            of[str(engine)] = {"tensors": tensors, "senders": senders}
         values = {
             "format": FORMAT,
             "plan": self.number,
             "trainers": self.trainers,
             "receivers": len(self.destination),
-            "of": {str(engine): self._values_of(engine) for engine in engines},
+            "of": of,
         }
         return json.dumps(values, separators=(",", ":"))
 
-    def _values_of(self, engine: int) -> dict[str, Any]:
-        tensors = [
-            [name, spec.shape, str(spec.dtype).removeprefix("torch."), index in self.zeros[engine]]
-            for index, (name, spec) in enumerate(self.destination[engine].items())
-        ]
-        senders = {
-            str(trainer): [[b.nbytes, [_entry(*entry) for entry in b.entries]] for b in buffers]
-            for trainer, buffers in self.buffers(engine).items()
-        }
-        return {"tensors": tensors, "senders": senders}
+
+def _is_zeros(box: Box) -> bool:
+    return box.name is None and 0 not in box.shape
 
 
 def number_of(*values: object) -> int:
@@ -323,12 +316,13 @@ def number_of(*values: object) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
-    """Split a box into cells. A cell that several trainers hold has at most ``most`` elements.
+def _cells(blocks: Blocks, box: Region, most: int) -> list[tuple[Region, list[int]]]:
+    """Split a box into cells, each with the positions in the blocks' grid that hold it. A cell that
+    several trainers hold has at most ``most`` elements.
     Results are cached, because the layers of a model have equal shapes.
     """
     found = []
-    for block, places in _distinct(blocks).items():
+    for block, places in blocks.holders.items():
         common = overlap(block, box)
         if common is not None:
             parts = split(common.sizes, most if len(places) > 1 else common.numel)
@@ -336,19 +330,14 @@ def _cells(blocks: Blocks, box: Region, most: int) -> Cells:
     return found
 
 
-@functools.lru_cache(maxsize=256)
-def _distinct(blocks: Blocks) -> dict[Region, list[int]]:
-    """Return the nonempty blocks of a tensor, each with the grid positions that hold it."""
-    found: dict[Region, list[int]] = defaultdict(list)
-    for number, place in enumerate(itertools.product(*map(range, blocks.counts))):
-        found[blocks.block(place)].append(number)
-    return {block: places for block, places in found.items() if block.numel}
-
-
 def _entry(piece: Piece, start: int) -> list[Any]:
     """Return ``[tensor, start in it, shape in it, dtype, offset in the buffer]``."""
     shape = fitted(piece.made, len(piece.at), fill=1)
-    return [piece.tensor, piece.at, shape, str(piece.dtype).removeprefix("torch."), start]
+    return [piece.tensor, piece.at, shape, _short(piece.dtype), start]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _packed(pieces: list[Piece], cap: int) -> list[Buffer]:
@@ -425,8 +414,7 @@ class Figures:
         whole = sum(math.prod(sources[n].shape) * d.itemsize for n, d in self._route.wires.items())
         ranks = 1 + len(self.received_nbytes)
         broadcast = whole / hardware.far + math.ceil(math.log2(ranks)) * hardware.latency
-        trainers = len(self.sent_nbytes)
-        return seconds_of(hardware, "all_gather", whole, trainers, 1) + broadcast
+        return seconds_of(hardware, "all_gather", whole, self._route.trainers, 1) + broadcast
 
     def __str__(self) -> str:
         peaks = [max(side, default=0) for side in self.peaks]
@@ -441,9 +429,10 @@ class Figures:
              f"engine rank (max_bytes: {nbytes_text(self._route.max_bytes)})"),
         ]  # fmt: skip
         if self._hardware is not None:
-            seconds = f"{self.seconds(self._hardware):.3g}"
             gathered = f"{self.gathered_seconds(self._hardware):.3g}"
-            rows.append((f"seconds on {self._hardware.name}", seconds))
+            rows.append(
+                (f"seconds on {self._hardware.name}", f"{self.seconds(self._hardware):.3g}")
+            )
             rows.append(("gathered, then broadcast", gathered))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows)

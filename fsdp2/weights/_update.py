@@ -42,7 +42,6 @@ from fsdp2._core.base.errors import (
     check_flag,
     check_function,
     check_key,
-    check_number,
     named,
     wrong_value,
 )
@@ -53,13 +52,13 @@ from fsdp2._core.engine.between_steps import require_idle
 from fsdp2._core.transfer.chunk_plan import Region
 from fsdp2._core.transfer.redistribute import Grids, LocalShard, checked_together
 from fsdp2._tools.plan.hardware import hardware_for
-from fsdp2.checkpoint._checksums import sum_of_tensor
-from fsdp2.checkpoint._save import Room
-from fsdp2.weights._layout import Layout, ints_of, layouts_of, names_in
+from fsdp2.checkpoint._checksums import digests_of, sum_of_tensor
+from fsdp2.checkpoint._save import Room, checked_timeout
+from fsdp2.weights._layout import PLAN, Layout, ints_of, layouts_of, names_in
 from fsdp2.weights._route import FORMAT, Buffer, Figures, Piece, Route, Source, number_of
 from fsdp2.weights._wire import Head, Row, Transport
 
-PLAN, SEND, RECEIVE = "weights.plan", "weights.send", "weights.receive"
+SEND, RECEIVE = "weights.send", "weights.receive"
 MOST = (1 << 63) - 1  # ranks exchange versions as int64
 UNKNOWN, AGAINST, ANY = -1, 0, 1 << 62
 """Votes that are not version numbers. ``ANY`` is the vote of a rank that receives nothing."""
@@ -257,7 +256,18 @@ class Plan:
             device = next((shard.local.device for shard in shards.values()), torch.device("cpu"))
             sizes = self._route.trainers, len(self._route.destination)
             link = wire.link_of(SEND, group, row.others, device, *sizes, self._number)
-            return self._begin(_Sending(self, link, row, shards, callback), background)
+            handle = SendHandle()
+            sending = _Sending(self, link, row, shards, callback, handle)
+            if not background:
+                handle._run(sending)
+                handle.wait()
+                return handle
+            copies, sending.copied = self._room.copies_of([one.local for one in shards.values()])
+            pairs = zip(shards.items(), copies, strict=True)
+            sending.shards = {name: replace(one, local=copy) for (name, one), copy in pairs}
+            threading.Thread(target=handle._run, args=(sending,)).start()
+            self._last = handle
+            return handle
 
     def _row(self, receivers: Sequence[int] | None, version: int | None, since: int | None) -> Row:
         """Check the arguments; return this rank's entry in the handshake."""
@@ -284,21 +294,6 @@ class Plan:
                 )
         return shards
 
-    def _begin(self, sending: _Sending, background: bool) -> SendHandle:
-        """Send now or, in the background, send copies in host memory from a thread."""
-        handle = SendHandle()
-        if background:
-            held = sending.shards
-            copies, sending.copied = self._room.copies_of([one.local for one in held.values()])
-            pairs = zip(held.items(), copies, strict=True)
-            sending.shards = {name: replace(one, local=copy) for (name, one), copy in pairs}
-            threading.Thread(target=handle._run, args=(sending,)).start()
-            self._last = handle
-        else:
-            handle._run(sending)
-            handle.wait()
-        return handle
-
 
 # The trainers' side.
 
@@ -316,8 +311,8 @@ class _Sending:
     row: Row
     shards: dict[str, LocalShard]
     callback: Callback | None
+    handle: SendHandle
     copied: torch.Event | None = None
-    nbytes: int = 0
     version: int = 0
     has: dict[int, int] = field(default_factory=dict)
     new: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -345,7 +340,7 @@ class _Sending:
                 heads, payloads = dict.fromkeys(due, link.ints(stopped)), {}
             link.wait(flight)
             flight = link.post(heads) + link.post(payloads)
-            self.nbytes += sum(data.nbytes for data in (*heads.values(), *payloads.values()))
+            self.handle.nbytes += sum(data.nbytes for data in (*heads.values(), *payloads.values()))
             if error is not None:
                 break
         link.wait(flight)
@@ -358,7 +353,7 @@ class _Sending:
             buffer = rooms.rounds[number][other]
             for piece, offset in buffer.entries:
                 wire.view_in(memory, offset, piece.dtype, piece.made).copy_(self._values_of(piece))
-            digests = wire.digests_of(memory)
+            digests = digests_of(memory)
             nbytes, since = buffer.nbytes, self.row.since
             version, before = self.owner._kept.get(other, (0, []))
             if since and version == self.has.get(other) == since:
@@ -385,7 +380,7 @@ class _Sending:
         owner, link = self.owner, self.link
         told = link.hear(2, link.engines)
         if [version for version, _ in told.values()] == [self.version] * len(link.engines):
-            owner.version = self.version
+            owner.version = self.handle.version = self.version
             owner._kept = {other: (self.version, new) for other, new in self.new.items()}
             return
         for lost in link.lost:
@@ -422,10 +417,7 @@ class SendHandle(Future[None]):
             StateError: the version did not arrive. Other errors of ``Plan.send`` are raised too.
             TimeoutError: the update is still in flight after ``timeout`` seconds.
         """
-        if timeout is not None:
-            check_number("wait", "timeout", timeout, "seconds, or None", low=0)
-            timeout = min(timeout, threading.TIMEOUT_MAX)
-        self.exception(timeout)
+        self.exception(checked_timeout(timeout))
         self._is_told = True
         self.result()
 
@@ -434,10 +426,8 @@ class SendHandle(Future[None]):
             with named(SEND):
                 sending.run()
         except BaseException as error:
-            self.nbytes = sending.nbytes
             self.set_exception(error)
         else:
-            self.version, self.nbytes = sending.version, sending.nbytes
             self.set_result(None)
 
     def _settle(self) -> None:
@@ -581,7 +571,7 @@ class _Update:
             try:
                 if head.kind == wire.PART:
                     memory = self._patched(buffer, memory)
-                if sum_of_tensor(wire.digests_of(memory).cpu()) != head.check:
+                if sum_of_tensor(digests_of(memory).cpu()) != head.check:
                     self.fail(f"a checksum of trainer {trainer}'s data is wrong")
                     self._owner._is_sound = False  # request everything in the next update
                     return

@@ -12,9 +12,7 @@ continue, and each of them detects at the end that the version did not arrive.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import math
 import os
 import time
@@ -24,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as functional
 from torch import Tensor
 
 from fsdp2._core.base import torch_comm
@@ -39,11 +36,8 @@ from fsdp2._core.base.errors import (
 )
 from fsdp2._core.comm.process_mesh import wire_device
 from fsdp2._core.params.layout import align
+from fsdp2.checkpoint._checksums import AT_ONCE, BLOCK, memory_of
 from fsdp2.weights._route import ALIGNED, Buffer
-
-BLOCK = 256
-"""Size in bytes of a block, the granularity at which changes are detected and sent."""
-_AT_ONCE = 512
 
 WHOLE, PART, STOPPED = 0, 1, 2
 """Contents of buffers: all data; only changed blocks; no data, because the sender failed."""
@@ -88,8 +82,8 @@ class Rooms:
 
 def view_in(memory: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Return a view of a buffer's bytes as a tensor."""
-    end = offset + math.prod(shape) * dtype.itemsize
-    return memory[offset:end].view(dtype).view(tuple(shape))
+    nbytes = math.prod(shape) * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).view(tuple(shape))
 
 
 class Transport(Protocol):
@@ -104,33 +98,6 @@ class Transport(Protocol):
 
     def receive(self, rank: int, buffer: Tensor) -> None:
         """Receive the rank's next message into the buffer, which has the size of the message."""
-
-
-# Checksums.
-
-
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
-    """Return pseudorandom odd 64-bit numbers, one per word of a block."""
-    random = bytearray(hashlib.shake_128(b"fsdp2 weights").digest(2 * BLOCK))
-    numbers = torch.frombuffer(random, dtype=torch.int64) | 1
-    return numbers.to(device)
-
-
-def digests_of(buffer: Tensor) -> Tensor:
-    """Return a 64-bit checksum for each block of a buffer: ``[blocks]``.
-
-    It is the sum, modulo 2**64, of 32-bit words times random odd numbers. It detects any change of
-    one word. It misses a change of several words with probability 2**-32, or with a far smaller
-    probability if low bits differ.
-    """
-    found = []
-    for part in buffer.split(_AT_ONCE * BLOCK):  # in parts, to limit temporary memory
-        rest = -part.numel() % BLOCK
-        words = (functional.pad(part, (0, rest)) if rest else part).view(torch.int32)
-        products = words.to(torch.int64).view(-1, BLOCK // 4).mul_(_factors(buffer.device))
-        found.append(products.sum(1))
-    return torch.cat(found)
 
 
 # Blocks that changed.
@@ -149,8 +116,8 @@ def pack_changed(buffer: Tensor, changed: Tensor) -> int:
     nbytes = moved + rest.numel()
     if 2 * nbytes > buffer.numel():
         return buffer.numel()
-    for start in range(0, where.numel(), _AT_ONCE):  # never overwrites a block still to be moved
-        some = where[start : start + _AT_ONCE]
+    for start in range(0, where.numel(), AT_ONCE):  # never overwrites a block still to be moved
+        some = where[start : start + AT_ONCE]
         blocks[start : start + some.numel()] = blocks[some]
     buffer[moved:nbytes] = rest
     return nbytes
@@ -317,9 +284,8 @@ class GroupLink(Link):
         return found
 
     def _start(self, messages: Sequence[tuple[Any, int, Tensor]]) -> Sequence[Any]:
-        ops = [
-            dist.P2POp(act, data, self._names[other], self._group) for act, other, data in messages
-        ]
+        names, pg = self._names, self._group
+        ops = [dist.P2POp(act, data, names[other], pg) for act, other, data in messages]
         with carrying():
             return dist.batch_isend_irecv(ops)
 
@@ -362,8 +328,8 @@ class Files:
 
     def send(self, rank: int, buffer: Tensor) -> None:
         place = self._path(rank, buffer, sends=True)
-        part = place.with_suffix(".part")
-        part.write_bytes(_memory(buffer.contiguous()))
+        part, whole = place.with_suffix(".part"), buffer.contiguous()
+        part.write_bytes(memory_of(whole))
         part.rename(place)
         try:
             self._wait(rank, lambda: not place.exists())
@@ -374,8 +340,7 @@ class Files:
         place = self._path(rank, buffer, sends=False)
         self._wait(rank, place.exists)
         with open(place, "rb") as file:
-            found = file.readinto(_memory(buffer))
-            if found != buffer.numel() or file.read(1):
+            if file.readinto(memory_of(buffer)) != buffer.numel() or file.read(1):
                 raise EOFError(f"{place} does not have the expected size of {buffer.numel()} B")
         place.unlink()
 
@@ -394,7 +359,3 @@ class Files:
                 raise TimeoutError(f"rank {rank}: timed out after {int(self.timeout * 1000)} ms")
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
-
-
-def _memory(buffer: Tensor) -> Any:
-    return memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr()))

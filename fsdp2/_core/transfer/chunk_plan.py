@@ -106,6 +106,14 @@ class Blocks:
         return Region(tuple(starts), tuple(sizes))
 
     @cached_property
+    def holders(self) -> dict[Region, list[int]]:
+        """The nonempty blocks, each with the row-major positions in the grid that hold it."""
+        found: dict[Region, list[int]] = {}
+        for number, place in enumerate(itertools.product(*map(range, self.counts))):
+            found.setdefault(self.block(place), []).append(number)
+        return {block: numbers for block, numbers in found.items() if block.numel}
+
+    @cached_property
     def largest(self) -> tuple[int, ...]:
         sizes = list(self.shape)
         for axis, dim, deal in self.cuts:
