@@ -121,20 +121,14 @@ def _block_of(numel: int, count: int) -> int | None:
     return block if -(-numel // block) == count else None
 
 
+@dataclass(frozen=True, eq=False)
 class StatesInBlocks:
     """An optimizer's states for a parameter. ``parts``: the plain tensors of a non-empty shard."""
 
-    def __init__(
-        self,
-        fqn: str,
-        param: DTensor,
-        lines: Lines,
-        parts: dict[str, Part],
-    ) -> None:
-        self.fqn = fqn
-        self.param = param
-        self.lines = lines
-        self.parts = parts
+    fqn: str
+    param: DTensor
+    lines: Lines
+    parts: dict[str, Part]
 
     @staticmethod
     def of(fqn: str, param: DTensor, probe: Probe) -> StatesInBlocks | None:

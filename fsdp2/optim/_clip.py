@@ -130,9 +130,8 @@ def _total(
     """Return the norm of all ranks' tensors. ``parts`` is keyed by the groups that split them."""
     norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
     _join_over_ranks(norms, order)
-    if not norms:
-        return torch.zeros((), dtype=dtype, device=device)
-    return _joined(torch.stack([norm.to(device) for norm in norms.values()]), order)
+    found = [norm.to(device) for norm in norms.values()]
+    return _joined(torch.stack(found or [torch.zeros((), dtype=dtype, device=device)]), order)
 
 
 def _exact_total(
@@ -215,16 +214,12 @@ def _norm(
         else:
             norms += torch_tensors.norms_of(alike, order)
     joined = [norm.to(device=device, dtype=dtype) for norm in norms]
-    none = torch.full((), _identity(order), dtype=dtype, device=device)
+    # the norm of an empty tensor, which is the neutral element of ``_joined``
+    none = torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=device)
     return _joined(torch.stack(joined or [none]), order)
 
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-
-
-def _identity(order: float) -> float:
-    """Return the norm of an empty tensor, which is the neutral element of ``_joined``."""
-    return math.inf if order < 0 else 0.0
 
 
 def _joined(norms: Tensor, order: float) -> Tensor:

@@ -257,22 +257,14 @@ class LocalOptimizer(Wrapped):
     moves them to a table, from which the next step creates new plans.
     """
 
-    _table: Table
-    _plans: list[StepPlan] | None
-    _kernels: list[FusedAdam]
-    _inside: Table | None
-    _known: set[int]
-    _joins: bool
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> LocalOptimizer:
-        self = object.__new__(cls)
-        self._table = defaultdict(dict)
-        self._plans = self._inside = None
-        self._kernels = []
-        self._known = set()
+    def _start(self) -> None:
+        self._table: Table = defaultdict(dict)
+        self._plans: list[StepPlan] | None = None
+        self._inside: Table | None = None
+        self._kernels: list[FusedAdam] = []
+        self._known: set[int] = set()
         # Adjacent parameters are joined once a step has shown that their states can be split again.
         self._joins = self._plain_class in ELEMENTWISE
-        return self
 
     @property
     def state(self) -> Table:

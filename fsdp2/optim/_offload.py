@@ -25,7 +25,7 @@ import copy
 import functools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -199,32 +199,25 @@ class Batch:
         if self.event is not None:  # the step was skipped: the copy may still be running
             self._stream.wait_event(self.event)
 
-    def bring(
-        self,
-        slots: Sequence[Slot],
-        lanes: CopyLanes,
-        device: torch.device,
-    ) -> None:
+    def bring(self, slots: Iterable[Slot], lanes: CopyLanes) -> None:
         """Start copying the states to the device; call ``wait`` before reading them."""
         found = [(slot, home) for slot in slots if (home := self._home_of(slot.part)) is not None]
         if not found:
             return
         assert self.buffer is not None
-        self._stream = torch.accelerator.current_stream(device)
-        flat = torch.empty(self.buffer.data.numel(), dtype=torch.uint8, device=device)
-        self.event = lanes.bring_back(self.buffer, flat)
-        self.flat = flat
+        self._stream = lanes.compute
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.event = lanes.bring_back(self.buffer, self.flat)
         for slot, home in found:
-            slot.put(home.view(flat))
+            slot.put(home.view(self.flat))
 
     def _home_of(self, part: Tensor) -> Home | None:
         """Return a state's home in the batch's host memory, or None if the state is elsewhere."""
         if self.buffer is None or part.device.type != "cpu" or not part.numel():
             return None
         offset = part.data_ptr() - self.buffer.data.data_ptr()
-        if not 0 <= offset < self.buffer.data.numel():
-            return None
-        return Home(offset, part.dtype, part.size(), part.stride())
+        is_here = 0 <= offset < self.nbytes
+        return Home(offset, part.dtype, part.size(), part.stride()) if is_here else None
 
     def wait(self) -> None:
         if self.event is not None:
@@ -257,18 +250,14 @@ class Batch:
         lanes: CopyLanes,
     ) -> None:
         """Start copying the states to the host. ``state`` contains the host copies from now on."""
-        moving = [slot for slot in slots if _can_travel(slot.value)]
-        parts = [slot.part for slot in moving]
+        parts = [slot.part for slot in slots]
         homes, nbytes = _laid_out(parts)
-        if not nbytes:
-            return
-        flat = self._joined(parts, homes, nbytes)
-        if self.buffer is None or self.buffer.data.numel() < nbytes:
+        self.flat = self._joined(parts, homes, nbytes)
+        if self.buffer is None or self.nbytes < nbytes:
             self.buffer = memory.take(nbytes)
         self._stream = lanes.compute
-        self.event = lanes.send_out(flat[:nbytes], self.buffer)
-        self.flat = flat
-        for slot, home in zip(moving, homes, strict=True):
+        self.event = lanes.send_out(self.flat[:nbytes], self.buffer)
+        for slot, home in zip(slots, homes, strict=True):
             slot.put(home.view(self.buffer.data))
             self.keys.add(slot.key)
 
@@ -290,10 +279,6 @@ class Batch:
             home.view(flat).copy_(part)
         return flat
 
-    def forget(self) -> None:
-        self.let_go()
-        self.plans = None
-
 
 class OffloadedStates:
     _plain_class: type[Optimizer]
@@ -310,7 +295,7 @@ class OffloadedStates:
         self._handles: list[Any] = []
         # remove hooks with the optimizer: they make the model wait for reductions earlier
         weakref.finalize(self, _remove_all, self._handles).atexit = False
-        self._states: Any = defaultdict(dict)
+        self._table: Any = defaultdict(dict)
 
     def _set_most(self, most: int | None) -> None:
         """Set the bound on states on the device, and whether they are copied in during backward."""
@@ -344,12 +329,12 @@ class OffloadedStates:
             for batch in self._batches:
                 if batch.buffer is not None and batch.buffer.event is not None:
                     batch.buffer.event.synchronize()
-        return self._states if self._local is None else cast(Any, super()).state
+        return self._table if self._local is None else cast(Any, super()).state
 
     @state.setter
     def state(self, table: Any) -> None:
         if self._local is None:
-            self._states = table
+            self._table = table
         else:
             LocalOptimizer.state.fset(self, table)  # type: ignore[attr-defined]  # a property
         if not self._is_stepping:
@@ -359,7 +344,8 @@ class OffloadedStates:
     def _take_states(self) -> None:
         batches = self._batches_now()
         for batch in batches:
-            batch.forget()
+            batch.let_go()
+            batch.plans = None
         for batch in batches:
             self._bring_strangers(batch, None)
             self._send(batch)
@@ -455,7 +441,7 @@ class OffloadedStates:
         for plan in batch.plans or ():
             for run in plan.runs:
                 for member in run.members:
-                    self._local._table.pop(member.param, None)
+                    self._table.pop(member.param, None)
 
     # Batches.
 
@@ -465,12 +451,12 @@ class OffloadedStates:
         for param in params_of(self.param_groups):
             if param in known:
                 continue
-            unit, device = _unit_of(param), _device_of(param)
-            is_cut = nbytes >= LEAST_NBYTES and (unit is None or (unit, device) != last)
-            if waiting and (is_cut or device != _device_of(waiting[0])):
+            unit = _unit_of(param)
+            is_cut = nbytes >= LEAST_NBYTES and (unit is None or unit != last)
+            if waiting and (is_cut or _device_of(param) != _device_of(waiting[0])):
                 self._add(Batch(waiting))
                 waiting, nbytes = [], 0
-            last = unit, device
+            last = unit
             waiting.append(param)
             nbytes += torch_dtensor.local_part(param).nbytes
         if waiting or not self._batches:
@@ -482,9 +468,7 @@ class OffloadedStates:
         self._follow(batch)
 
     def _slots(self, batch: Batch) -> Iterator[Slot]:
-        local = self._local
-        table = self._states if local is None else local._table
-        entries = [table[p] for p in batch.params if p in table]
+        entries = [self._table[p] for p in batch.params if p in self._table]
         entries += [run.state for plan in batch.plans or () for run in plan.runs]
         for entry in entries:
             for key, value in entry.items():
@@ -493,14 +477,13 @@ class OffloadedStates:
 
     def _bring(self, batch: Batch) -> None:
         if batch.buffer is not None and batch.flat is None:
-            device = batch.device
             with torch.no_grad():
-                batch.bring(list(self._slots(batch)), self._lanes_of(device), device)
+                batch.bring(self._slots(batch), self._lanes_of(batch.device))
 
     def _send(self, batch: Batch) -> None:
-        slots = list(self._slots(batch))
-        if any(_can_travel(slot.value) for slot in slots):
-            batch.send(slots, self._memory, self._lanes_of(batch.device))
+        moving = [slot for slot in self._slots(batch) if _can_travel(slot.value)]
+        if moving:
+            batch.send(moving, self._memory, self._lanes_of(batch.device))
 
     def _lanes_of(self, device: torch.device) -> CopyLanes:
         if device not in self._lanes:

@@ -69,17 +69,10 @@ class Owned:
         return self.whole
 
     @property
-    def values(self) -> Tensor:
-        assert self.whole is not None
-        return self.whole.data
-
-    @property
     def state(self) -> dict[str, Any]:
         """The state in the owner's optimizer, or an empty dict on other ranks."""
-        kept: dict[str, Any] = {}
-        if self.inner is not None and self.whole is not None:
-            kept = self.inner.state.get(self.whole, kept)
-        return kept
+        states: Any = {} if self.inner is None else self.inner.state
+        return states.get(self.whole, {})  # type: ignore[no-any-return]  # a dict
 
     def gradient(self, who: str) -> Tensor:
         assert self.param.grad is not None

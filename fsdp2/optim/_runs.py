@@ -73,8 +73,12 @@ class Member:
         return Member(param, local, span, table.get(param, {}))
 
     @property
+    def begin(self) -> int:
+        return 0 if self.span is None else self.span.start
+
+    @property
     def sort_key(self) -> tuple[int, int]:
-        return (0, 0) if self.span is None else (self.span.flat.data_ptr(), self.span.start)
+        return 0 if self.span is None else self.span.flat.data_ptr(), self.begin
 
     def local_gradient(self) -> Tensor:
         grad = self.param.grad
@@ -105,21 +109,17 @@ class Run:
 
     def _lay_out(self) -> None:
         members = self.members
-        self.starts = [0] * len(members)
         if not self.filled:
-            self.tensor = members[0].local.new_empty(0)
+            self.tensor, self.starts = members[0].local.new_empty(0), [0] * len(members)
             return
         first, last = members[self.filled[0]], members[self.filled[-1]]
         assert first.span is not None
-        itemsize = first.local.dtype.itemsize
-        for index in self.filled:
-            span = members[index].span
-            assert span is not None
-            self.starts[index] = (span.start - first.span.start) // itemsize
+        begin, dtype = first.begin, first.local.dtype
+        self.starts = [
+            (one.begin - begin) // dtype.itemsize if one.local.numel() else 0 for one in members
+        ]
         numel = self.starts[self.filled[-1]] + last.local.numel()
-        self.tensor = packing.typed(
-            first.span.flat, first.span.start, numel, first.local.dtype
-        ).detach()
+        self.tensor = packing.typed(first.span.flat, begin, numel, dtype).detach()
 
     def _adopt(self, value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -280,16 +280,13 @@ class StepPlan:
         members = [member for run in self.runs for member in run.members]
         self._stepped: list[DTensor] = [member.param for member in members]
         self._locals = [member.local for member in members]
-        flat = [member for run in self.flat for member in run.members]
-        self._flat_count = len(flat)
-        starts = itertools.accumulate((len(run.members) for run in self.flat), initial=0)
-        self._firsts = [
-            start + (run.filled or [0])[0] for run, start in zip(self.flat, starts, strict=False)
-        ]
+        self._flat_count = sum(len(run.members) for run in self.flat)
+        firsts = [run.members[(run.filled or [0])[0]] for run in self.flat]
+        self._firsts = [members.index(member) for member in firsts]
         self._flat_tensors = [run.tensor for run in self.flat]
         self._seen = _Seen([])
         # written through views: autograd and the sharded module read the version counters
-        self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
+        self.written: list[Tensor] = [*self._stepped, *self._locals[: self._flat_count]]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor] | None:
@@ -319,13 +316,11 @@ class StepPlan:
         for grad, param in zip(grads, self._stepped, strict=True):
             if not isinstance(grad, DTensor) or grad.placements != param.placements:
                 return False
-        begin = 0
+        parts = map(torch_dtensor.local_tensor, grads)
         for run in self.flat:
-            end = begin + len(run.members)
-            parts = list(map(torch_dtensor.local_tensor, grads[begin:end]))
-            if not run.lie_alike(parts) or parts[0].dtype is not run.tensor.dtype:
+            own = list(itertools.islice(parts, len(run.members)))
+            if not run.lie_alike(own) or own[0].dtype is not run.tensor.dtype:
                 return False
-            begin = end
         return True
 
     def loose_gradients(self) -> list[Tensor]:
@@ -349,7 +344,7 @@ class StepPlan:
 def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
     chains: list[list[Member]] = []
     signature: list[Any] | None = None  # of the last member; None: no member may follow
-    grad_end: tuple[int, int] | None = None  # storage and address that the next gradient must have
+    last: tuple[int, int] | None = None  # the chain's gradients: storage, and address at byte 0
     for member in members:
         grad, local, span = member.local_gradient(), member.local, member.span
         fits = (
@@ -363,21 +358,19 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
             chains.append([member])
             signature = None
             continue
-        begin = grad.untyped_storage().data_ptr(), grad.data_ptr()
+        at = None
+        if local.numel():
+            at = grad.untyped_storage().data_ptr(), grad.data_ptr() - span.start
         if (
             mine == signature
             and _follows(chains[-1][-1], member, granule)
-            and (grad_end is None or not local.numel() or grad_end == begin)
+            and (at is None or last is None or at == last)
         ):
             chains[-1].append(member)
         else:
             chains.append([member])
-            grad_end = None
-        signature = mine
-        if local.numel():
-            grad_end = begin
-        if grad_end is not None:
-            grad_end = (grad_end[0], grad_end[1] + span.nbytes)
+            last = None
+        signature, last = mine, at or last
     return chains
 
 

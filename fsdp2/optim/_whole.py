@@ -209,8 +209,7 @@ def _make(
     kwargs: dict[str, Any],
 ) -> Any:
     """Make the optimizer. ``cls`` gets placeholders on the meta device, which use no memory."""
-    known: dict[int, nn.Parameter] = {}  # placeholders by the id of their parameters
-    real: dict[int, Tensor] = {}  # parameters by the id of their placeholders
+    stand_in: dict[Tensor, nn.Parameter] = {}  # placeholders by their parameters
 
     def placeholder(given: Any) -> Any:
         if isinstance(given, Mapping):
@@ -223,12 +222,11 @@ def _make(
             raise wrong_type(WHO, "params", "tensors, or dicts of them", given)
         if not (given.is_leaf or given.retains_grad):
             raise wrong_value(WHO, "params", "parameters", "the result of an operation")
-        if id(given) not in known:
+        if given not in stand_in:
             shape = given.shape[1:] if how.batches and given.dim() > 2 else given.shape
             empty = torch.empty(shape, dtype=given.dtype, device="meta")
-            known[id(given)] = nn.Parameter(empty, requires_grad=given.requires_grad)
-            real[id(known[id(given)])] = given
-        return known[id(given)]
+            stand_in[given] = nn.Parameter(empty, requires_grad=given.requires_grad)
+        return stand_in[given]
 
     try:
         stands = params if isinstance(params, Tensor) else [*map(placeholder, params)]
@@ -237,8 +235,9 @@ def _make(
         raise
     except Exception as error:
         raise translated(f"{WHO}: {cls.__name__} rejected its arguments", error) from error
+    real = {stand: given for given, stand in stand_in.items()}
     for group in optimizer.param_groups:
-        group["params"] = [real[id(stand)] for stand in group["params"]]
+        group["params"] = [real[stand] for stand in group["params"]]
     is_grouped = isinstance(params, list) and any(isinstance(one, Mapping) for one in params)
     given = [options_of(one) for one in params] if is_grouped else None
     optimizer._begin(how, kwargs, given)
@@ -275,14 +274,6 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def own_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy options for one round, so that writes to tensor options do not add up over rounds."""
-    return {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in options_of(group).items()
-    }
-
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -315,14 +306,6 @@ def equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except Exception:  # results without a truth value, such as comparisons of arrays
         return repr(one) == repr(other)
-
-
-def changes_of(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in options_of(own).items()
-        if key not in group or not equal(group[key], value)
-    }
 
 
 OF_THE_LARGEST = 6
@@ -367,7 +350,9 @@ class Fleet:
         return [round_.inner for round_ in self.rounds if round_.inner is not None]
 
     def whole(self, index: int) -> Tensor:
-        return self.owned[index].values
+        whole = self.owned[index].whole
+        assert whole is not None
+        return whole.data
 
     def rounds_of(self, which: Sequence[int]) -> list[tuple[Round, list[int]]]:
         """Return the rounds that contain given matrices, each with the given matrices in it."""
@@ -402,25 +387,16 @@ class WholeOptimizer(Wrapped):
     rounds' optimizers; otherwise, in the table, as in ``state_dict``. See ``_owned_state``.
     """
 
-    _how: How
-    _kwargs: dict[str, Any]
-    _given: list[dict[str, Any]] | None  # the user's options of param groups
-    _counters: dict[str, Any]  # numbers that the class keeps on the optimizer itself
-    _table: Table
-    _is_out: bool
-    beside: dict[str, Any]  # state-dict entries other than the state and the param groups
-    _fleets: list[Fleet]
-    _planned_for: list[tuple[Tensor, object]]
-    _peers_of: Callable[[Any], Peers]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> WholeOptimizer:
-        self = object.__new__(cls)
-        self._table = defaultdict(dict)
+    def _start(self) -> None:
+        self._table: Table = defaultdict(dict)
         self._is_out = False
-        self.beside, self._counters, self._given = {}, {}, None
-        self._fleets, self._planned_for = [], []
-        self._peers_of = Peers.of  # replaced for simulated ranks
-        return self
+        # state-dict entries other than the state and the param groups
+        self.beside: dict[str, Any] = {}
+        self._counters: dict[str, Any] = {}  # numbers that the class keeps on the optimizer itself
+        self._given: list[dict[str, Any]] | None = None  # the user's options of param groups
+        self._fleets: list[Fleet] = []
+        self._planned_for: list[tuple[Tensor, object]] = []
+        self._peers_of: Callable[[Any], Peers] = Peers.of  # replaced for simulated ranks
 
     def _begin(
         self,
@@ -472,8 +448,8 @@ class WholeOptimizer(Wrapped):
     def kept_tensors(self) -> list[object]:
         """Return the tensors that this rank keeps between steps: parameter copies and states."""
         copies = [one.whole for fleet in self._fleets for one in fleet.owned]
-        states = [s.values() for inner in self._inners for s in inner.state.values()]
-        return [copies, [list(values) for values in states]]
+        states = [list(s.values()) for inner in self._inners for s in inner.state.values()]
+        return [copies, states]
 
     @property
     def _inners(self) -> list[Optimizer]:
@@ -610,16 +586,12 @@ class WholeOptimizer(Wrapped):
         for one in mine:
             by_group.setdefault(one.group, []).append(one.make_whole())
         round_.groups = sorted(by_group)
-        if self._given is None:
-            (given,) = by_group.values()
-            inner = self._plain_class(given, **self._kwargs)
-        else:
-            dicts = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
-            inner = self._plain_class(dicts, **self._kwargs)
-        made = [group["params"] for group in inner.param_groups]
-        if [[*map(id, params)] for params in made] != [
-            [*map(id, by_group[number])] for number in round_.groups
-        ]:
+        given: Any = by_group[0] if self._given is None else None
+        if self._given is not None:
+            given = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
+        inner = self._plain_class(given, **self._kwargs)
+        made = [[*map(id, group["params"])] for group in inner.param_groups]
+        if made != [[*map(id, by_group[number])] for number in round_.groups]:
             raise UnsupportedError(
                 "FS712",
                 f"{self._who}: {self._plain_class.__name__} creates its own param groups. Pass "
@@ -680,8 +652,7 @@ class WholeOptimizer(Wrapped):
         for fleet in self._fleets:
             if not fleet.present:
                 continue
-            if fleet.peers.size > 1:
-                fleet.changed = fleet.peers.grid.highest(*fleet.changed)
+            fleet.changed = fleet.peers.grid.highest(*fleet.changed)
             wanted = [index for index in fleet.present if fleet.changed[index]]
             if wanted:  # owners' copies are out of date
                 fleet.freight(wanted).to_owners(fleet.whole)
@@ -691,9 +662,7 @@ class WholeOptimizer(Wrapped):
 
     def _give_beside(self, fleet: Fleet) -> None:
         """Pass the extra entries of a loaded state dict to the rounds' optimizers."""
-        if not self.beside:
-            return
-        for inner in fleet.inners:
+        for inner in fleet.inners if self.beside else ():
             empty = {**inner.state_dict(), "state": {}}
             inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
 
@@ -725,7 +694,9 @@ class WholeOptimizer(Wrapped):
 
     def _step_inner(self, fleet: Fleet, round_: Round, inner: Optimizer) -> None:
         for own, number in zip(inner.param_groups, round_.groups, strict=True):
-            own.update(own_options_of(self.param_groups[number]))
+            for key, value in options_of(self.param_groups[number]).items():
+                # a copy, so that writes to tensor options do not add up over rounds
+                own[key] = value.detach().clone() if isinstance(value, Tensor) else value
         held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
         before = [one.identity() for one in held]
         plain_step(self._plain_class)(inner)  # hooks run around our step
@@ -744,7 +715,10 @@ class WholeOptimizer(Wrapped):
             for round_, _ in fleet.rounds_of(fleet.present):
                 groups = [] if round_.inner is None else round_.inner.param_groups
                 for place, own in zip(round_.groups, groups, strict=True):
-                    found[place].update(changes_of(self.param_groups[place], own))
+                    group = self.param_groups[place]
+                    for key, value in options_of(own).items():
+                        if key not in group or not equal(group[key], value):
+                            found[place][key] = value
         return found
 
     def _take_options(self, grids: Sequence[Grid]) -> None:

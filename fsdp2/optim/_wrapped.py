@@ -26,6 +26,14 @@ class Wrapped:
     _stepped_class: type[Optimizer]
     param_groups: Groups
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = object.__new__(cls)
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        """Set the attributes that torch's constructor and unpickling need."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set them to None, or to zero in place."""
         if set_to_none is True:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdp2._core.comm.device_streams import ObservedFlight
 from fsdp2._core.comm.wire import InFlight
 from fsdp2._core.params.reduce import LAUNCHED_AS, Reduction
 from fsdp2._core.params.registration import SMALLER as SMALLER_STATE
-from fsdp2._tools.record.ledger import Ledger, Row
+from fsdp2._tools.record.ledger import Ledger, Row, quoted
 from fsdp2._tools.record.memory import Entry
 
 SMALLER = ',"collective":"all_gather","is_smaller":true'
@@ -31,20 +32,18 @@ EXACT_NS = 20_000
 """A wait of at least this length ends when its collective ends; a shorter wait may end later."""
 
 
+@dataclass(eq=False)
 class Flown:
     """Records the waits for a launched collective."""
 
-    __slots__ = ("entry", "flight", "flights", "is_ahead", "kind", "row", "wait", "was_done")
-
-    def __init__(self, flights: Flights, kind: str, entry: Entry) -> None:
-        self.flights = flights
-        self.kind = kind
-        self.entry = entry
-        self.row: Row | None = None  # None once the row is written
-        self.is_ahead = flights.is_prefetching
-        self.wait: Row | None = None
-        self.was_done = False
-        self.flight: Callable[[], InFlight | None] = lambda: None  # weak: a flight holds buffers
+    flights: Flights
+    kind: str
+    entry: Entry
+    is_ahead: bool
+    row: Row | None = None  # None once the row is written
+    wait: Row | None = None
+    was_done: bool = False
+    flight: Callable[[], InFlight | None] = lambda: None  # weak: a flight holds buffers
 
     def before_wait(self, flight: InFlight) -> None:
         flights = self.flights
@@ -52,7 +51,7 @@ class Flown:
         if not flights.is_on:
             return
         self.was_done = self.row is None or flight.is_done
-        more = f',"for":"{self.kind}","by":{ledger.quote(flights.waiter)}'
+        more = f',"for":"{self.kind}","by":{quoted(flights.waiter)}'
         phase = self.entry.group.context.phase
         self.wait = row = ledger.begin("wait", self.entry.name, phase, more=more)
         if ledger.profiles:
@@ -107,7 +106,7 @@ class Flights:
             return launch(lane, issue, *args, after=after)
         name = f"fsdp2::{kind} {entry.name or '<root>'}"
         with torch.profiler.record_function(name) if ledger.profiles else nullcontext():
-            flown = Flown(self, kind, entry)
+            flown = Flown(self, kind, entry, self.is_prefetching)
             begin = end = None
             if ledger.clock.is_host:
                 if after is not None:
