@@ -338,7 +338,7 @@ class LocalOptimizer(Wrapped):
                 self._step_with(plans, groups, grads)
             for plan in plans:
                 increment_version(plan.written)
-            if not self._joins and all(plan.has_parts() for plan in plans):
+            if not self._joins and all(r.has_parts() for plan in plans for r in plan.runs):
                 self._joins = True
                 self._publish()  # the next step makes new plans
         return loss

@@ -43,7 +43,7 @@ from fsdp2._core.base.errors import (
     check_optimizer,
     wrong_type,
 )
-from fsdp2._core.params.layout import dense_stride
+from fsdp2._core.params.layout import align, dense_stride
 from fsdp2._core.params.param import OwnerMark
 from fsdp2.optim._local import (
     ELEMENTWISE,
@@ -251,7 +251,10 @@ class Batch:
     ) -> None:
         """Start copying the states to the host. ``state`` contains the host copies from now on."""
         parts = [slot.part for slot in slots]
-        homes, nbytes = _laid_out(parts)
+        homes, nbytes = list[Home](), 0
+        for part in parts:
+            homes.append(Home(nbytes, part.dtype, part.size(), part.stride()))
+            nbytes += align(part.nbytes, ALIGNMENT)
         self.flat = self._joined(parts, homes, nbytes)
         if self.buffer is None or self.nbytes < nbytes:
             self.buffer = memory.take(nbytes)
@@ -421,7 +424,10 @@ class OffloadedStates:
         finally:
             if local is not None:
                 batch.plans = local._plans
-                self._drop_published(batch)
+                # plans contain these states from now on
+                for run in (run for plan in batch.plans or () for run in plan.runs):
+                    for member in run.members:
+                        self._table.pop(member.param, None)
         return own
 
     def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
@@ -435,13 +441,6 @@ class OffloadedStates:
     def _step_fused(self, *_: Any) -> bool:
         """Return False so that the class's step runs: ``FusedAdam`` would keep evicted states."""
         return False
-
-    def _drop_published(self, batch: Batch) -> None:
-        """From the table of ``fsdp2.optim.local``, remove the states that plans contain."""
-        for plan in batch.plans or ():
-            for run in plan.runs:
-                for member in run.members:
-                    self._table.pop(member.param, None)
 
     # Batches.
 
@@ -568,18 +567,7 @@ def _can_travel(value: Tensor) -> bool:
     if type(part) is not Tensor or part.layout is not torch.strided or not part.numel():
         return False
     can = capabilities(part.device)
-    return can.has_lanes and can.pins and _is_dense(part)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    dense = dense_stride(tensor.size(), tensor.stride())
-    dims = zip(tensor.size(), tensor.stride(), dense, strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in dims)
-
-
-def _laid_out(parts: Sequence[Tensor]) -> tuple[list[Home], int]:
-    homes, offset = [], 0
-    for part in parts:
-        homes.append(Home(offset, part.dtype, part.size(), part.stride()))
-        offset += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    return homes, offset
+    dense = dense_stride(part.size(), part.stride())
+    dims = zip(part.size(), part.stride(), dense, strict=True)
+    is_dense = all(size == 1 or stride == wanted for size, stride, wanted in dims)
+    return can.has_lanes and can.pins and is_dense

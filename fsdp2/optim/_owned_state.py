@@ -207,11 +207,14 @@ def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> Non
             return value
 
         map_tensors(note, _of_matrix(table.get(one.param, {}), one.lead))
-    arrived = {
-        place: _room(source, cargo)
-        for place, (source, cargo) in enumerate(zip(sources, cargos, strict=True))
-        if cargo.owner == peers.me
-    }
+    arrived: dict[int, Tensor] = {}
+    for place, (source, cargo) in enumerate(zip(sources, cargos, strict=True)):
+        if cargo.owner == peers.me:  # strides as they were on the state's owner, if known
+            shape = cargo.cut.shape
+            stride = dense_stride(shape, source.stride()[source.dim() - len(shape) :])
+            device = torch_dtensor.local_tensor(source).device
+            made = torch.empty_strided(shape, stride, dtype=source.dtype, device=device)
+            arrived[place] = made
     if cargos:
         Freight(peers, sources, cargos, limit).to_owners(arrived.__getitem__)
     for one in owned:
@@ -228,14 +231,6 @@ def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> Non
 
         entry = _of_matrix(table[one.param], one.lead)
         one.inner.state[one.whole] = {key: map_tensors(take, value) for key, value in entry.items()}
-
-
-def _room(value: DTensor, cargo: Cargo) -> Tensor:
-    """Allocate a full tensor of a state, with the strides that it had on its owner, if known."""
-    shape = cargo.cut.shape
-    stride = dense_stride(shape, value.stride()[value.dim() - len(shape) :])
-    device = torch_dtensor.local_tensor(value).device
-    return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
 
 
 def give_back(
@@ -277,8 +272,11 @@ def give_back(
             if not isinstance(value, _Leaf):
                 return value
             key = id(one.param), value.place
-            if key not in rooms:
-                rooms[key] = _empty_like_state(one, value)
+            if key not in rooms:  # allocate the checkpoint form of the tensor
+                shape, stride = value.shape, value.stride
+                if one.lead is not None:
+                    shape, stride = (len(one.param), *shape), (max(math.prod(shape), 1), *stride)
+                rooms[key] = room_for_state(one.param, shape, stride, value.dtype)
             cut = peers.cut(one.name, rooms[key], one.lead)
             cargos.append(Cargo(cut, one.cargo.owner, value.dtype))
             targets.append(rooms[key])
@@ -307,14 +305,6 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         items = [_map_leaves(function, item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return function(value)
-
-
-def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
-    """Allocate the checkpoint form of a state's tensor. See [Note: states of owners]."""
-    shape, stride = leaf.shape, leaf.stride
-    if one.lead is not None:
-        shape, stride = (len(one.param), *shape), (max(math.prod(shape), 1), *stride)
-    return room_for_state(one.param, shape, stride, leaf.dtype)
 
 
 def room_for_state(

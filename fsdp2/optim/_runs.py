@@ -332,9 +332,6 @@ class StepPlan:
         values = [value for run in self.flat for value in run.state.values()]
         return {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
 
-    def has_parts(self) -> bool:
-        return all(run.has_parts() for run in self.runs)
-
     def publish(self, table: Table) -> None:
         for run in self.runs:
             if run.state:

@@ -230,7 +230,9 @@ def _make(
 
     try:
         stands = params if isinstance(params, Tensor) else [*map(placeholder, params)]
-        optimizer = _class_in_front_of(cls)(stands, **kwargs)
+        methods = [(name, getattr(cls, name, None)) for name in MODES]
+        switches = {name: _on_shards(method) for name, method in methods if callable(method)}
+        optimizer = wrapped_class("Whole", WholeOptimizer, cls, switches)(stands, **kwargs)
     except FSDPError:
         raise
     except Exception as error:
@@ -255,12 +257,6 @@ def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     return switch
-
-
-def _class_in_front_of(cls: type[Optimizer]) -> Any:
-    found = {name: getattr(cls, name, None) for name in MODES}
-    switches = {name: _on_shards(method) for name, method in found.items() if callable(method)}
-    return wrapped_class("Whole", WholeOptimizer, cls, switches)
 
 
 # Param-group options: comparing them across ranks, and detecting changes made by a step.
@@ -542,7 +538,9 @@ class WholeOptimizer(Wrapped):
         ):
             return
         self.gather_state()
-        self._note_facts()
+        if self._plain_class.__module__.split(".")[0] in COUNTS_ELEMENTS:
+            for group in self.param_groups:
+                group.setdefault("param_count", sum(param.numel() for param in group["params"]))
         by_ranks: dict[tuple[int, ...], Fleet] = {}
         for number, name, param in _named(self.param_groups):
             mesh = param.device_mesh if isinstance(param, DTensor) else None
@@ -556,13 +554,6 @@ class WholeOptimizer(Wrapped):
         for fleet in self._fleets:
             self._share_out(fleet)
         self._planned_for = now
-
-    def _note_facts(self) -> None:
-        """Set the parameter counts that a library keeps in a param group, if they are not set."""
-        if self._plain_class.__module__.split(".")[0] not in COUNTS_ELEMENTS:
-            return
-        for group in self.param_groups:
-            group.setdefault("param_count", sum(param.numel() for param in group["params"]))
 
     def _share_out(self, fleet: Fleet) -> None:
         cuts = [one.cargo.cut for one in fleet.owned]
@@ -642,8 +633,10 @@ class WholeOptimizer(Wrapped):
         failed: BaseException | None = None
         if not self._is_out:
             for fleet in self._fleets:
-                try:
-                    self._give_beside(fleet)
+                try:  # pass the extra entries of a loaded state dict to the rounds' optimizers
+                    for inner in fleet.inners if self.beside else ():
+                        empty = {**inner.state_dict(), "state": {}}
+                        inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
                 except Exception as error:  # reported with failures of the rounds
                     failed = failed or error
                 bring(fleet.peers, fleet.owned, self._table, fleet.limit)
@@ -659,12 +652,6 @@ class WholeOptimizer(Wrapped):
             failed_here = self._step_rounds(fleet)
             failed = failed or failed_here
         return failed
-
-    def _give_beside(self, fleet: Fleet) -> None:
-        """Pass the extra entries of a loaded state dict to the rounds' optimizers."""
-        for inner in fleet.inners if self.beside else ():
-            empty = {**inner.state_dict(), "state": {}}
-            inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
 
     def _step_rounds(self, fleet: Fleet) -> BaseException | None:
         owned, present = fleet.owned, fleet.present
@@ -764,12 +751,6 @@ class WholeOptimizer(Wrapped):
         for told in fleet.peers.grid.collect(own):
             fleet.fields.update(told)
 
-    def _forget_copies(self) -> None:
-        """Invalidate the owners' copies: a step failed, and no shard was written."""
-        for fleet in self._fleets:
-            for one in fleet.owned:
-                one.printed = None
-
     def __reduce__(self) -> tuple[Any, ...]:
         raise UnsupportedError(
             "FS713",
@@ -806,8 +787,9 @@ def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
             for one in optimizers:
                 one._take_options([grids[ranks] for ranks in in_order])
         except BaseException:
-            for one in optimizers:
-                one._forget_copies()
+            # the owners' copies are invalid: the step failed, and no shard was written
+            for owned in (owned for one in optimizers for f in one._fleets for owned in f.owned):
+                owned.printed = None
             raise
         for one in optimizers:
             one._write()
