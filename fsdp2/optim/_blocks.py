@@ -49,7 +49,6 @@ class Lines:
     """The distribution of a parameter's rows over the ranks of one axis."""
 
     axis: int
-    size: int
     place: int
     row_numel: int
     rows: tuple[tuple[int, int], ...]
@@ -65,7 +64,7 @@ class Lines:
         size = mesh.size(axis)
         rows = tuple(rows_of(param.shape[0], size, place, deal) for place in range(size))
         place = mesh.get_local_rank(axis)
-        return Lines(axis, size, place, math.prod(param.shape[1:]), rows)
+        return Lines(axis, place, math.prod(param.shape[1:]), rows)
 
     def ends(self, block: int) -> tuple[int, ...] | None:
         """Return the end of each rank's part, in blocks, or None if any block is split."""

@@ -139,9 +139,8 @@ class _Kind:
     graph: _Captured | None = None
 
     def is_like(self, other: _Kind) -> bool:
-        if self.tensors != other.tensors or self.facts != other.facts:
-            return False
-        return bool(self.inputs == other.inputs)
+        is_like = self.tensors == other.tensors and self.facts == other.facts
+        return is_like and bool(self.inputs == other.inputs)
 
 
 class GraphedStep:
@@ -330,7 +329,8 @@ class GraphedStep:
             trees.give_up()
             return why
         captured.guards = _Guards(self._model, self._optimizer)
-        captured.keep_gradients(trees)
+        # the gradients that remain after the step: replays write to their memory
+        captured.gradients = [(one, one.grad) for one in trees.params if one.grad is not None]
         kind.graph = captured
         if not captured.replayed.is_expected:
             captured.replayed.undo()
@@ -435,10 +435,6 @@ class _Captured:
             self.rates.on_device(),
         ):
             yield
-
-    def keep_gradients(self, trees: Trees) -> None:
-        """Keep the gradients that remain after the step: replays write to their memory."""
-        self.gradients = [(one, one.grad) for one in trees.params if one.grad is not None]
 
     def why_left(self, follows_graph: bool) -> str:
         """Return the reason why the graph is no longer valid, or "" if it is valid."""

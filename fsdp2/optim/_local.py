@@ -64,7 +64,9 @@ class FusedAdam:
         runs = plan.runs
         if not _suits(group) or plan.plain or not runs:
             return None
-        names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        names = ["exp_avg", "exp_avg_sq"]
+        if group["amsgrad"]:
+            names.append("max_exp_avg_sq")
         if any(set(run.state) != {"step", *names} for run in runs):
             return None
         lists = [[run.tensor for run in runs]]
@@ -76,13 +78,16 @@ class FusedAdam:
             return None
         if any((s.dim(), s.dtype, s.device) != (0, torch.float32, device) for s in steps):
             return None
-        return FusedAdam(runs, lists) if bool((torch.stack(steps) == first).all()) else None
+        if not bool((torch.stack(steps) == first).all()):
+            return None
+        return FusedAdam(runs, lists)
 
     def takes(self, grads: Sequence[Tensor], group: dict[str, Any]) -> bool:
         """Return True if the kernel fits this step: the conditions checked in ``of`` still hold."""
-        dtype, uses_amsgrad = self._lists[0][0].dtype, len(self._lists) == 4
+        uses_amsgrad = len(self._lists) == 4
         if not _suits(group) or bool(group["amsgrad"]) is not uses_amsgrad:
             return False
+        dtype = self._lists[0][0].dtype
         return all(grad.dtype is dtype for grad in grads)
 
     def step(self, grads: list[Tensor], group: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ steps the optimizer holds the plans of all batches, like an optimizer that is no
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -183,17 +183,17 @@ class Slot(NamedTuple):
         self.entry[self.key] = torch_dtensor.placed_like(self.value, part)
 
 
+@dataclass(eq=False)
 class Batch:
     """Parameters that step together, all on one device, and the memory of their states."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.keys: set[str] = set()  # names of the states that are copied
-        self.plans: Any = None  # the plans of ``fsdp2.optim.local``
-        self.buffer: HostBuffer | None = None
-        self.flat: Tensor | None = None  # all states, on the device
-        self.event: torch.Event | None = None  # recorded after the last copy from or to the host
-        self._stream: Any = None  # the stream that ``flat`` was allocated on
+    params: list[Tensor]
+    keys: set[str] = field(default_factory=set)  # names of the states that are copied
+    plans: Any = None  # the plans of ``fsdp2.optim.local``
+    buffer: HostBuffer | None = None
+    flat: Tensor | None = None  # all states, on the device
+    event: torch.Event | None = None  # recorded after the last copy from or to the host
+    _stream: Any = None  # the stream that ``flat`` was allocated on
 
     def __del__(self) -> None:
         if self.event is not None:  # the step was skipped: the copy may still be running
@@ -216,8 +216,9 @@ class Batch:
         if self.buffer is None or part.device.type != "cpu" or not part.numel():
             return None
         offset = part.data_ptr() - self.buffer.data.data_ptr()
-        is_here = 0 <= offset < self.nbytes
-        return Home(offset, part.dtype, part.size(), part.stride()) if is_here else None
+        if not 0 <= offset < self.nbytes:
+            return None
+        return Home(offset, part.dtype, part.size(), part.stride())
 
     def wait(self) -> None:
         if self.event is not None:
@@ -246,7 +247,6 @@ class Batch:
     def send(
         self,
         slots: Sequence[Slot],
-        memory: HostMemory,
         lanes: CopyLanes,
     ) -> None:
         """Start copying the states to the host. ``state`` contains the host copies from now on."""
@@ -257,7 +257,7 @@ class Batch:
             nbytes += align(part.nbytes, ALIGNMENT)
         self.flat = self._joined(parts, homes, nbytes)
         if self.buffer is None or self.nbytes < nbytes:
-            self.buffer = memory.take(nbytes)
+            self.buffer = HostMemory().take(nbytes)
         self._stream = lanes.compute
         self.event = lanes.send_out(self.flat[:nbytes], self.buffer)
         for slot, home in zip(slots, homes, strict=True):
@@ -289,7 +289,6 @@ class OffloadedStates:
     param_groups: Groups
 
     def _begin(self) -> None:
-        self._memory = HostMemory()
         self._batches: list[Batch] = []
         self._lanes: dict[torch.device, CopyLanes] = {}
         self._is_stepping = False
@@ -425,9 +424,10 @@ class OffloadedStates:
             if local is not None:
                 batch.plans = local._plans
                 # plans contain these states from now on
-                for run in (run for plan in batch.plans or () for run in plan.runs):
-                    for member in run.members:
-                        self._table.pop(member.param, None)
+                for plan in batch.plans or ():
+                    for run in plan.runs:
+                        for member in run.members:
+                            self._table.pop(member.param, None)
         return own
 
     def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
@@ -482,7 +482,7 @@ class OffloadedStates:
     def _send(self, batch: Batch) -> None:
         moving = [slot for slot in self._slots(batch) if _can_travel(slot.value)]
         if moving:
-            batch.send(moving, self._memory, self._lanes_of(batch.device))
+            batch.send(moving, self._lanes_of(batch.device))
 
     def _lanes_of(self, device: torch.device) -> CopyLanes:
         if device not in self._lanes:
@@ -508,12 +508,6 @@ class OffloadedStates:
     def __reduce__(self) -> tuple[Any, ...]:
         given = (self._plain_class, self._local is not None, self._most)
         return rebuild_offloaded, given, cast(Any, self).__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = rebuild_offloaded(*self.__reduce__()[1])
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(cast(Any, self).__getstate__(), memo))
-        return made
 
 
 def offloaded_class(cls: type[Optimizer]) -> Any:

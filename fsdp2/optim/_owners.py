@@ -80,50 +80,36 @@ def plan_owners(
     """
     _listed("plan_owners", "tensors", tensors)
     check_function("plan_owners", "cost", cost, "a function of a shape or None")
-    measure = cost or newton_schulz_flops
     if ranks is not None:
         check_count("plan_owners", "ranks", ranks)
         check_count("plan_owners", "itemsize", itemsize)
         if ranks > MOST_RANKS:
             raise wrong_value("plan_owners", "ranks", f"at most {MOST_RANKS:,}", ranks)
-        shapes = [_shape_of(one) for one in tensors]
         places = tuple((rank,) for rank in range(ranks))
+        shapes = map(_shape_of, tensors)
         cuts = [Cut(Blocks(s, (ranks,), (CutOf(0, 0),) if s else ()), places) for s in shapes]
-        return _plan(cuts, measure, [itemsize] * len(cuts), range(ranks))
-    fleets = _fleets(tensors)
-    plans = [
-        _plan(
-            [peers.cut(f"tensor {i}", _checked(tensors[i])) for i in indices],
-            measure,
-            [_checked(tensors[i]).dtype.itemsize for i in indices],
-            peers.ranks,
-        )
-        for peers, indices in fleets
-    ]
-    if len(plans) == 1:
-        return plans[0]
+        parts = [(tuple(range(ranks)), [*range(len(cuts))], cuts)]
+        itemsizes = [itemsize] * len(cuts)
+    else:
+        given = cast(Sequence[Tensor], tensors)
+        parts = [
+            (peers.ranks, indices, [peers.cut(f"tensor {i}", given[i]) for i in indices])
+            for peers, indices in _fleets(given)
+        ]
+        itemsizes = [tensor.dtype.itemsize for tensor in given]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    owners, costs, nbytes = [0] * len(tensors), [0.0] * world, [0] * world
-    for (peers, indices), part in zip(fleets, plans, strict=True):
-        for index, owner in zip(indices, part.owners, strict=True):
-            owners[index] = owner
-        for rank, one, size in zip(peers.ranks, part.costs, part.nbytes, strict=True):
-            costs[rank] += one
-            nbytes[rank] += size
-    return Owners(tuple(owners), tuple(costs), tuple(nbytes))
-
-
-def _plan(
-    cuts: Sequence[Cut], cost: Cost, itemsizes: Sequence[int], ranks: Sequence[int]
-) -> Owners:
-    costs = [cost_of("plan_owners", cost, cut.shape) for cut in cuts]
-    sizes = [cut.numel * itemsize for cut, itemsize in zip(cuts, itemsizes, strict=True)]
-    chosen = assign(cuts, costs, sizes)
-    loads, held = [0.0] * len(ranks), [0] * len(ranks)
-    for owner, one, size in zip(chosen, costs, sizes, strict=True):
-        loads[owner] += one
-        held[owner] += size
-    return Owners(tuple(ranks[owner] for owner in chosen), tuple(loads), tuple(held))
+    count = len(parts[0][0]) if len(parts) == 1 else world
+    owners, loads, held = [0] * len(tensors), [0.0] * count, [0] * count
+    for of_part, indices, cuts in parts:
+        costs = [cost_of("plan_owners", cost or newton_schulz_flops, cut.shape) for cut in cuts]
+        sizes = [cut.numel * itemsizes[i] for i, cut in zip(indices, cuts, strict=True)]
+        chosen = assign(cuts, costs, sizes)
+        for index, owner, one, size in zip(indices, chosen, costs, sizes, strict=True):
+            owners[index] = of_part[owner]
+            place = owner if len(parts) == 1 else owners[index]
+            loads[place] += one
+            held[place] += size
+    return Owners(tuple(owners), tuple(loads), tuple(held))
 
 
 def _listed(who: str, name: str, given: object) -> None:

@@ -110,7 +110,8 @@ class Run:
     def _lay_out(self) -> None:
         members = self.members
         if not self.filled:
-            self.tensor, self.starts = members[0].local.new_empty(0), [0] * len(members)
+            self.tensor = members[0].local.new_empty(0)
+            self.starts = [0] * len(members)
             return
         first, last = members[self.filled[0]], members[self.filled[-1]]
         assert first.span is not None
@@ -205,13 +206,11 @@ class Run:
 
 
 def _is_same(part: Tensor, old: Any) -> bool:
-    if not isinstance(old, DTensor):
+    local = torch_dtensor.local_tensor(old) if isinstance(old, DTensor) else None
+    if type(local) is not Tensor or type(part) is not Tensor:
         return False
-    local = torch_dtensor.local_tensor(old)
     return (
-        type(local) is Tensor
-        and type(part) is Tensor
-        and local.data_ptr() == part.data_ptr()
+        local.data_ptr() == part.data_ptr()
         and local.dtype is part.dtype
         and local.shape == part.shape
         and local.numel() > 0
@@ -219,28 +218,17 @@ def _is_same(part: Tensor, old: Any) -> bool:
 
 
 class _Seen:
-    """Checked gradients, identified by ``id`` while they or the buffers holding them are alive."""
+    """Checked gradients, identified as long as they are alive."""
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
-        self._addresses = list(map(id, grads))
-        self._others: list[weakref.ref[Tensor]] = []
+        self._refs = list(map(weakref.ref, grads))
+        self._are_ours = all(GradientBuffer.holding(grad) is not None for grad in grads)
         self._joined: list[weakref.ref[Tensor]] = []  # gradients owned by our buffers
-        buffers: dict[int, weakref.ref[GradientBuffer]] = {}
-        for grad in grads:
-            buffer = GradientBuffer.holding(grad)
-            if buffer is None:
-                self._others.append(weakref.ref(grad))
-            else:
-                buffers[id(buffer)] = weakref.ref(buffer)
-        self._buffers = list(buffers.values())
 
     def are(self, grads: Sequence[Tensor]) -> bool:
-        if list(map(id, grads)) != self._addresses:
+        if len(grads) != len(self._refs) or any(map(is_, grads, repeat(None))):
             return False
-        for known in (self._buffers, self._others):
-            if any(map(is_, map(referent, known), repeat(None))):
-                return False
-        return True
+        return all(map(is_, map(referent, self._refs), grads))
 
     def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
         """Return a view of each run's gradient, from the run's first nonempty member on."""
@@ -255,7 +243,7 @@ class _Seen:
                 joined.append(torch_dtensor.local_tensor(first).as_strided((numel,), (1,)))
             else:
                 joined.append(buffer.lend(first, numel))
-        if not self._others and all(run.numel() for run in runs):
+        if self._are_ours and all(run.numel() for run in runs):
             self._joined = list(map(weakref.ref, joined))
         return joined
 

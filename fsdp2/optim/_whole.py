@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -336,14 +337,10 @@ class Fleet:
     owned: list[Owned] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     limit: int = MAX_BYTES
-    # for the current step: matrices with gradients, and a flag for each matrix if written to
+    # for the current step: matrices with gradients, and a flag for each of them if written to
     present: list[int] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     fields: dict[int, list[str]] = field(default_factory=dict)  # field names of each matrix's state
-
-    @property
-    def inners(self) -> list[Optimizer]:
-        return [round_.inner for round_ in self.rounds if round_.inner is not None]
 
     def whole(self, index: int) -> Tensor:
         whole = self.owned[index].whole
@@ -391,7 +388,7 @@ class WholeOptimizer(Wrapped):
         self._counters: dict[str, Any] = {}  # numbers that the class keeps on the optimizer itself
         self._given: list[dict[str, Any]] | None = None  # the user's options of param groups
         self._fleets: list[Fleet] = []
-        self._planned_for: list[tuple[Tensor, object]] = []
+        self._planned_for: list[tuple[int, object]] = []
         self._peers_of: Callable[[Any], Peers] = Peers.of  # replaced for simulated ranks
 
     def _begin(
@@ -449,7 +446,8 @@ class WholeOptimizer(Wrapped):
 
     @property
     def _inners(self) -> list[Optimizer]:
-        return [inner for fleet in self._fleets for inner in fleet.inners]
+        rounds = [round_ for fleet in self._fleets for round_ in fleet.rounds]
+        return [round_.inner for round_ in rounds if round_.inner is not None]
 
     def _forget_states(self) -> None:
         self._is_out = False
@@ -531,11 +529,8 @@ class WholeOptimizer(Wrapped):
         return f"{WHO}({self._plain_class.__name__}).step"
 
     def _plan(self) -> None:
-        now = [(param, _lies(param)) for param in params_of(self.param_groups)]
-        if len(now) == len(self._planned_for) and all(
-            one is other and (lies is lay or lies == lay)
-            for (one, lies), (other, lay) in zip(now, self._planned_for, strict=True)
-        ):
+        now = [(id(param), _lies(param)) for param in params_of(self.param_groups)]
+        if now == self._planned_for:  # the fleets keep the parameters alive
             return
         self.gather_state()
         if self._plain_class.__module__.split(".")[0] in COUNTS_ELEMENTS:
@@ -622,23 +617,27 @@ class WholeOptimizer(Wrapped):
             same["states that were loaded"] = short(
                 [sorted((str(k), isinstance(v, DTensor)) for k, v in e.items()) for e in entries]
             )
-        prints = [fleet.owned[index].shard_print(fleet.peers.me) for index in present]
-        fleet.changed = [0] * len(fleet.owned)
-        for index, is_same in zip(present, _same(fleet.owned, present, prints), strict=True):
-            fleet.changed[index] = int(not is_same)
+        owned = [fleet.owned[index] for index in present]
+        prints = [one.shard_print(fleet.peers.me) for one in owned]
+        known = [one.printed for one in owned if one.printed is not None]
+        fleet.changed = [int(len(known) < len(owned))] * len(owned)
+        # a plan's fake tensors are never written to
+        if known and len(known) == len(owned) and torch_dtensor.has_real_memory():
+            is_changed = (torch.stack(known) != torch.stack(prints)).any(1)
+            fleet.changed = is_changed.int().tolist()  # synchronizes once
         return same
 
     def _compute(self) -> BaseException | None:
         """Step every owned matrix; return this rank's exception, if any. Collective."""
         failed: BaseException | None = None
         if not self._is_out:
+            try:  # pass the extra entries of a loaded state dict to the rounds' optimizers
+                for inner in self._inners if self.beside else ():
+                    empty = {**inner.state_dict(), "state": {}}
+                    inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
+            except Exception as error:  # reported with failures of the rounds
+                failed = error
             for fleet in self._fleets:
-                try:  # pass the extra entries of a loaded state dict to the rounds' optimizers
-                    for inner in fleet.inners if self.beside else ():
-                        empty = {**inner.state_dict(), "state": {}}
-                        inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
-                except Exception as error:  # reported with failures of the rounds
-                    failed = failed or error
                 bring(fleet.peers, fleet.owned, self._table, fleet.limit)
             self._table = defaultdict(dict)
             self._is_out = True
@@ -646,7 +645,7 @@ class WholeOptimizer(Wrapped):
             if not fleet.present:
                 continue
             fleet.changed = fleet.peers.grid.highest(*fleet.changed)
-            wanted = [index for index in fleet.present if fleet.changed[index]]
+            wanted = list(itertools.compress(fleet.present, fleet.changed))
             if wanted:  # owners' copies are out of date
                 fleet.freight(wanted).to_owners(fleet.whole)
             failed_here = self._step_rounds(fleet)
@@ -696,21 +695,17 @@ class WholeOptimizer(Wrapped):
                     "a class that writes to parameters in place.",
                 )
 
-    def _options_after(self) -> list[dict[str, Any]]:
+    def _take_options(self, grids: Sequence[Grid]) -> None:
+        """Adopt all ranks' changes to options. Raise StateError if the changes differ."""
         found: list[dict[str, Any]] = [{} for _ in self.param_groups]
         for fleet in self._fleets:
             for round_, _ in fleet.rounds_of(fleet.present):
                 groups = [] if round_.inner is None else round_.inner.param_groups
                 for place, own in zip(round_.groups, groups, strict=True):
-                    group = self.param_groups[place]
+                    before = self.param_groups[place]
                     for key, value in options_of(own).items():
-                        if key not in group or not equal(group[key], value):
+                        if key not in before or not equal(before[key], value):
                             found[place][key] = value
-        return found
-
-    def _take_options(self, grids: Sequence[Grid]) -> None:
-        """Adopt all ranks' changes to options. Raise StateError if the changes differ."""
-        found = self._options_after()
         error: StateError | None = None
         for grid in grids:
             if not grid.any_is(any(found)):
@@ -737,19 +732,16 @@ class WholeOptimizer(Wrapped):
         for fleet in self._fleets:
             if not fleet.present:
                 continue
-            self._note_fields(fleet)
+            if any(index not in fleet.fields for index in fleet.present):
+                # exchange the field names of states of matrices stepped for the first time
+                own = {
+                    i: [*one.state] for i, one in enumerate(fleet.owned) if one.inner is not None
+                }
+                for told in fleet.peers.grid.collect(own):
+                    fleet.fields.update(told)
             fleet.freight(fleet.present).from_owners(fleet.whole)
             for index in fleet.present:
                 fleet.owned[index].printed = fleet.owned[index].shard_print(fleet.peers.me)
-
-    def _note_fields(self, fleet: Fleet) -> None:
-        """Exchange the state field names of matrices stepped for the first time. Collective."""
-        if all(index in fleet.fields for index in fleet.present):
-            return
-        owned = enumerate(fleet.owned)
-        own = {index: [*one.state] for index, one in owned if one.inner is not None}
-        for told in fleet.peers.grid.collect(own):
-            fleet.fields.update(told)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UnsupportedError(
@@ -788,8 +780,9 @@ def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
                 one._take_options([grids[ranks] for ranks in in_order])
         except BaseException:
             # the owners' copies are invalid: the step failed, and no shard was written
-            for owned in (owned for one in optimizers for f in one._fleets for owned in f.owned):
-                owned.printed = None
+            for fleet in (fleet for one in optimizers for fleet in one._fleets):
+                for owned in fleet.owned:
+                    owned.printed = None
             raise
         for one in optimizers:
             one._write()
@@ -834,18 +827,6 @@ def _named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
             elif owner is not None:
                 name = owner.fqn
             yield number, name, param
-
-
-def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tensor]) -> list[bool]:
-    """Return, for each part, whether it is unchanged since the last step. Synchronizes once."""
-    known = [owned[index].printed for index in present]
-    if not prints or any(one is None for one in known):
-        return [False] * len(prints)
-    if not torch_dtensor.has_real_memory():  # a plan's fake tensors are never written to
-        return [True] * len(prints)
-    before = torch.stack([one for one in known if one is not None])
-    flags: list[bool] = (before == torch.stack(list(prints))).all(1).tolist()
-    return flags
 
 
 def _lies(param: Tensor) -> object:

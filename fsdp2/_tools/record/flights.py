@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,11 @@ from fsdp2._core.params.registration import SMALLER as SMALLER_STATE
 from fsdp2._tools.record.ledger import Ledger, Row, quoted
 from fsdp2._tools.record.memory import Entry
 
-SMALLER = ',"collective":"all_gather","is_smaller":true'
-"""Columns for an all-gather over the smaller mesh to which a group reshards after forward."""
+SMALLER = ',"is_smaller":true'
+"""Column for an all-gather over the smaller mesh to which a group reshards after forward."""
 EXACT = ',"is_exact":true'
 """Column for a collective whose completion was observed immediately."""
+_EVENTS = {"all_gather": "unshard", "reduce_scatter": "reduce"}  # kinds of events of collectives
 EXACT_NS = 20_000
 """A wait of at least this length ends when its collective ends; a shorter wait may end later."""
 
@@ -51,7 +52,7 @@ class Flown:
         if not flights.is_on:
             return
         self.was_done = self.row is None or flight.is_done
-        more = f',"for":"{self.kind}","by":{quoted(flights.waiter)}'
+        more = f',"for":"{self.kind}","by":{quoted(flights.active or "")}'
         phase = self.entry.group.context.phase
         self.wait = row = ledger.begin("wait", self.entry.name, phase, more=more)
         if ledger.profiles:
@@ -75,15 +76,15 @@ class Flown:
         ledger.end(row, now, account=partial(row.step.add_wait, self.kind, prefetch))
 
 
+@dataclass(eq=False)
 class Flights:
-    def __init__(self, ledger: Ledger, entry_of: Mapping[Any, Entry]) -> None:
-        self.ledger = ledger
-        self._entry_of = entry_of  # keys include the groups' reducers
-        self._running: dict[Flown, None] = {}  # CPU only: not observed as complete yet
-        self.gathering: Entry | None = None  # the group that is unsharding now
-        self.is_prefetching = False
-        self.waiter = ""  # the unit that is being processed
-        self.is_on = True
+    ledger: Ledger
+    _entry_of: Mapping[Any, Entry]  # keys include the groups' reducers
+    _running: dict[Flown, None] = field(default_factory=dict)  # CPU only: not seen to be complete
+    gathering: Entry | None = None  # the group that is unsharding now
+    is_prefetching: bool = False
+    active: str | None = None  # name of the unit that is being processed
+    is_on: bool = True
 
     def around_launch(
         self,
@@ -95,7 +96,7 @@ class Flights:
     ) -> InFlight:
         """Record a launch if it is a collective of the recorded model."""
         ledger = self.ledger
-        launched: Any = issue.launched if isinstance(issue, _Timed) else issue
+        launched: Any = getattr(issue, "launched", issue)
         source: Any = getattr(launched, "__self__", None)
         if isinstance(source, Reduction):
             entry = self._entry_of.get(source.owner)
@@ -136,8 +137,16 @@ class Flights:
         if flown.kind == "store":  # its waits count as waits for the reduction's last collective
             flown.kind = "all_reduce" if entry.group.data.summed.size > 1 else "reduce_scatter"
             return heard
+        kind, phase, more = flown.kind, entry.group.context.phase, ""
         nbytes = sum(buffer.nbytes for buffer in flight.buffers)
-        row = self._begin_row(entry, flown.kind, begin, nbytes)
+        if kind in _EVENTS:
+            more = f',"collective":"{kind}"'
+            if kind == "all_gather" and entry.group.state is SMALLER_STATE:
+                more += SMALLER
+            event = entry.events.pop(_EVENTS[kind], None)
+            if event is not None:
+                kind, phase, nbytes = event.kind, event.phase, event.nbytes
+        row = self.ledger.begin(kind, entry.name, phase, nbytes, begin, more)
         if end is not None:
             self.ledger.end(row, end, EXACT)
         elif flight.runs:
@@ -148,20 +157,6 @@ class Flights:
             self.ledger.end(row)
             return flight
         return heard
-
-    def _begin_row(self, entry: Entry, kind: str, begin: Any, nbytes: int) -> Row:
-        phase = entry.group.context.phase
-        event, more = None, ""
-        if kind == "all_gather":
-            event, entry.unshard_event = entry.unshard_event, None
-            is_smaller = entry.group.state is SMALLER_STATE
-            more = SMALLER if is_smaller else ',"collective":"all_gather"'
-        elif kind == "reduce_scatter":
-            event, entry.reduce_event = entry.reduce_event, None
-            more = ',"collective":"reduce_scatter"'
-        if event is not None:
-            kind, phase, nbytes = event.kind, event.phase, event.nbytes
-        return self.ledger.begin(kind, entry.name, phase, nbytes, begin, more)
 
     def look(self) -> None:
         now = None
@@ -195,7 +190,7 @@ class _Timed:
         self._ledger = ledger
         self._issue = issue
         # a second recording of the same model may already have wrapped ``issue``
-        self.launched: Any = issue.launched if isinstance(issue, _Timed) else issue
+        self.launched: Any = getattr(issue, "launched", issue)
         self.begin: Any = None
         self.end: Any = None
 

@@ -228,8 +228,8 @@ class Ledger:
         if step.number == 0:
             return
         step.failed = failed
-        step.peak_nbytes = self.memory.peak
-        step.rss_nbytes, step.allocated_nbytes = resident_nbytes(), self._allocator.nbytes
+        allocated = self._allocator.nbytes
+        step.nbytes.update(peak=self.memory.peak, rss=resident_nbytes(), allocated=allocated)
         self._steps.append(step)
         self.resolve()
 
