@@ -212,7 +212,8 @@ def local(
     check_flag(who, "elementwise", elementwise)
     _check_class(cls, elementwise)
     try:
-        optimizer: OptimizerT = _local_class(cls)(params, **kwargs)
+        made = wrapped_class("Local", LocalOptimizer, cls)
+        optimizer: OptimizerT = made(params, **kwargs)
         check_groups(cls, optimizer.param_groups)
     except FSDPError:
         raise
@@ -579,12 +580,8 @@ class LocalOptimizer(Wrapped):
         return rebuild_optimizer, (self._plain_class,), cast(Any, self).__getstate__()
 
 
-def _local_class(cls: type[Optimizer]) -> Any:
-    return wrapped_class("Local", LocalOptimizer, cls, {})
-
-
 def rebuild_optimizer(cls: type[Optimizer]) -> Any:
-    made = _local_class(cls)
+    made = wrapped_class("Local", LocalOptimizer, cls)
     return made.__new__(made)
 
 

@@ -513,7 +513,7 @@ class OffloadedStates:
 def offloaded_class(cls: type[Optimizer]) -> Any:
     step: Any = Optimizer.profile_hook_step(OffloadedStates.step)
     step.hooked = True  # prevents torch from wrapping the step again
-    return wrapped_class("Offloaded", OffloadedStates, cls, {"step": step})
+    return wrapped_class("Offloaded", OffloadedStates, cls, step=step)
 
 
 def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None = None) -> Any:

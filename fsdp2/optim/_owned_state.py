@@ -130,17 +130,12 @@ def bit_sum(part: Tensor) -> Tensor:
     if not bits.numel():
         return total
     of_place = _weights(part.device, _PERIOD, 1)
-    of_block = _weights(part.device, 1024, 2)
-    full = bits.numel() // _PERIOD
-    rows = bits[: full * _PERIOD].view(full, _PERIOD)
-    for start in range(0, full, _ROWS_AT_A_TIME):
-        block = rows[start : start + _ROWS_AT_A_TIME]
-        weight = int(1 + 2 * (start // _ROWS_AT_A_TIME))
-        sums = (block * of_place).sum(1)
-        total += (sums * of_block[: len(sums)]).sum() * weight
-    rest = bits[full * _PERIOD :]
-    if rest.numel():
-        total += (rest * of_place[: rest.numel()]).sum() * 3
+    of_row = _weights(part.device, _ROWS_AT_A_TIME, 2)
+    for index, piece in enumerate(bits.split(_PERIOD * _ROWS_AT_A_TIME)):
+        width = min(len(piece), _PERIOD)
+        rows = torch.nn.functional.pad(piece, (0, -len(piece) % width)).view(-1, width)
+        sums = (rows * of_place[:width]).sum(1)
+        total += (sums * of_row[: len(sums)]).sum() * (2 * index + 1)
     return total
 
 
@@ -184,6 +179,8 @@ def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> Non
                     device = own.device
                     value = torch.empty_strided(cut.shape, strides, dtype=own.dtype, device=device)
                 arrived.append(value)
+                return value
+            if one.inner is None:
                 return value
             is_stacked = one.lead is not None and own.dim() and len(own) == len(one.param)
             return own[one.lead].clone() if is_stacked else own.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -143,38 +143,37 @@ def _fleets(tensors: Sequence[object]) -> list[tuple[Peers, list[int]]]:
     return list(found.values())
 
 
-def _freight(
-    what: str,
-    peers: Peers,
-    tensors: Sequence[Tensor],
-    indices: Sequence[int],
-    owners: Owners,
-    max_bytes: int,
-) -> Freight:
+def _freights(
+    what: str, tensors: Sequence[Tensor], owners: Owners, max_bytes: int
+) -> Iterator[tuple[list[int], Freight]]:
+    """Yield the transfers among each group of peers, after the indices of their tensors."""
+    fleets = _fleets(tensors)
     if not isinstance(owners, Owners):
         raise wrong_type(what, "owners", "a result of plan_owners", owners)
     if len(owners.owners) != len(tensors):
         raise wrong_value(
             what, "owners", f"a plan of {len(tensors)} tensors", f"{len(owners.owners)} owners"
         )
-    foreign = [index for index in indices if owners.owners[index] not in peers.ranks]
-    if foreign:
-        raise wrong_value(
-            what,
-            "owners",
-            f"an owner of tensor {foreign[0]} among its ranks, {list(peers.ranks)}",
-            owners.owners[foreign[0]],
-            "Pass the result of plan_owners for these tensors.",
-        )
-    cargos = [
-        Cargo(
-            peers.cut(f"tensor {index}", tensors[index]),
-            peers.ranks.index(owners.owners[index]),
-            tensors[index].dtype,
-        )
-        for index in indices
-    ]
-    return Freight(peers, [tensors[index] for index in indices], cargos, max_bytes)
+    for peers, indices in fleets:
+        foreign = [index for index in indices if owners.owners[index] not in peers.ranks]
+        if foreign:
+            raise wrong_value(
+                what,
+                "owners",
+                f"an owner of tensor {foreign[0]} among its ranks, {list(peers.ranks)}",
+                owners.owners[foreign[0]],
+                "Pass the result of plan_owners for these tensors.",
+            )
+        cargos = [
+            Cargo(
+                peers.cut(f"tensor {index}", tensors[index]),
+                peers.ranks.index(owners.owners[index]),
+                tensors[index].dtype,
+            )
+            for index in indices
+        ]
+        own = [tensors[index] for index in indices]
+        yield indices, Freight(peers, own, cargos, max_bytes)
 
 
 def _of_owners(wholes: Sequence[Tensor | None], indices: Sequence[int]) -> Callable[[int], Tensor]:
@@ -202,11 +201,10 @@ def to_owners(
     check_count("to_owners", "max_bytes", max_bytes)
     found: list[Tensor | None] = [None] * len(tensors)
     with operation("to_owners"):
-        for peers, indices in _fleets(tensors):
-            freight = _freight("to_owners", peers, tensors, indices, owners, max_bytes)
+        for indices, freight in _freights("to_owners", tensors, owners, max_bytes):
             for index, cargo in zip(indices, freight.cargos, strict=True):
-                tensor = tensors[index]
-                if cargo.owner == peers.me:
+                if cargo.owner == freight.peers.me:
+                    tensor = tensors[index]
                     local = torch_dtensor.local_part(tensor)
                     found[index] = torch.empty_strided(
                         tuple(tensor.shape), tensor.stride(), dtype=local.dtype, device=local.device
@@ -239,8 +237,8 @@ def from_owners(
     _listed("from_owners", "whole", whole)
     check_count("from_owners", "max_bytes", max_bytes)
     with operation("from_owners"):
-        for peers, indices in _fleets(tensors):
-            freight = _freight("from_owners", peers, tensors, indices, owners, max_bytes)
+        for indices, freight in _freights("from_owners", tensors, owners, max_bytes):
+            peers = freight.peers
             with peers.grid.together("from_owners"):
                 if len(whole) != len(tensors):
                     expected = f"{len(tensors)} values, one per tensor"

@@ -102,7 +102,10 @@ class Run:
             # states of 0-dim tensors could not be distinguished from counters
             self.tensor = local if local.dim() else local.view(1)
             self.starts = [0]
-            self.state = {key: self._adopt(value) for key, value in member.entry.items()}
+            self.state = dict(member.entry)
+            for key, value in member.entry.items():
+                if isinstance(value, DTensor):
+                    self.state[key] = member.part(value).view(self.tensor.shape)
             return
         self._lay_out()
         self.state = {key: self._join(key, known) for key in members[0].entry}
@@ -121,11 +124,6 @@ class Run:
         ]
         numel = self.starts[self.filled[-1]] + last.local.numel()
         self.tensor = packing.typed(first.span.flat, begin, numel, dtype).detach()
-
-    def _adopt(self, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        return self.members[0].part(value).view(self.tensor.shape)
 
     def _join(self, key: str, known: set[int]) -> Any:
         """Join the members' states named ``key``. ``known``: storage addresses of joined states."""

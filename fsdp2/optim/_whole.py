@@ -233,7 +233,7 @@ def _make(
         stands = params if isinstance(params, Tensor) else [*map(placeholder, params)]
         methods = [(name, getattr(cls, name, None)) for name in MODES]
         switches = {name: _on_shards(method) for name, method in methods if callable(method)}
-        optimizer = wrapped_class("Whole", WholeOptimizer, cls, switches)(stands, **kwargs)
+        optimizer = wrapped_class("Whole", WholeOptimizer, cls, **switches)(stands, **kwargs)
     except FSDPError:
         raise
     except Exception as error:

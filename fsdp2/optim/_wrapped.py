@@ -55,7 +55,7 @@ def wrapped_class(
     prefix: str,
     wrapper: type,
     cls: type[Optimizer],
-    more: Mapping[str, Any],
+    **more: Any,
 ) -> Any:
     if (wrapper, cls) not in _classes:
         names = {
