@@ -117,7 +117,8 @@ def pinned_nbytes(model: Any, optim: Any) -> int:
     """Return how much memory of the host activations and states were given."""
     activations = vars(model).get(ATTRIBUTE)
     found = 0 if activations is None else activations.memory.nbytes
-    return int(found + (optim._memory.nbytes if isinstance(optim, OffloadedStates) else 0))
+    batches = optim._batches if isinstance(optim, OffloadedStates) else []
+    return int(found + sum(batch.nbytes for batch in batches))
 
 
 def repeated(step: Callable[[], None], count: int) -> None:

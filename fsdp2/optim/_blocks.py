@@ -49,7 +49,6 @@ class Lines:
     """The distribution of a parameter's rows over the ranks of one axis."""
 
     axis: int
-    size: int
     place: int
     row_numel: int
     rows: tuple[tuple[int, int], ...]
@@ -65,7 +64,7 @@ class Lines:
         size = mesh.size(axis)
         rows = tuple(rows_of(param.shape[0], size, place, deal) for place in range(size))
         place = mesh.get_local_rank(axis)
-        return Lines(axis, size, place, math.prod(param.shape[1:]), rows)
+        return Lines(axis, place, math.prod(param.shape[1:]), rows)
 
     def ends(self, block: int) -> tuple[int, ...] | None:
         """Return the end of each rank's part, in blocks, or None if any block is split."""
@@ -121,20 +120,14 @@ def _block_of(numel: int, count: int) -> int | None:
     return block if -(-numel // block) == count else None
 
 
+@dataclass(frozen=True, eq=False)
 class StatesInBlocks:
     """An optimizer's states for a parameter. ``parts``: the plain tensors of a non-empty shard."""
 
-    def __init__(
-        self,
-        fqn: str,
-        param: DTensor,
-        lines: Lines,
-        parts: dict[str, Part],
-    ) -> None:
-        self.fqn = fqn
-        self.param = param
-        self.lines = lines
-        self.parts = parts
+    fqn: str
+    param: DTensor
+    lines: Lines
+    parts: dict[str, Part]
 
     @staticmethod
     def of(fqn: str, param: DTensor, probe: Probe) -> StatesInBlocks | None:

@@ -34,6 +34,8 @@ Spread = tuple[dist.ProcessGroup, ...]
 
 
 @torch_compiler.always_eager
+@torch.no_grad()
+@operation("clip_grad_norm_")
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -71,17 +73,6 @@ def clip_grad_norm_(
 
     Source: the public ``torch.nn.utils.clip_grad_norm_``, which accepts DTensors on one mesh only.
     """
-    with torch.no_grad(), operation("clip_grad_norm_"):
-        return _clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-
-
-def _clip(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> Tensor:
     unique = _unique(parameters)
     max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a non-negative number", 0.0)
     given: Any = norm_type  # torch also accepts strings
@@ -215,16 +206,12 @@ def _norm(
         else:
             norms += torch_tensors.norms_of(alike, order)
     joined = [norm.to(device=device, dtype=dtype) for norm in norms]
-    none = torch.full((), _identity(order), dtype=dtype, device=device)
+    # the norm of an empty tensor, which is the neutral element of ``_joined``
+    none = torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=device)
     return _joined(torch.stack(joined or [none]), order)
 
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-
-
-def _identity(order: float) -> float:
-    """Return the norm of an empty tensor, which is the neutral element of ``_joined``."""
-    return math.inf if order < 0 else 0.0
 
 
 def _joined(norms: Tensor, order: float) -> Tensor:

@@ -178,13 +178,10 @@ class EMA:
                     value.copy_(average)
             yield
         finally:
-            self._put_back(kept)
-
-    @torch.no_grad()
-    def _put_back(self, kept: list[Tensor]) -> None:
-        self._is_swapped = False
-        for (_, value), old in zip(self._pairs(), kept, strict=True):
-            value.copy_(old)
+            self._is_swapped = False
+            with torch.no_grad():
+                for (_, value), old in zip(self._pairs(), kept, strict=True):
+                    value.copy_(old)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"updates": int, "averages": {name: tensor}}``; sharded values are DTensors.

@@ -12,12 +12,10 @@ rounding error of a norm in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from fsdp2._core.base import torch_tensors
 
 BITS = 30
 PIECE_NUMEL = 1 << 22
@@ -34,13 +32,15 @@ def unit_of(largest: Tensor, order: float) -> Tensor:
 def integers_of(grads: Sequence[Tensor], order: float, unit: Tensor) -> Tensor:
     """Return the two integer sums ``[2]`` of local tensors. See [Note: exact sums]."""
     found = torch.zeros(2, dtype=torch.int64, device=unit.device)
-    for piece in _pieces(grads):
-        powers = piece.to(torch.float64)
-        powers = powers.square_() if order == 2 else powers.abs_()
-        powers.mul_(2.0**BITS / unit.to(powers.device))
-        high = powers.floor()
-        low = powers.sub_(high).mul_(2.0**BITS).floor_()
-        found += torch.stack([high.sum(), low.sum()]).to(found)
+    for grad in grads:
+        real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+        for piece in real.reshape(-1).split(PIECE_NUMEL):
+            powers = piece.to(torch.float64, copy=True)
+            powers = powers.square_() if order == 2 else powers.abs_()
+            powers.mul_(2.0**BITS / unit.to(powers.device))
+            high = powers.floor()
+            low = powers.sub_(high).mul_(2.0**BITS).floor_()
+            found += torch.stack([high.sum(), low.sum()]).to(found)
     return found
 
 
@@ -49,19 +49,3 @@ def norm_of(integers: Tensor, order: float, unit: Tensor) -> Tensor:
     high, low = integers.to(torch.float64).unbind()
     total = (high + low * 2.0**-BITS) * 2.0**-BITS * unit
     return total.sqrt() if order == 2 else total
-
-
-def _pieces(grads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield all elements as flat copies of bounded size; small tensors are concatenated."""
-    real = [
-        torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads
-    ]
-    for alike in torch_tensors.by_kind(real).values():
-        waiting: list[Tensor] = []
-        for part in (part for grad in alike for part in grad.reshape(-1).split(PIECE_NUMEL)):
-            if waiting and sum(map(len, waiting)) + len(part) > PIECE_NUMEL:
-                yield torch.cat(waiting)
-                waiting = []
-            waiting.append(part)
-        if waiting:
-            yield torch.cat(waiting)

@@ -139,9 +139,8 @@ class _Kind:
     graph: _Captured | None = None
 
     def is_like(self, other: _Kind) -> bool:
-        if self.tensors != other.tensors or self.facts != other.facts:
-            return False
-        return bool(self.inputs == other.inputs)
+        is_like = self.tensors == other.tensors and self.facts == other.facts
+        return is_like and bool(self.inputs == other.inputs)
 
 
 class GraphedStep:
@@ -330,7 +329,8 @@ class GraphedStep:
             trees.give_up()
             return why
         captured.guards = _Guards(self._model, self._optimizer)
-        captured.keep_gradients(trees)
+        # the gradients that remain after the step: replays write to their memory
+        captured.gradients = [(one, one.grad) for one in trees.params if one.grad is not None]
         kind.graph = captured
         if not captured.replayed.is_expected:
             captured.replayed.undo()
@@ -378,39 +378,32 @@ class _Guards:
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
-        self._tensors = self._tensors_now()
-        self._states = self._states_now()
-        self._groups = self._groups_now()
+        self._before = self._now()
 
-    def _tensors_now(self) -> list[Any]:
-        found: list[Any] = []
+    def _now(self) -> tuple[list[Any], list[Any], list[dict[str, Any]]]:
+        """Return the model's tensors, the optimizer's states, and its param groups."""
+        tensors: list[Any] = []
         for module in self._model.modules():
-            found += module._parameters.values()
-            found += module._buffers.values()
-        return found
-
-    def _states_now(self) -> list[Any]:
+            tensors += [*module._parameters.values(), *module._buffers.values()]
         if self._optimizer is None:
-            return []
-        return [value for state in self._optimizer.state.values() for value in state.values()]
-
-    def _groups_now(self) -> list[dict[str, Any]]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        found = []
-        for group in groups:
+            return tensors, [], []
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        groups = []
+        for group in self._optimizer.param_groups:
             own = {**group, "params": [id(param) for param in group["params"]]}
             if _reads_rate_on_device(group) and not isinstance(group["lr"], Tensor):
                 del own["lr"]  # see _Rates
-            found.append(own)
-        return found
+            groups.append(own)
+        return tensors, states, groups
 
     def why_left(self) -> str:
         """Return the change that invalidates the graph, or "" if there is none."""
-        if not _are(self._tensors, self._tensors_now()):
+        (tensors, states, groups), now = self._before, self._now()
+        if not _are(tensors, now[0]):
             return "a parameter or a buffer of the model was replaced"
-        if not _are(self._states, self._states_now()):
+        if not _are(states, now[1]):
             return "the optimizer's state was replaced, for example by load_state_dict"
-        if self._groups != self._groups_now():
+        if groups != now[2]:
             return "a param group of the optimizer was changed"
         return ""
 
@@ -442,10 +435,6 @@ class _Captured:
             self.rates.on_device(),
         ):
             yield
-
-    def keep_gradients(self, trees: Trees) -> None:
-        """Keep the gradients that remain after the step: replays write to their memory."""
-        self.gradients = [(one, one.grad) for one in trees.params if one.grad is not None]
 
     def why_left(self, follows_graph: bool) -> str:
         """Return the reason why the graph is no longer valid, or "" if it is valid."""

@@ -53,47 +53,45 @@ VARIANTS = (torch.optim.Adam, torch.optim.AdamW)  # classes whose fused step run
 class FusedAdam:
     """The fused kernel's arguments for one plan's runs, except gradients and hyperparameters."""
 
-    def __init__(self, runs: Sequence[Run], uses_amsgrad: bool) -> None:
+    def __init__(self, runs: Sequence[Run], lists: Sequence[list[Tensor]]) -> None:
         self._runs = runs
-        self._params = [run.tensor for run in runs]
-        self._means = [run.state["exp_avg"] for run in runs]
-        self._squares = [run.state["exp_avg_sq"] for run in runs]
-        self._maxima = [run.state["max_exp_avg_sq"] for run in runs] if uses_amsgrad else []
-        self._uses_amsgrad = uses_amsgrad
+        self._lists = lists  # parameters, means, squares and, with amsgrad, maxima
         self._counter = runs[0].state["step"].clone()
-        self._counters = [self._counter] * len(runs)
 
     @staticmethod
     def of(plan: StepPlan, group: dict[str, Any]) -> FusedAdam | None:
         """Return the kernel for a plan's runs, or None if the class itself must step them."""
-        if not _suits(group) or plan.plain or not plan.runs:
+        runs = plan.runs
+        if not _suits(group) or plan.plain or not runs:
             return None
-        names = {"step", "exp_avg", "exp_avg_sq"}
+        names = ["exp_avg", "exp_avg_sq"]
         if group["amsgrad"]:
-            names.add("max_exp_avg_sq")
-        first = plan.runs[0].tensor
-        for run in plan.runs:
-            if set(run.state) != names or not first.is_floating_point():
-                return None
-            values = [run.tensor, *(run.state[name] for name in names - {"step"})]
-            if any(v.dtype is not first.dtype or v.device != first.device for v in values):
-                return None
-            step = run.state["step"]
-            if step.dim() or step.dtype is not torch.float32 or step.device != first.device:
-                return None
-        steps = torch.stack([run.state["step"] for run in plan.runs])
-        if not bool((steps == steps[0]).all()):
+            names.append("max_exp_avg_sq")
+        if any(set(run.state) != {"step", *names} for run in runs):
             return None
-        return FusedAdam(plan.runs, bool(group["amsgrad"]))
+        lists = [[run.tensor for run in runs]]
+        lists += [[run.state[name] for run in runs] for name in names]
+        kinds = {(value.dtype, value.device) for values in lists for value in values}
+        steps = [run.state["step"] for run in runs]
+        device, first = lists[0][0].device, steps[0]
+        if len(kinds) > 1 or not lists[0][0].is_floating_point():
+            return None
+        if any((s.dim(), s.dtype, s.device) != (0, torch.float32, device) for s in steps):
+            return None
+        if not bool((torch.stack(steps) == first).all()):
+            return None
+        return FusedAdam(runs, lists)
 
     def takes(self, grads: Sequence[Tensor], group: dict[str, Any]) -> bool:
         """Return True if the kernel fits this step: the conditions checked in ``of`` still hold."""
-        if not _suits(group) or bool(group["amsgrad"]) is not self._uses_amsgrad:
+        uses_amsgrad = len(self._lists) == 4
+        if not _suits(group) or bool(group["amsgrad"]) is not uses_amsgrad:
             return False
-        dtype = self._params[0].dtype
+        dtype = self._lists[0][0].dtype
         return all(grad.dtype is dtype for grad in grads)
 
     def step(self, grads: list[Tensor], group: dict[str, Any]) -> None:
+        params, means, squares, *maxima = self._lists
         beta1, beta2 = group["betas"]
         self._counter += 1
         kernel = (
@@ -102,13 +100,13 @@ class FusedAdam:
             else torch_tensors.fused_adam
         )
         kernel(
-            self._params,
+            params,
             grads,
-            self._means,
-            self._squares,
-            self._maxima,
-            self._counters,
-            amsgrad=self._uses_amsgrad,
+            means,
+            squares,
+            maxima[0] if maxima else [],
+            [self._counter] * len(params),
+            amsgrad=bool(maxima),
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -214,7 +212,8 @@ def local(
     check_flag(who, "elementwise", elementwise)
     _check_class(cls, elementwise)
     try:
-        optimizer: OptimizerT = _local_class(cls)(params, **kwargs)
+        made = wrapped_class("Local", LocalOptimizer, cls)
+        optimizer: OptimizerT = made(params, **kwargs)
         check_groups(cls, optimizer.param_groups)
     except FSDPError:
         raise
@@ -264,22 +263,14 @@ class LocalOptimizer(Wrapped):
     moves them to a table, from which the next step creates new plans.
     """
 
-    _table: Table
-    _plans: list[StepPlan] | None
-    _kernels: list[FusedAdam]
-    _inside: Table | None
-    _known: set[int]
-    _joins: bool
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> LocalOptimizer:
-        self = object.__new__(cls)
-        self._table = defaultdict(dict)
-        self._plans = self._inside = None
-        self._kernels = []
-        self._known = set()
+    def _start(self) -> None:
+        self._table: Table = defaultdict(dict)
+        self._plans: list[StepPlan] | None = None
+        self._inside: Table | None = None
+        self._kernels: list[FusedAdam] = []
+        self._known: set[int] = set()
         # Adjacent parameters are joined once a step has shown that their states can be split again.
         self._joins = self._plain_class in ELEMENTWISE
-        return self
 
     @property
     def state(self) -> Table:
@@ -312,16 +303,10 @@ class LocalOptimizer(Wrapped):
         is_known = self._plain_class in ELEMENTWISE
         for param, entry in entries:
             for key, value in entry.items():
-                if not isinstance(value, Tensor) or value.dim():
-                    continue
-                is_counter = key in COUNTERS if is_known else key not in shaped
-                if isinstance(value, DTensor):
-                    if is_known and is_counter:
-                        entry[key] = value.to_local()
-                elif not is_counter:
-                    entry[key] = DTensor.from_local(
-                        value, param.device_mesh, param.placements, run_check=False
-                    )
+                if isinstance(value, Tensor) and not value.dim():
+                    is_counter = key in COUNTERS if is_known else key not in shaped
+                    local = torch_dtensor.local_part(value)
+                    entry[key] = local if is_counter else torch_dtensor.placed_like(param, local)
 
     def _publish(self) -> None:
         self._settle()
@@ -359,7 +344,7 @@ class LocalOptimizer(Wrapped):
                 self._step_with(plans, groups, grads)
             for plan in plans:
                 increment_version(plan.written)
-            if not self._joins and all(plan.has_parts() for plan in plans):
+            if not self._joins and all(r.has_parts() for plan in plans for r in plan.runs):
                 self._joins = True
                 self._publish()  # the next step makes new plans
         return loss
@@ -431,9 +416,9 @@ class LocalOptimizer(Wrapped):
         shape: tuple[int, ...],
     ) -> Tensor | None:
         """Allocate the tensor for loading a state in blocks, or return None for any other state."""
-        if self._plain_class in ELEMENTWISE or not isinstance(param, DTensor):
+        if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             return None
-        if param.device_mesh.size() == 1 or (shape == tuple(param.shape) and "." not in key):
+        if shape == tuple(param.shape) and "." not in key:
             return None
         blocks = self._blocks_of(param)
         if blocks is None or key not in blocks.parts:
@@ -473,8 +458,10 @@ class LocalOptimizer(Wrapped):
             own[index]["params"] = [leaf]
             inside: Table = defaultdict(dict)
             # restore the random number generators: a probe must not affect training
+            is_host = device.type in ("cpu", "meta")  # the host's generator is always restored
+            devices, kind = ([], "cuda") if is_host else ([device], device.type)
             with (
-                torch.random.fork_rng(_indices(device), device_type=_kind(device)),
+                torch.random.fork_rng(devices, device_type=kind),
                 torch.compiler.set_stance("force_eager"),
                 torch.no_grad(),
             ):
@@ -487,23 +474,6 @@ class LocalOptimizer(Wrapped):
         """Return ``state_dict()`` with rank-local states, which only this rank can load."""
         return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
 
-    def _step_with(
-        self,
-        plans: list[StepPlan],
-        groups: Groups,
-        grads: list[Tensor],
-    ) -> None:
-        targets = [t for plan in plans for t in plan.targets[: len(plan.runs)]]
-        try:
-            for target, grad in zip(targets, grads, strict=True):
-                if target.grad_dtype is not grad.dtype:  # the user set grad_dtype on the parameter
-                    target.grad_dtype = grad.dtype
-                target.grad = grad
-            self._step_inside(plans, groups)
-        finally:
-            for target in targets:  # [Note: reused gradients]
-                target.grad = None
-
     def _step_fused(
         self,
         plans: list[StepPlan],
@@ -511,16 +481,13 @@ class LocalOptimizer(Wrapped):
         grads: list[Tensor],
     ) -> bool:
         """Run one fused kernel per param group, if equivalent; return True if the kernels ran."""
-        if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
-            return False
         # attributes that GradScaler sets on a fused optimizer
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
-        if not scaled and not self._kernels:
-            pairs = zip(plans, groups, strict=True)
-            kernels = [FusedAdam.of(plan, group) for plan, group in pairs]
-            self._kernels = [kernel for kernel in kernels if kernel is not None]
-            if len(self._kernels) < len(kernels):
-                self._kernels = []  # other plans may have no counters yet
+        if self._plain_class in VARIANTS and not scaled and not self._kernels:
+            kernels = [FusedAdam.of(*pair) for pair in zip(plans, groups, strict=True)]
+            known = [kernel for kernel in kernels if kernel is not None]
+            if len(known) == len(kernels):  # otherwise other plans may have no counters yet
+                self._kernels = known
         if not self._kernels:
             return False
         counts = itertools.accumulate((len(plan.runs) for plan in plans), initial=0)
@@ -535,14 +502,14 @@ class LocalOptimizer(Wrapped):
 
     def _plan(self, groups: Groups) -> tuple[list[StepPlan], list[Tensor]]:
         """Return the plans (new ones if the old ones are invalid), and the gradient of each run."""
-        if self._plans is not None and len(self._plans) == len(groups):
-            pairs = zip(self._plans, groups, strict=True)
+        plans = self._plans or []
+        if len(plans) == len(groups):
+            pairs = zip(plans, groups, strict=True)
             found = [plan.gradients(group["params"]) for plan, group in pairs]
             grads = [grad for own in found if own is not None for grad in own]
             if None not in found:
-                return self._plans, grads
-        if self._plans is not None:
-            self._publish()
+                return plans, grads
+        self._publish()
         plans, grads = [], []
         self._place_states(groups)
         for group in groups:
@@ -572,7 +539,12 @@ class LocalOptimizer(Wrapped):
                 else:
                     self._table[param] = blocks.together(entry, self._probe_for(param))
 
-    def _step_inside(self, plans: list[StepPlan], groups: Groups) -> None:
+    def _step_with(
+        self,
+        plans: list[StepPlan],
+        groups: Groups,
+        grads: list[Tensor],
+    ) -> None:
         inside: Table = defaultdict(dict)
         own_groups = []
         for plan, group in zip(plans, groups, strict=True):
@@ -580,16 +552,19 @@ class LocalOptimizer(Wrapped):
             if plan.runs and own.get("foreach", ...) is None and not own.get("fused"):
                 own["foreach"] = False  # torch's choice for DTensors
             own_groups.append(own)
-            for run in plan.runs:
-                inside[run.tensor] = run.state
-            for param in plan.plain:
-                inside[param] = self._table[param]
+            inside.update((run.tensor, run.state) for run in plan.runs)
+            inside.update((param, self._table[param]) for param in plan.plain)
+        runs = [run for plan in plans for run in plan.runs]
         try:
+            for run, grad in zip(runs, grads, strict=True):
+                if run.tensor.grad_dtype is not grad.dtype:  # the user set it on the parameter
+                    run.tensor.grad_dtype = grad.dtype
+                run.tensor.grad = grad
             self._step_plain(inside, own_groups)
         finally:
-            for plan in plans:
-                for run in plan.runs:
-                    run.state = inside[run.tensor]
+            for run in runs:
+                run.tensor.grad = None  # [Note: reused gradients]
+                run.state = inside[run.tensor]
         for own, group in zip(own_groups, groups, strict=True):
             write_back(group, own, "foreach")
 
@@ -605,12 +580,8 @@ class LocalOptimizer(Wrapped):
         return rebuild_optimizer, (self._plain_class,), cast(Any, self).__getstate__()
 
 
-def _local_class(cls: type[Optimizer]) -> Any:
-    return wrapped_class("Local", LocalOptimizer, cls, {})
-
-
 def rebuild_optimizer(cls: type[Optimizer]) -> Any:
-    made = _local_class(cls)
+    made = wrapped_class("Local", LocalOptimizer, cls)
     return made.__new__(made)
 
 
@@ -634,17 +605,6 @@ def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == tensor.stride():  # functional_call may change strides
         return grad
     return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
-
-
-def _kind(device: torch.device) -> str:
-    """Return the device type whose RNG state is restored; the host's is always restored."""
-    return "cuda" if device.type in ("cpu", "meta") else device.type
-
-
-def _indices(device: torch.device) -> list[int]:
-    if device.type in ("cpu", "meta"):
-        return []
-    return [torch.accelerator.current_device_index() if device.index is None else device.index]
 
 
 def _has_parts(value: Any) -> bool:

@@ -21,11 +21,11 @@ steps the optimizer holds the plans of all batches, like an optimizer that is no
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,7 +43,7 @@ from fsdp2._core.base.errors import (
     check_optimizer,
     wrong_type,
 )
-from fsdp2._core.params.layout import dense_stride
+from fsdp2._core.params.layout import align, dense_stride
 from fsdp2._core.params.param import OwnerMark
 from fsdp2.optim._local import (
     ELEMENTWISE,
@@ -183,46 +183,40 @@ class Slot(NamedTuple):
         self.entry[self.key] = torch_dtensor.placed_like(self.value, part)
 
 
+@dataclass(eq=False)
 class Batch:
     """Parameters that step together, all on one device, and the memory of their states."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.keys: set[str] = set()  # names of the states that are copied
-        self.plans: Any = None  # the plans of ``fsdp2.optim.local``
-        self.buffer: HostBuffer | None = None
-        self.flat: Tensor | None = None  # all states, on the device
-        self.event: torch.Event | None = None  # recorded after the last copy from or to the host
-        self._stream: Any = None  # the stream that ``flat`` was allocated on
+    params: list[Tensor]
+    keys: set[str] = field(default_factory=set)  # names of the states that are copied
+    plans: Any = None  # the plans of ``fsdp2.optim.local``
+    buffer: HostBuffer | None = None
+    flat: Tensor | None = None  # all states, on the device
+    event: torch.Event | None = None  # recorded after the last copy from or to the host
+    _stream: Any = None  # the stream that ``flat`` was allocated on
 
     def __del__(self) -> None:
         if self.event is not None:  # the step was skipped: the copy may still be running
             self._stream.wait_event(self.event)
 
-    def bring(
-        self,
-        slots: Sequence[Slot],
-        lanes: CopyLanes,
-        device: torch.device,
-    ) -> None:
+    def bring(self, slots: Iterable[Slot], lanes: CopyLanes) -> None:
         """Start copying the states to the device; call ``wait`` before reading them."""
         found = [(slot, home) for slot in slots if (home := self._home_of(slot.part)) is not None]
         if not found:
             return
         assert self.buffer is not None
-        self._stream = torch.accelerator.current_stream(device)
-        flat = torch.empty(self.buffer.data.numel(), dtype=torch.uint8, device=device)
-        self.event = lanes.bring_back(self.buffer, flat)
-        self.flat = flat
+        self._stream = lanes.compute
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.event = lanes.bring_back(self.buffer, self.flat)
         for slot, home in found:
-            slot.put(home.view(flat))
+            slot.put(home.view(self.flat))
 
     def _home_of(self, part: Tensor) -> Home | None:
         """Return a state's home in the batch's host memory, or None if the state is elsewhere."""
         if self.buffer is None or part.device.type != "cpu" or not part.numel():
             return None
         offset = part.data_ptr() - self.buffer.data.data_ptr()
-        if not 0 <= offset < self.buffer.data.numel():
+        if not 0 <= offset < self.nbytes:
             return None
         return Home(offset, part.dtype, part.size(), part.stride())
 
@@ -253,22 +247,20 @@ class Batch:
     def send(
         self,
         slots: Sequence[Slot],
-        memory: HostMemory,
         lanes: CopyLanes,
     ) -> None:
         """Start copying the states to the host. ``state`` contains the host copies from now on."""
-        moving = [slot for slot in slots if _can_travel(slot.value)]
-        parts = [slot.part for slot in moving]
-        homes, nbytes = _laid_out(parts)
-        if not nbytes:
-            return
-        flat = self._joined(parts, homes, nbytes)
-        if self.buffer is None or self.buffer.data.numel() < nbytes:
-            self.buffer = memory.take(nbytes)
+        parts = [slot.part for slot in slots]
+        homes, nbytes = list[Home](), 0
+        for part in parts:
+            homes.append(Home(nbytes, part.dtype, part.size(), part.stride()))
+            nbytes += align(part.nbytes, ALIGNMENT)
+        self.flat = self._joined(parts, homes, nbytes)
+        if self.buffer is None or self.nbytes < nbytes:
+            self.buffer = HostMemory().take(nbytes)
         self._stream = lanes.compute
-        self.event = lanes.send_out(flat[:nbytes], self.buffer)
-        self.flat = flat
-        for slot, home in zip(moving, homes, strict=True):
+        self.event = lanes.send_out(self.flat[:nbytes], self.buffer)
+        for slot, home in zip(slots, homes, strict=True):
             slot.put(home.view(self.buffer.data))
             self.keys.add(slot.key)
 
@@ -290,10 +282,6 @@ class Batch:
             home.view(flat).copy_(part)
         return flat
 
-    def forget(self) -> None:
-        self.let_go()
-        self.plans = None
-
 
 class OffloadedStates:
     _plain_class: type[Optimizer]
@@ -301,7 +289,6 @@ class OffloadedStates:
     param_groups: Groups
 
     def _begin(self) -> None:
-        self._memory = HostMemory()
         self._batches: list[Batch] = []
         self._lanes: dict[torch.device, CopyLanes] = {}
         self._is_stepping = False
@@ -310,7 +297,7 @@ class OffloadedStates:
         self._handles: list[Any] = []
         # remove hooks with the optimizer: they make the model wait for reductions earlier
         weakref.finalize(self, _remove_all, self._handles).atexit = False
-        self._states: Any = defaultdict(dict)
+        self._table: Any = defaultdict(dict)
 
     def _set_most(self, most: int | None) -> None:
         """Set the bound on states on the device, and whether they are copied in during backward."""
@@ -344,12 +331,12 @@ class OffloadedStates:
             for batch in self._batches:
                 if batch.buffer is not None and batch.buffer.event is not None:
                     batch.buffer.event.synchronize()
-        return self._states if self._local is None else cast(Any, super()).state
+        return self._table if self._local is None else cast(Any, super()).state
 
     @state.setter
     def state(self, table: Any) -> None:
         if self._local is None:
-            self._states = table
+            self._table = table
         else:
             LocalOptimizer.state.fset(self, table)  # type: ignore[attr-defined]  # a property
         if not self._is_stepping:
@@ -359,7 +346,8 @@ class OffloadedStates:
     def _take_states(self) -> None:
         batches = self._batches_now()
         for batch in batches:
-            batch.forget()
+            batch.let_go()
+            batch.plans = None
         for batch in batches:
             self._bring_strangers(batch, None)
             self._send(batch)
@@ -435,7 +423,11 @@ class OffloadedStates:
         finally:
             if local is not None:
                 batch.plans = local._plans
-                self._drop_published(batch)
+                # plans contain these states from now on
+                for plan in batch.plans or ():
+                    for run in plan.runs:
+                        for member in run.members:
+                            self._table.pop(member.param, None)
         return own
 
     def _bring_strangers(self, batch: Batch, keys: set[str] | None) -> None:
@@ -450,13 +442,6 @@ class OffloadedStates:
         """Return False so that the class's step runs: ``FusedAdam`` would keep evicted states."""
         return False
 
-    def _drop_published(self, batch: Batch) -> None:
-        """From the table of ``fsdp2.optim.local``, remove the states that plans contain."""
-        for plan in batch.plans or ():
-            for run in plan.runs:
-                for member in run.members:
-                    self._local._table.pop(member.param, None)
-
     # Batches.
 
     def _batches_now(self) -> list[Batch]:
@@ -465,12 +450,12 @@ class OffloadedStates:
         for param in params_of(self.param_groups):
             if param in known:
                 continue
-            unit, device = _unit_of(param), _device_of(param)
-            is_cut = nbytes >= LEAST_NBYTES and (unit is None or (unit, device) != last)
-            if waiting and (is_cut or device != _device_of(waiting[0])):
+            unit = _unit_of(param)
+            is_cut = nbytes >= LEAST_NBYTES and (unit is None or unit != last)
+            if waiting and (is_cut or _device_of(param) != _device_of(waiting[0])):
                 self._add(Batch(waiting))
                 waiting, nbytes = [], 0
-            last = unit, device
+            last = unit
             waiting.append(param)
             nbytes += torch_dtensor.local_part(param).nbytes
         if waiting or not self._batches:
@@ -482,9 +467,7 @@ class OffloadedStates:
         self._follow(batch)
 
     def _slots(self, batch: Batch) -> Iterator[Slot]:
-        local = self._local
-        table = self._states if local is None else local._table
-        entries = [table[p] for p in batch.params if p in table]
+        entries = [self._table[p] for p in batch.params if p in self._table]
         entries += [run.state for plan in batch.plans or () for run in plan.runs]
         for entry in entries:
             for key, value in entry.items():
@@ -493,14 +476,13 @@ class OffloadedStates:
 
     def _bring(self, batch: Batch) -> None:
         if batch.buffer is not None and batch.flat is None:
-            device = batch.device
             with torch.no_grad():
-                batch.bring(list(self._slots(batch)), self._lanes_of(device), device)
+                batch.bring(self._slots(batch), self._lanes_of(batch.device))
 
     def _send(self, batch: Batch) -> None:
-        slots = list(self._slots(batch))
-        if any(_can_travel(slot.value) for slot in slots):
-            batch.send(slots, self._memory, self._lanes_of(batch.device))
+        moving = [slot for slot in self._slots(batch) if _can_travel(slot.value)]
+        if moving:
+            batch.send(moving, self._lanes_of(batch.device))
 
     def _lanes_of(self, device: torch.device) -> CopyLanes:
         if device not in self._lanes:
@@ -527,17 +509,11 @@ class OffloadedStates:
         given = (self._plain_class, self._local is not None, self._most)
         return rebuild_offloaded, given, cast(Any, self).__getstate__()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = rebuild_offloaded(*self.__reduce__()[1])
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(cast(Any, self).__getstate__(), memo))
-        return made
-
 
 def offloaded_class(cls: type[Optimizer]) -> Any:
     step: Any = Optimizer.profile_hook_step(OffloadedStates.step)
     step.hooked = True  # prevents torch from wrapping the step again
-    return wrapped_class("Offloaded", OffloadedStates, cls, {"step": step})
+    return wrapped_class("Offloaded", OffloadedStates, cls, step=step)
 
 
 def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None = None) -> Any:
@@ -585,18 +561,7 @@ def _can_travel(value: Tensor) -> bool:
     if type(part) is not Tensor or part.layout is not torch.strided or not part.numel():
         return False
     can = capabilities(part.device)
-    return can.has_lanes and can.pins and _is_dense(part)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    dense = dense_stride(tensor.size(), tensor.stride())
-    dims = zip(tensor.size(), tensor.stride(), dense, strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in dims)
-
-
-def _laid_out(parts: Sequence[Tensor]) -> tuple[list[Home], int]:
-    homes, offset = [], 0
-    for part in parts:
-        homes.append(Home(offset, part.dtype, part.size(), part.stride()))
-        offset += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    return homes, offset
+    dense = dense_stride(part.size(), part.stride())
+    dims = zip(part.size(), part.stride(), dense, strict=True)
+    is_dense = all(size == 1 or stride == wanted for size, stride, wanted in dims)
+    return can.has_lanes and can.pins and is_dense

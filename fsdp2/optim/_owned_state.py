@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -69,17 +69,10 @@ class Owned:
         return self.whole
 
     @property
-    def values(self) -> Tensor:
-        assert self.whole is not None
-        return self.whole.data
-
-    @property
     def state(self) -> dict[str, Any]:
         """The state in the owner's optimizer, or an empty dict on other ranks."""
-        kept: dict[str, Any] = {}
-        if self.inner is not None and self.whole is not None:
-            kept = self.inner.state.get(self.whole, kept)
-        return kept
+        states: Any = {} if self.inner is None else self.inner.state
+        return states.get(self.whole, {})  # type: ignore[no-any-return]  # a dict
 
     def gradient(self, who: str) -> Tensor:
         assert self.param.grad is not None
@@ -137,37 +130,16 @@ def bit_sum(part: Tensor) -> Tensor:
     if not bits.numel():
         return total
     of_place = _weights(part.device, _PERIOD, 1)
-    of_block = _weights(part.device, 1024, 2)
-    full = bits.numel() // _PERIOD
-    rows = bits[: full * _PERIOD].view(full, _PERIOD)
-    for start in range(0, full, _ROWS_AT_A_TIME):
-        block = rows[start : start + _ROWS_AT_A_TIME]
-        weight = int(1 + 2 * (start // _ROWS_AT_A_TIME))
-        sums = (block * of_place).sum(1)
-        total += (sums * of_block[: len(sums)]).sum() * weight
-    rest = bits[full * _PERIOD :]
-    if rest.numel():
-        total += (rest * of_place[: rest.numel()]).sum() * 3
+    of_row = _weights(part.device, _ROWS_AT_A_TIME, 2)
+    for index, piece in enumerate(bits.split(_PERIOD * _ROWS_AT_A_TIME)):
+        width = min(len(piece), _PERIOD)
+        rows = torch.nn.functional.pad(piece, (0, -len(piece) % width)).view(-1, width)
+        sums = (rows * of_place[:width]).sum(1)
+        total += (sums * of_row[: len(sums)]).sum() * (2 * index + 1)
     return total
 
 
 # --- The two forms of a state.
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """Represents tensor number ``place`` of a state in the description that the owner sends."""
-
-    place: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]  # the rounding of matmuls depends on strides
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Number:
-    value: Tensor
-    is_on_device: bool
 
 
 EACH = "of each matrix"
@@ -183,66 +155,42 @@ def _of_matrix(entry: dict[str, Any], lead: int | None) -> dict[str, Any]:
     }
 
 
-def _same_field(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (not one.dim() and not other.dim() and torch.equal(one, other))
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same_field(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_same_field(a, b) for a, b in pairs)
-    return bool(one == other)
+def _comparable(value: Any) -> Any:
+    """Replace the tensors in a field, because ``==`` does not compare them."""
+    return map_tensors(lambda tensor: id(tensor) if tensor.dim() else tensor.item(), value)  # type: ignore[arg-type, return-value]  # no tensors
 
 
 def bring(peers: Peers, owned: Sequence[Owned], table: Table, limit: int) -> None:
     """Move the states of a table to the owners. Collective if there are states to move."""
-    if not any(table.get(one.param) for one in owned):
-        return
     cargos: list[Cargo] = []
-    sources: list[DTensor] = []
-    slots: dict[tuple[int, int], int] = {}
-    for one in owned:
-
-        def note(value: Tensor, one: Owned = one) -> Tensor:
-            if isinstance(value, DTensor) and value.dim():
-                cut = peers.cut(one.name, value, one.lead)
-                slots[id(one), id(value)] = len(cargos)
-                cargos.append(Cargo(cut, one.cargo.owner, value.dtype))
-                sources.append(value)
-            return value
-
-        map_tensors(note, _of_matrix(table.get(one.param, {}), one.lead))
-    arrived = {
-        place: _room(source, cargo)
-        for place, (source, cargo) in enumerate(zip(sources, cargos, strict=True))
-        if cargo.owner == peers.me
-    }
-    if cargos:
-        Freight(peers, sources, cargos, limit).to_owners(arrived.__getitem__)
-    for one in owned:
-        if one.whole is None or one.inner is None or not table.get(one.param):
-            continue
+    sources: list[Tensor] = []
+    arrived: list[Tensor] = []  # full tensors on their owner; the sources on other ranks
+    for one in (one for one in owned if table.get(one.param)):
 
         def take(value: Tensor, one: Owned = one) -> Tensor:
-            place = slots.get((id(one), id(value)))
-            if place is not None:
-                return arrived[place]
             own = torch_dtensor.local_part(value)
+            if isinstance(value, DTensor) and value.dim():
+                cut = peers.cut(one.name, value, one.lead)
+                cargos.append(Cargo(cut, one.cargo.owner, value.dtype))
+                sources.append(value)
+                if one.inner is not None:  # strides as they were on the state's owner, if known
+                    strides = value.stride()[value.dim() - len(cut.shape) :]
+                    strides = dense_stride(cut.shape, strides)
+                    device = own.device
+                    value = torch.empty_strided(cut.shape, strides, dtype=own.dtype, device=device)
+                arrived.append(value)
+                return value
+            if one.inner is None:
+                return value
             is_stacked = one.lead is not None and own.dim() and len(own) == len(one.param)
             return own[one.lead].clone() if is_stacked else own.clone()
 
         entry = _of_matrix(table[one.param], one.lead)
-        one.inner.state[one.whole] = {key: map_tensors(take, value) for key, value in entry.items()}
-
-
-def _room(value: DTensor, cargo: Cargo) -> Tensor:
-    """Allocate a full tensor of a state, with the strides that it had on its owner, if known."""
-    shape = cargo.cut.shape
-    stride = dense_stride(shape, value.stride()[value.dim() - len(shape) :])
-    device = torch_dtensor.local_tensor(value).device
-    return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+        entry = {key: map_tensors(take, value) for key, value in entry.items()}
+        if one.inner is not None and one.whole is not None:
+            one.inner.state[one.whole] = entry
+    if cargos:
+        Freight(peers, sources, cargos, limit).to_owners(arrived.__getitem__)
 
 
 def give_back(
@@ -253,75 +201,61 @@ def give_back(
 ) -> None:
     """Move the owners' states to a table. Collective."""
     told: dict[int, dict[str, Any]] = {}
-    values: dict[tuple[int, int], Tensor] = {}  # key: number of the matrix, place in its state
+    values: dict[int, list[Tensor]] = {}  # the tensors of a matrix's state, in order
     for number, one in enumerate(owned):
-        if one.whole is None or one.inner is None or one.whole not in one.inner.state:
+        if one.inner is None or one.whole not in one.inner.state:
             continue
-        places = itertools.count()
+        own = values.setdefault(number, [])
 
-        def describe(value: Tensor, number: int = number, places: Iterator[int] = places) -> Any:
-            if not value.dim():
-                return _Number(value.detach().cpu(), value.device.type != "cpu")
-            place = next(places)
-            values[number, place] = value.detach()
-            shape = tuple(value.shape)
-            return _Leaf(place, shape, dense_stride(shape, value.stride()), value.dtype)
+        def describe(value: Tensor, own: list[Tensor] = own) -> Tensor:
+            if not value.dim():  # a number is sent, with one dim if it is on a device
+                value = value.detach()
+                return value if value.is_cpu else value.cpu().view(1)
+            own.append(value.detach())
+            # the rounding of matmuls depends on strides
+            strides = dense_stride(value.shape, value.stride())
+            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
 
         told[number] = {key: map_tensors(describe, value) for key, value in one.state.items()}
     everywhere = {n: entry for some in peers.grid.collect(told) for n, entry in some.items()}
     rooms: dict[tuple[int, int], Tensor] = {}  # key: id of the parameter, place in its state
     cargos: list[Cargo] = []
     targets: list[Tensor] = []
-    sources: list[Tensor | None] = []
+    sources: list[Tensor] = []  # full tensors on their owner; descriptions on other ranks
     entries: dict[Tensor, list[dict[str, Any]]] = {}
     for number in sorted(everywhere, key=lambda number: (owned[number].lead or 0, number)):
-        one = owned[number]
+        one, places = owned[number], itertools.count()
 
-        def build(value: Any, one: Owned = one, number: int = number) -> Any:
-            if isinstance(value, _Number):
-                local = torch_dtensor.local_part(one.param)
-                return value.value.to(local.device) if value.is_on_device else value.value
-            if not isinstance(value, _Leaf):
-                return value
-            key = id(one.param), value.place
-            if key not in rooms:
-                rooms[key] = _empty_like_state(one, value)
+        def build(
+            value: Tensor, one: Owned = one, number: int = number, places: Iterator[int] = places
+        ) -> Tensor:
+            if not value.is_meta:
+                device = torch_dtensor.local_part(one.param).device
+                return value[0].to(device) if value.dim() else value
+            key = id(one.param), next(places)
+            if key not in rooms:  # allocate the checkpoint form of the tensor
+                shape, stride = tuple(value.shape), value.stride()
+                if one.lead is not None:
+                    shape, stride = (len(one.param), *shape), (max(math.prod(shape), 1), *stride)
+                rooms[key] = room_for_state(one.param, shape, stride, value.dtype)
             cut = peers.cut(one.name, rooms[key], one.lead)
             cargos.append(Cargo(cut, one.cargo.owner, value.dtype))
             targets.append(rooms[key])
-            sources.append(values.get((number, value.place)))
+            sources.append(values[number][key[1]] if number in values else value)
             return rooms[key]
 
         fields = everywhere[number].items()
-        built = {key: _map_leaves(build, value) for key, value in fields}
+        built = {key: map_tensors(build, value) for key, value in fields}
         entries.setdefault(one.param, []).append(built)
     for param, (first, *others) in entries.items():
         table[param] = {
             key: value
-            if all(_same_field(other.get(key), value) for other in others)
+            if all(_comparable(other.get(key)) == _comparable(value) for other in others)
             else {EACH: [entry.get(key) for entry in (first, *others)]}
             for key, value in first.items()
         }
     if cargos:
-        freight = Freight(peers, targets, cargos, limit)
-        freight.from_owners(lambda place: cast(Tensor, sources[place]))
-
-
-def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _map_leaves(function, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_map_leaves(function, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return function(value)
-
-
-def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
-    """Allocate the checkpoint form of a state's tensor. See [Note: states of owners]."""
-    shape, stride = leaf.shape, leaf.stride
-    if one.lead is not None:
-        shape, stride = (len(one.param), *shape), (max(math.prod(shape), 1), *stride)
-    return room_for_state(one.param, shape, stride, leaf.dtype)
+        Freight(peers, targets, cargos, limit).from_owners(sources.__getitem__)
 
 
 def room_for_state(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -80,50 +80,36 @@ def plan_owners(
     """
     _listed("plan_owners", "tensors", tensors)
     check_function("plan_owners", "cost", cost, "a function of a shape or None")
-    measure = cost or newton_schulz_flops
     if ranks is not None:
         check_count("plan_owners", "ranks", ranks)
         check_count("plan_owners", "itemsize", itemsize)
         if ranks > MOST_RANKS:
             raise wrong_value("plan_owners", "ranks", f"at most {MOST_RANKS:,}", ranks)
-        shapes = [_shape_of(one) for one in tensors]
         places = tuple((rank,) for rank in range(ranks))
+        shapes = map(_shape_of, tensors)
         cuts = [Cut(Blocks(s, (ranks,), (CutOf(0, 0),) if s else ()), places) for s in shapes]
-        return _plan(cuts, measure, [itemsize] * len(cuts), range(ranks))
-    fleets = _fleets(tensors)
-    plans = [
-        _plan(
-            [peers.cut(f"tensor {i}", _checked(tensors[i])) for i in indices],
-            measure,
-            [_checked(tensors[i]).dtype.itemsize for i in indices],
-            peers.ranks,
-        )
-        for peers, indices in fleets
-    ]
-    if len(plans) == 1:
-        return plans[0]
+        parts = [(tuple(range(ranks)), [*range(len(cuts))], cuts)]
+        itemsizes = [itemsize] * len(cuts)
+    else:
+        given = cast(Sequence[Tensor], tensors)
+        parts = [
+            (peers.ranks, indices, [peers.cut(f"tensor {i}", given[i]) for i in indices])
+            for peers, indices in _fleets(given)
+        ]
+        itemsizes = [tensor.dtype.itemsize for tensor in given]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    owners, costs, nbytes = [0] * len(tensors), [0.0] * world, [0] * world
-    for (peers, indices), part in zip(fleets, plans, strict=True):
-        for index, owner in zip(indices, part.owners, strict=True):
-            owners[index] = owner
-        for rank, one, size in zip(peers.ranks, part.costs, part.nbytes, strict=True):
-            costs[rank] += one
-            nbytes[rank] += size
-    return Owners(tuple(owners), tuple(costs), tuple(nbytes))
-
-
-def _plan(
-    cuts: Sequence[Cut], cost: Cost, itemsizes: Sequence[int], ranks: Sequence[int]
-) -> Owners:
-    costs = [cost_of("plan_owners", cost, cut.shape) for cut in cuts]
-    sizes = [cut.numel * itemsize for cut, itemsize in zip(cuts, itemsizes, strict=True)]
-    chosen = assign(cuts, costs, sizes)
-    loads, held = [0.0] * len(ranks), [0] * len(ranks)
-    for owner, one, size in zip(chosen, costs, sizes, strict=True):
-        loads[owner] += one
-        held[owner] += size
-    return Owners(tuple(ranks[owner] for owner in chosen), tuple(loads), tuple(held))
+    count = len(parts[0][0]) if len(parts) == 1 else world
+    owners, loads, held = [0] * len(tensors), [0.0] * count, [0] * count
+    for of_part, indices, cuts in parts:
+        costs = [cost_of("plan_owners", cost or newton_schulz_flops, cut.shape) for cut in cuts]
+        sizes = [cut.numel * itemsizes[i] for i, cut in zip(indices, cuts, strict=True)]
+        chosen = assign(cuts, costs, sizes)
+        for index, owner, one, size in zip(indices, chosen, costs, sizes, strict=True):
+            owners[index] = of_part[owner]
+            place = owner if len(parts) == 1 else owners[index]
+            loads[place] += one
+            held[place] += size
+    return Owners(tuple(owners), tuple(loads), tuple(held))
 
 
 def _listed(who: str, name: str, given: object) -> None:
@@ -157,38 +143,37 @@ def _fleets(tensors: Sequence[object]) -> list[tuple[Peers, list[int]]]:
     return list(found.values())
 
 
-def _freight(
-    what: str,
-    peers: Peers,
-    tensors: Sequence[Tensor],
-    indices: Sequence[int],
-    owners: Owners,
-    max_bytes: int,
-) -> Freight:
+def _freights(
+    what: str, tensors: Sequence[Tensor], owners: Owners, max_bytes: int
+) -> Iterator[tuple[list[int], Freight]]:
+    """Yield the transfers among each group of peers, after the indices of their tensors."""
+    fleets = _fleets(tensors)
     if not isinstance(owners, Owners):
         raise wrong_type(what, "owners", "a result of plan_owners", owners)
     if len(owners.owners) != len(tensors):
         raise wrong_value(
             what, "owners", f"a plan of {len(tensors)} tensors", f"{len(owners.owners)} owners"
         )
-    foreign = [index for index in indices if owners.owners[index] not in peers.ranks]
-    if foreign:
-        raise wrong_value(
-            what,
-            "owners",
-            f"an owner of tensor {foreign[0]} among its ranks, {list(peers.ranks)}",
-            owners.owners[foreign[0]],
-            "Pass the result of plan_owners for these tensors.",
-        )
-    cargos = [
-        Cargo(
-            peers.cut(f"tensor {index}", tensors[index]),
-            peers.ranks.index(owners.owners[index]),
-            tensors[index].dtype,
-        )
-        for index in indices
-    ]
-    return Freight(peers, [tensors[index] for index in indices], cargos, max_bytes)
+    for peers, indices in fleets:
+        foreign = [index for index in indices if owners.owners[index] not in peers.ranks]
+        if foreign:
+            raise wrong_value(
+                what,
+                "owners",
+                f"an owner of tensor {foreign[0]} among its ranks, {list(peers.ranks)}",
+                owners.owners[foreign[0]],
+                "Pass the result of plan_owners for these tensors.",
+            )
+        cargos = [
+            Cargo(
+                peers.cut(f"tensor {index}", tensors[index]),
+                peers.ranks.index(owners.owners[index]),
+                tensors[index].dtype,
+            )
+            for index in indices
+        ]
+        own = [tensors[index] for index in indices]
+        yield indices, Freight(peers, own, cargos, max_bytes)
 
 
 def _of_owners(wholes: Sequence[Tensor | None], indices: Sequence[int]) -> Callable[[int], Tensor]:
@@ -216,11 +201,10 @@ def to_owners(
     check_count("to_owners", "max_bytes", max_bytes)
     found: list[Tensor | None] = [None] * len(tensors)
     with operation("to_owners"):
-        for peers, indices in _fleets(tensors):
-            freight = _freight("to_owners", peers, tensors, indices, owners, max_bytes)
+        for indices, freight in _freights("to_owners", tensors, owners, max_bytes):
             for index, cargo in zip(indices, freight.cargos, strict=True):
-                tensor = tensors[index]
-                if cargo.owner == peers.me:
+                if cargo.owner == freight.peers.me:
+                    tensor = tensors[index]
                     local = torch_dtensor.local_part(tensor)
                     found[index] = torch.empty_strided(
                         tuple(tensor.shape), tensor.stride(), dtype=local.dtype, device=local.device
@@ -253,8 +237,8 @@ def from_owners(
     _listed("from_owners", "whole", whole)
     check_count("from_owners", "max_bytes", max_bytes)
     with operation("from_owners"):
-        for peers, indices in _fleets(tensors):
-            freight = _freight("from_owners", peers, tensors, indices, owners, max_bytes)
+        for indices, freight in _freights("from_owners", tensors, owners, max_bytes):
+            peers = freight.peers
             with peers.grid.together("from_owners"):
                 if len(whole) != len(tensors):
                     expected = f"{len(tensors)} values, one per tensor"

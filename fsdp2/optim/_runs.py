@@ -73,8 +73,12 @@ class Member:
         return Member(param, local, span, table.get(param, {}))
 
     @property
+    def begin(self) -> int:
+        return 0 if self.span is None else self.span.start
+
+    @property
     def sort_key(self) -> tuple[int, int]:
-        return (0, 0) if self.span is None else (self.span.flat.data_ptr(), self.span.start)
+        return 0 if self.span is None else self.span.flat.data_ptr(), self.begin
 
     def local_gradient(self) -> Tensor:
         grad = self.param.grad
@@ -98,33 +102,28 @@ class Run:
             # states of 0-dim tensors could not be distinguished from counters
             self.tensor = local if local.dim() else local.view(1)
             self.starts = [0]
-            self.state = {key: self._adopt(value) for key, value in member.entry.items()}
+            self.state = dict(member.entry)
+            for key, value in member.entry.items():
+                if isinstance(value, DTensor):
+                    self.state[key] = member.part(value).view(self.tensor.shape)
             return
         self._lay_out()
         self.state = {key: self._join(key, known) for key in members[0].entry}
 
     def _lay_out(self) -> None:
         members = self.members
-        self.starts = [0] * len(members)
         if not self.filled:
             self.tensor = members[0].local.new_empty(0)
+            self.starts = [0] * len(members)
             return
         first, last = members[self.filled[0]], members[self.filled[-1]]
         assert first.span is not None
-        itemsize = first.local.dtype.itemsize
-        for index in self.filled:
-            span = members[index].span
-            assert span is not None
-            self.starts[index] = (span.start - first.span.start) // itemsize
+        begin, dtype = first.begin, first.local.dtype
+        self.starts = [
+            (one.begin - begin) // dtype.itemsize if one.local.numel() else 0 for one in members
+        ]
         numel = self.starts[self.filled[-1]] + last.local.numel()
-        self.tensor = packing.typed(
-            first.span.flat, first.span.start, numel, first.local.dtype
-        ).detach()
-
-    def _adopt(self, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        return self.members[0].part(value).view(self.tensor.shape)
+        self.tensor = packing.typed(first.span.flat, begin, numel, dtype).detach()
 
     def _join(self, key: str, known: set[int]) -> Any:
         """Join the members' states named ``key``. ``known``: storage addresses of joined states."""
@@ -205,13 +204,11 @@ class Run:
 
 
 def _is_same(part: Tensor, old: Any) -> bool:
-    if not isinstance(old, DTensor):
+    local = torch_dtensor.local_tensor(old) if isinstance(old, DTensor) else None
+    if type(local) is not Tensor or type(part) is not Tensor:
         return False
-    local = torch_dtensor.local_tensor(old)
     return (
-        type(local) is Tensor
-        and type(part) is Tensor
-        and local.data_ptr() == part.data_ptr()
+        local.data_ptr() == part.data_ptr()
         and local.dtype is part.dtype
         and local.shape == part.shape
         and local.numel() > 0
@@ -219,28 +216,17 @@ def _is_same(part: Tensor, old: Any) -> bool:
 
 
 class _Seen:
-    """Checked gradients, identified by ``id`` while they or the buffers holding them are alive."""
+    """Checked gradients, identified as long as they are alive."""
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
-        self._addresses = list(map(id, grads))
-        self._others: list[weakref.ref[Tensor]] = []
+        self._refs = list(map(weakref.ref, grads))
+        self._are_ours = all(GradientBuffer.holding(grad) is not None for grad in grads)
         self._joined: list[weakref.ref[Tensor]] = []  # gradients owned by our buffers
-        buffers: dict[int, weakref.ref[GradientBuffer]] = {}
-        for grad in grads:
-            buffer = GradientBuffer.holding(grad)
-            if buffer is None:
-                self._others.append(weakref.ref(grad))
-            else:
-                buffers[id(buffer)] = weakref.ref(buffer)
-        self._buffers = list(buffers.values())
 
     def are(self, grads: Sequence[Tensor]) -> bool:
-        if list(map(id, grads)) != self._addresses:
+        if len(grads) != len(self._refs) or any(map(is_, grads, repeat(None))):
             return False
-        for known in (self._buffers, self._others):
-            if any(map(is_, map(referent, known), repeat(None))):
-                return False
-        return True
+        return all(map(is_, map(referent, self._refs), grads))
 
     def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
         """Return a view of each run's gradient, from the run's first nonempty member on."""
@@ -255,7 +241,7 @@ class _Seen:
                 joined.append(torch_dtensor.local_tensor(first).as_strided((numel,), (1,)))
             else:
                 joined.append(buffer.lend(first, numel))
-        if not self._others and all(run.numel() for run in runs):
+        if self._are_ours and all(run.numel() for run in runs):
             self._joined = list(map(weakref.ref, joined))
         return joined
 
@@ -280,16 +266,13 @@ class StepPlan:
         members = [member for run in self.runs for member in run.members]
         self._stepped: list[DTensor] = [member.param for member in members]
         self._locals = [member.local for member in members]
-        flat = [member for run in self.flat for member in run.members]
-        self._flat_count = len(flat)
-        starts = itertools.accumulate((len(run.members) for run in self.flat), initial=0)
-        self._firsts = [
-            start + (run.filled or [0])[0] for run, start in zip(self.flat, starts, strict=False)
-        ]
+        self._flat_count = sum(len(run.members) for run in self.flat)
+        firsts = [run.members[(run.filled or [0])[0]] for run in self.flat]
+        self._firsts = [members.index(member) for member in firsts]
         self._flat_tensors = [run.tensor for run in self.flat]
         self._seen = _Seen([])
         # written through views: autograd and the sharded module read the version counters
-        self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
+        self.written: list[Tensor] = [*self._stepped, *self._locals[: self._flat_count]]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor] | None:
@@ -319,13 +302,11 @@ class StepPlan:
         for grad, param in zip(grads, self._stepped, strict=True):
             if not isinstance(grad, DTensor) or grad.placements != param.placements:
                 return False
-        begin = 0
+        parts = map(torch_dtensor.local_tensor, grads)
         for run in self.flat:
-            end = begin + len(run.members)
-            parts = list(map(torch_dtensor.local_tensor, grads[begin:end]))
-            if not run.lie_alike(parts) or parts[0].dtype is not run.tensor.dtype:
+            own = list(itertools.islice(parts, len(run.members)))
+            if not run.lie_alike(own) or own[0].dtype is not run.tensor.dtype:
                 return False
-            begin = end
         return True
 
     def loose_gradients(self) -> list[Tensor]:
@@ -337,9 +318,6 @@ class StepPlan:
         values = [value for run in self.flat for value in run.state.values()]
         return {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
 
-    def has_parts(self) -> bool:
-        return all(run.has_parts() for run in self.runs)
-
     def publish(self, table: Table) -> None:
         for run in self.runs:
             if run.state:
@@ -349,7 +327,7 @@ class StepPlan:
 def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
     chains: list[list[Member]] = []
     signature: list[Any] | None = None  # of the last member; None: no member may follow
-    grad_end: tuple[int, int] | None = None  # storage and address that the next gradient must have
+    last: tuple[int, int] | None = None  # the chain's gradients: storage, and address at byte 0
     for member in members:
         grad, local, span = member.local_gradient(), member.local, member.span
         fits = (
@@ -363,21 +341,19 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
             chains.append([member])
             signature = None
             continue
-        begin = grad.untyped_storage().data_ptr(), grad.data_ptr()
+        at = None
+        if local.numel():
+            at = grad.untyped_storage().data_ptr(), grad.data_ptr() - span.start
         if (
             mine == signature
             and _follows(chains[-1][-1], member, granule)
-            and (grad_end is None or not local.numel() or grad_end == begin)
+            and (at is None or last is None or at == last)
         ):
             chains[-1].append(member)
         else:
             chains.append([member])
-            grad_end = None
-        signature = mine
-        if local.numel():
-            grad_end = begin
-        if grad_end is not None:
-            grad_end = (grad_end[0], grad_end[1] + span.nbytes)
+            last = None
+        signature, last = mine, at or last
     return chains
 
 

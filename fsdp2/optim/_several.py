@@ -30,11 +30,10 @@ class Several(Wrapped, Optimizer):
     ) -> None:
         self._members: list[Member] = []
         self._main = main  # the class for groups that do not specify a class
-        count = sum(len(places) for _, places in members)
-        groups: list[dict[str, Any]] = [{} for _ in range(count)]
+        by_place: dict[int, dict[str, Any]] = {}
         for member, places in members:
-            for place, group in zip(places, member.param_groups, strict=True):
-                groups[place] = group
+            by_place.update(zip(places, member.param_groups, strict=True))
+        groups = [by_place[place] for place in sorted(by_place)]
         first, *others = (member.defaults for member, _ in members)
         common = {k: v for k, v in first.items() if all(k in other for other in others)}
         super().__init__([dict(group) for group in groups], common)
@@ -135,14 +134,6 @@ class Several(Wrapped, Optimizer):
         for member in others:
             member.step()
         return loss
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        groups = state.pop("param_groups", None)
-        if groups is not None:
-            self.param_groups = list(groups)
-            self._share_groups()
-        super().__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UnsupportedError(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -209,8 +210,7 @@ def _make(
     kwargs: dict[str, Any],
 ) -> Any:
     """Make the optimizer. ``cls`` gets placeholders on the meta device, which use no memory."""
-    known: dict[int, nn.Parameter] = {}  # placeholders by the id of their parameters
-    real: dict[int, Tensor] = {}  # parameters by the id of their placeholders
+    stand_in: dict[Tensor, nn.Parameter] = {}  # placeholders by their parameters
 
     def placeholder(given: Any) -> Any:
         if isinstance(given, Mapping):
@@ -223,22 +223,24 @@ def _make(
             raise wrong_type(WHO, "params", "tensors, or dicts of them", given)
         if not (given.is_leaf or given.retains_grad):
             raise wrong_value(WHO, "params", "parameters", "the result of an operation")
-        if id(given) not in known:
+        if given not in stand_in:
             shape = given.shape[1:] if how.batches and given.dim() > 2 else given.shape
             empty = torch.empty(shape, dtype=given.dtype, device="meta")
-            known[id(given)] = nn.Parameter(empty, requires_grad=given.requires_grad)
-            real[id(known[id(given)])] = given
-        return known[id(given)]
+            stand_in[given] = nn.Parameter(empty, requires_grad=given.requires_grad)
+        return stand_in[given]
 
     try:
         stands = params if isinstance(params, Tensor) else [*map(placeholder, params)]
-        optimizer = _class_in_front_of(cls)(stands, **kwargs)
+        methods = [(name, getattr(cls, name, None)) for name in MODES]
+        switches = {name: _on_shards(method) for name, method in methods if callable(method)}
+        optimizer = wrapped_class("Whole", WholeOptimizer, cls, **switches)(stands, **kwargs)
     except FSDPError:
         raise
     except Exception as error:
         raise translated(f"{WHO}: {cls.__name__} rejected its arguments", error) from error
+    real = {stand: given for given, stand in stand_in.items()}
     for group in optimizer.param_groups:
-        group["params"] = [real[id(stand)] for stand in group["params"]]
+        group["params"] = [real[stand] for stand in group["params"]]
     is_grouped = isinstance(params, list) and any(isinstance(one, Mapping) for one in params)
     given = [options_of(one) for one in params] if is_grouped else None
     optimizer._begin(how, kwargs, given)
@@ -258,12 +260,6 @@ def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
     return switch
 
 
-def _class_in_front_of(cls: type[Optimizer]) -> Any:
-    found = {name: getattr(cls, name, None) for name in MODES}
-    switches = {name: _on_shards(method) for name, method in found.items() if callable(method)}
-    return wrapped_class("Whole", WholeOptimizer, cls, switches)
-
-
 # Param-group options: comparing them across ranks, and detecting changes made by a step.
 
 
@@ -273,14 +269,6 @@ def beside_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def own_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy options for one round, so that writes to tensor options do not add up over rounds."""
-    return {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in options_of(group).items()
-    }
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -317,14 +305,6 @@ def equal(one: Any, other: Any) -> bool:
         return repr(one) == repr(other)
 
 
-def changes_of(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in options_of(own).items()
-        if key not in group or not equal(group[key], value)
-    }
-
-
 OF_THE_LARGEST = 6
 """For each of two rounds, three matrices on a rank: one sent, one received, and one unpacked."""
 
@@ -357,17 +337,15 @@ class Fleet:
     owned: list[Owned] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     limit: int = MAX_BYTES
-    # for the current step: matrices with gradients, and a flag for each matrix if written to
+    # for the current step: matrices with gradients, and a flag for each of them if written to
     present: list[int] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     fields: dict[int, list[str]] = field(default_factory=dict)  # field names of each matrix's state
 
-    @property
-    def inners(self) -> list[Optimizer]:
-        return [round_.inner for round_ in self.rounds if round_.inner is not None]
-
     def whole(self, index: int) -> Tensor:
-        return self.owned[index].values
+        whole = self.owned[index].whole
+        assert whole is not None
+        return whole.data
 
     def rounds_of(self, which: Sequence[int]) -> list[tuple[Round, list[int]]]:
         """Return the rounds that contain given matrices, each with the given matrices in it."""
@@ -402,25 +380,16 @@ class WholeOptimizer(Wrapped):
     rounds' optimizers; otherwise, in the table, as in ``state_dict``. See ``_owned_state``.
     """
 
-    _how: How
-    _kwargs: dict[str, Any]
-    _given: list[dict[str, Any]] | None  # the user's options of param groups
-    _counters: dict[str, Any]  # numbers that the class keeps on the optimizer itself
-    _table: Table
-    _is_out: bool
-    beside: dict[str, Any]  # state-dict entries other than the state and the param groups
-    _fleets: list[Fleet]
-    _planned_for: list[tuple[Tensor, object]]
-    _peers_of: Callable[[Any], Peers]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> WholeOptimizer:
-        self = object.__new__(cls)
-        self._table = defaultdict(dict)
+    def _start(self) -> None:
+        self._table: Table = defaultdict(dict)
         self._is_out = False
-        self.beside, self._counters, self._given = {}, {}, None
-        self._fleets, self._planned_for = [], []
-        self._peers_of = Peers.of  # replaced for simulated ranks
-        return self
+        # state-dict entries other than the state and the param groups
+        self.beside: dict[str, Any] = {}
+        self._counters: dict[str, Any] = {}  # numbers that the class keeps on the optimizer itself
+        self._given: list[dict[str, Any]] | None = None  # the user's options of param groups
+        self._fleets: list[Fleet] = []
+        self._planned_for: list[tuple[int, object]] = []
+        self._peers_of: Callable[[Any], Peers] = Peers.of  # replaced for simulated ranks
 
     def _begin(
         self,
@@ -472,12 +441,13 @@ class WholeOptimizer(Wrapped):
     def kept_tensors(self) -> list[object]:
         """Return the tensors that this rank keeps between steps: parameter copies and states."""
         copies = [one.whole for fleet in self._fleets for one in fleet.owned]
-        states = [s.values() for inner in self._inners for s in inner.state.values()]
-        return [copies, [list(values) for values in states]]
+        states = [list(s.values()) for inner in self._inners for s in inner.state.values()]
+        return [copies, states]
 
     @property
     def _inners(self) -> list[Optimizer]:
-        return [inner for fleet in self._fleets for inner in fleet.inners]
+        rounds = [round_ for fleet in self._fleets for round_ in fleet.rounds]
+        return [round_.inner for round_ in rounds if round_.inner is not None]
 
     def _forget_states(self) -> None:
         self._is_out = False
@@ -559,14 +529,13 @@ class WholeOptimizer(Wrapped):
         return f"{WHO}({self._plain_class.__name__}).step"
 
     def _plan(self) -> None:
-        now = [(param, _lies(param)) for param in params_of(self.param_groups)]
-        if len(now) == len(self._planned_for) and all(
-            one is other and (lies is lay or lies == lay)
-            for (one, lies), (other, lay) in zip(now, self._planned_for, strict=True)
-        ):
+        now = [(id(param), _lies(param)) for param in params_of(self.param_groups)]
+        if now == self._planned_for:  # the fleets keep the parameters alive
             return
         self.gather_state()
-        self._note_facts()
+        if self._plain_class.__module__.split(".")[0] in COUNTS_ELEMENTS:
+            for group in self.param_groups:
+                group.setdefault("param_count", sum(param.numel() for param in group["params"]))
         by_ranks: dict[tuple[int, ...], Fleet] = {}
         for number, name, param in _named(self.param_groups):
             mesh = param.device_mesh if isinstance(param, DTensor) else None
@@ -580,13 +549,6 @@ class WholeOptimizer(Wrapped):
         for fleet in self._fleets:
             self._share_out(fleet)
         self._planned_for = now
-
-    def _note_facts(self) -> None:
-        """Set the parameter counts that a library keeps in a param group, if they are not set."""
-        if self._plain_class.__module__.split(".")[0] not in COUNTS_ELEMENTS:
-            return
-        for group in self.param_groups:
-            group.setdefault("param_count", sum(param.numel() for param in group["params"]))
 
     def _share_out(self, fleet: Fleet) -> None:
         cuts = [one.cargo.cut for one in fleet.owned]
@@ -610,16 +572,12 @@ class WholeOptimizer(Wrapped):
         for one in mine:
             by_group.setdefault(one.group, []).append(one.make_whole())
         round_.groups = sorted(by_group)
-        if self._given is None:
-            (given,) = by_group.values()
-            inner = self._plain_class(given, **self._kwargs)
-        else:
-            dicts = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
-            inner = self._plain_class(dicts, **self._kwargs)
-        made = [group["params"] for group in inner.param_groups]
-        if [[*map(id, params)] for params in made] != [
-            [*map(id, by_group[number])] for number in round_.groups
-        ]:
+        given: Any = by_group[0] if self._given is None else None
+        if self._given is not None:
+            given = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
+        inner = self._plain_class(given, **self._kwargs)
+        made = [[*map(id, group["params"])] for group in inner.param_groups]
+        if made != [[*map(id, by_group[number])] for number in round_.groups]:
             raise UnsupportedError(
                 "FS712",
                 f"{self._who}: {self._plain_class.__name__} creates its own param groups. Pass "
@@ -659,43 +617,40 @@ class WholeOptimizer(Wrapped):
             same["states that were loaded"] = short(
                 [sorted((str(k), isinstance(v, DTensor)) for k, v in e.items()) for e in entries]
             )
-        prints = [fleet.owned[index].shard_print(fleet.peers.me) for index in present]
-        fleet.changed = [0] * len(fleet.owned)
-        for index, is_same in zip(present, _same(fleet.owned, present, prints), strict=True):
-            fleet.changed[index] = int(not is_same)
+        owned = [fleet.owned[index] for index in present]
+        prints = [one.shard_print(fleet.peers.me) for one in owned]
+        known = [one.printed for one in owned if one.printed is not None]
+        fleet.changed = [int(len(known) < len(owned))] * len(owned)
+        # a plan's fake tensors are never written to
+        if known and len(known) == len(owned) and torch_dtensor.has_real_memory():
+            is_changed = (torch.stack(known) != torch.stack(prints)).any(1)
+            fleet.changed = is_changed.int().tolist()  # synchronizes once
         return same
 
     def _compute(self) -> BaseException | None:
         """Step every owned matrix; return this rank's exception, if any. Collective."""
         failed: BaseException | None = None
         if not self._is_out:
+            try:  # pass the extra entries of a loaded state dict to the rounds' optimizers
+                for inner in self._inners if self.beside else ():
+                    empty = {**inner.state_dict(), "state": {}}
+                    inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
+            except Exception as error:  # reported with failures of the rounds
+                failed = error
             for fleet in self._fleets:
-                try:
-                    self._give_beside(fleet)
-                except Exception as error:  # reported with failures of the rounds
-                    failed = failed or error
                 bring(fleet.peers, fleet.owned, self._table, fleet.limit)
             self._table = defaultdict(dict)
             self._is_out = True
         for fleet in self._fleets:
             if not fleet.present:
                 continue
-            if fleet.peers.size > 1:
-                fleet.changed = fleet.peers.grid.highest(*fleet.changed)
-            wanted = [index for index in fleet.present if fleet.changed[index]]
+            fleet.changed = fleet.peers.grid.highest(*fleet.changed)
+            wanted = list(itertools.compress(fleet.present, fleet.changed))
             if wanted:  # owners' copies are out of date
                 fleet.freight(wanted).to_owners(fleet.whole)
             failed_here = self._step_rounds(fleet)
             failed = failed or failed_here
         return failed
-
-    def _give_beside(self, fleet: Fleet) -> None:
-        """Pass the extra entries of a loaded state dict to the rounds' optimizers."""
-        if not self.beside:
-            return
-        for inner in fleet.inners:
-            empty = {**inner.state_dict(), "state": {}}
-            inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
 
     def _step_rounds(self, fleet: Fleet) -> BaseException | None:
         owned, present = fleet.owned, fleet.present
@@ -725,7 +680,9 @@ class WholeOptimizer(Wrapped):
 
     def _step_inner(self, fleet: Fleet, round_: Round, inner: Optimizer) -> None:
         for own, number in zip(inner.param_groups, round_.groups, strict=True):
-            own.update(own_options_of(self.param_groups[number]))
+            for key, value in options_of(self.param_groups[number]).items():
+                # a copy, so that writes to tensor options do not add up over rounds
+                own[key] = value.detach().clone() if isinstance(value, Tensor) else value
         held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
         before = [one.identity() for one in held]
         plain_step(self._plain_class)(inner)  # hooks run around our step
@@ -738,18 +695,17 @@ class WholeOptimizer(Wrapped):
                     "a class that writes to parameters in place.",
                 )
 
-    def _options_after(self) -> list[dict[str, Any]]:
+    def _take_options(self, grids: Sequence[Grid]) -> None:
+        """Adopt all ranks' changes to options. Raise StateError if the changes differ."""
         found: list[dict[str, Any]] = [{} for _ in self.param_groups]
         for fleet in self._fleets:
             for round_, _ in fleet.rounds_of(fleet.present):
                 groups = [] if round_.inner is None else round_.inner.param_groups
                 for place, own in zip(round_.groups, groups, strict=True):
-                    found[place].update(changes_of(self.param_groups[place], own))
-        return found
-
-    def _take_options(self, grids: Sequence[Grid]) -> None:
-        """Adopt all ranks' changes to options. Raise StateError if the changes differ."""
-        found = self._options_after()
+                    before = self.param_groups[place]
+                    for key, value in options_of(own).items():
+                        if key not in before or not equal(before[key], value):
+                            found[place][key] = value
         error: StateError | None = None
         for grid in grids:
             if not grid.any_is(any(found)):
@@ -776,25 +732,16 @@ class WholeOptimizer(Wrapped):
         for fleet in self._fleets:
             if not fleet.present:
                 continue
-            self._note_fields(fleet)
+            if any(index not in fleet.fields for index in fleet.present):
+                # exchange the field names of states of matrices stepped for the first time
+                own = {
+                    i: [*one.state] for i, one in enumerate(fleet.owned) if one.inner is not None
+                }
+                for told in fleet.peers.grid.collect(own):
+                    fleet.fields.update(told)
             fleet.freight(fleet.present).from_owners(fleet.whole)
             for index in fleet.present:
                 fleet.owned[index].printed = fleet.owned[index].shard_print(fleet.peers.me)
-
-    def _note_fields(self, fleet: Fleet) -> None:
-        """Exchange the state field names of matrices stepped for the first time. Collective."""
-        if all(index in fleet.fields for index in fleet.present):
-            return
-        owned = enumerate(fleet.owned)
-        own = {index: [*one.state] for index, one in owned if one.inner is not None}
-        for told in fleet.peers.grid.collect(own):
-            fleet.fields.update(told)
-
-    def _forget_copies(self) -> None:
-        """Invalidate the owners' copies: a step failed, and no shard was written."""
-        for fleet in self._fleets:
-            for one in fleet.owned:
-                one.printed = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UnsupportedError(
@@ -832,8 +779,10 @@ def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
             for one in optimizers:
                 one._take_options([grids[ranks] for ranks in in_order])
         except BaseException:
-            for one in optimizers:
-                one._forget_copies()
+            # the owners' copies are invalid: the step failed, and no shard was written
+            for fleet in (fleet for one in optimizers for fleet in one._fleets):
+                for owned in fleet.owned:
+                    owned.printed = None
             raise
         for one in optimizers:
             one._write()
@@ -878,18 +827,6 @@ def _named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
             elif owner is not None:
                 name = owner.fqn
             yield number, name, param
-
-
-def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tensor]) -> list[bool]:
-    """Return, for each part, whether it is unchanged since the last step. Synchronizes once."""
-    known = [owned[index].printed for index in present]
-    if not prints or any(one is None for one in known):
-        return [False] * len(prints)
-    if not torch_dtensor.has_real_memory():  # a plan's fake tensors are never written to
-        return [True] * len(prints)
-    before = torch.stack([one for one in known if one is not None])
-    flags: list[bool] = (before == torch.stack(list(prints))).all(1).tolist()
-    return flags
 
 
 def _lies(param: Tensor) -> object:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._core.base import torch_compiler, torch_dtensor, torch_tensors
+from fsdp2._core.base import torch_compiler, torch_dtensor
 from fsdp2._core.base.errors import check_flag, check_function
 
 State = dict[str, Any]
@@ -25,6 +25,14 @@ class Wrapped:
     _plain_class: type[Optimizer]
     _stepped_class: type[Optimizer]
     param_groups: Groups
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = object.__new__(cls)
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        """Set the attributes that torch's constructor and unpickling need."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set them to None, or to zero in place."""
@@ -47,7 +55,7 @@ def wrapped_class(
     prefix: str,
     wrapper: type,
     cls: type[Optimizer],
-    more: Mapping[str, Any],
+    **more: Any,
 ) -> Any:
     if (wrapper, cls) not in _classes:
         names = {
@@ -98,25 +106,15 @@ def write_back(group: dict[str, Any], own: Mapping[str, Any], *but: str) -> None
 
 @torch_compiler.always_eager
 def zero_gradients(groups: Iterable[Mapping[str, Any]], set_to_none: bool) -> None:
-    """Clear gradients. torch's kernel does not accept a mixture of sharded and plain gradients."""
+    """Zero gradients. torch's kernel does not accept a mixture of sharded and plain gradients."""
     check_flag("zero_grad", "set_to_none", set_to_none)
-    strided: list[Tensor] = []
     for param in params_of(groups):
         grad = param.grad
         if grad is None:
-            continue
-        if set_to_none:
-            param.grad = None
             continue
         if grad.grad_fn is not None:
             grad.detach_()
         else:
             grad.requires_grad_(False)
-        local = torch_dtensor.local_part(grad)
-        if local.layout is torch.strided:
-            strided.append(local)
-        else:
-            local.zero_()
-    with torch.no_grad():
-        for alike in torch_tensors.by_kind(strided).values():
-            torch_tensors.zero_all_(alike)
+        with torch.no_grad():
+            torch_dtensor.local_part(grad).zero_()

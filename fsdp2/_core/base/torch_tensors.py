@@ -44,7 +44,6 @@ norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 copy_all: Callable[..., object] = torch._foreach_copy_
 add_all_: Callable[..., object] = torch._foreach_add_
 scale_all_: Callable[..., object] = torch._foreach_mul_
-zero_all_: Callable[..., object] = torch._foreach_zero_
 lerp_all_: Callable[..., object] = torch._foreach_lerp_
 fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_

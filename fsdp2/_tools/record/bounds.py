@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsdp2._core.base.names import nbytes_text, seconds_text
@@ -115,12 +115,12 @@ def timed(aligned: Aligned, *kinds: str) -> Iterator[tuple[dict[str, Any], float
                 yield row, (row["end_ns"] - row["begin_ns"]) / 1e9
 
 
+@dataclass
 class UnitWaits:
     """Waits for the collectives of one unit, over all ranks and complete steps."""
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(COLLECTIVES, 0.0)
-        self.prefetches: Counter[str] = Counter()
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLLECTIVES, 0.0))
+    prefetches: Counter[str] = field(default_factory=Counter)
 
     @property
     def total(self) -> float:
@@ -250,10 +250,8 @@ def _without(
     """Return the waits that no late rank caused. Only these depend on settings."""
     left = {}
     for name, unit in waits.items():
-        left[name] = one = UnitWaits()
-        one.prefetches = unit.prefetches
-        for kind, seconds in unit.seconds.items():
-            one.seconds[kind] = max(0.0, seconds - by_ranks[name, kind])
+        seconds = {kind: max(0.0, s - by_ranks[name, kind]) for kind, s in unit.seconds.items()}
+        left[name] = UnitWaits(seconds, unit.prefetches)
     return left
 
 

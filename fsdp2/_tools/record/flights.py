@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,31 +21,30 @@ from fsdp2._core.comm.device_streams import ObservedFlight
 from fsdp2._core.comm.wire import InFlight
 from fsdp2._core.params.reduce import LAUNCHED_AS, Reduction
 from fsdp2._core.params.registration import SMALLER as SMALLER_STATE
-from fsdp2._tools.record.ledger import Ledger, Row
+from fsdp2._tools.record.ledger import Ledger, Row, quoted
 from fsdp2._tools.record.memory import Entry
 
-SMALLER = ',"collective":"all_gather","is_smaller":true'
-"""Columns for an all-gather over the smaller mesh to which a group reshards after forward."""
+SMALLER = ',"is_smaller":true'
+"""Column for an all-gather over the smaller mesh to which a group reshards after forward."""
 EXACT = ',"is_exact":true'
 """Column for a collective whose completion was observed immediately."""
+_EVENTS = {"all_gather": "unshard", "reduce_scatter": "reduce"}  # kinds of events of collectives
 EXACT_NS = 20_000
 """A wait of at least this length ends when its collective ends; a shorter wait may end later."""
 
 
+@dataclass(eq=False)
 class Flown:
     """Records the waits for a launched collective."""
 
-    __slots__ = ("entry", "flight", "flights", "is_ahead", "kind", "row", "wait", "was_done")
-
-    def __init__(self, flights: Flights, kind: str, entry: Entry) -> None:
-        self.flights = flights
-        self.kind = kind
-        self.entry = entry
-        self.row: Row | None = None  # None once the row is written
-        self.is_ahead = flights.is_prefetching
-        self.wait: Row | None = None
-        self.was_done = False
-        self.flight: Callable[[], InFlight | None] = lambda: None  # weak: a flight holds buffers
+    flights: Flights
+    kind: str
+    entry: Entry
+    is_ahead: bool
+    row: Row | None = None  # None once the row is written
+    wait: Row | None = None
+    was_done: bool = False
+    flight: Callable[[], InFlight | None] = lambda: None  # weak: a flight holds buffers
 
     def before_wait(self, flight: InFlight) -> None:
         flights = self.flights
@@ -52,7 +52,7 @@ class Flown:
         if not flights.is_on:
             return
         self.was_done = self.row is None or flight.is_done
-        more = f',"for":"{self.kind}","by":{ledger.quote(flights.waiter)}'
+        more = f',"for":"{self.kind}","by":{quoted(flights.active or "")}'
         phase = self.entry.group.context.phase
         self.wait = row = ledger.begin("wait", self.entry.name, phase, more=more)
         if ledger.profiles:
@@ -76,15 +76,15 @@ class Flown:
         ledger.end(row, now, account=partial(row.step.add_wait, self.kind, prefetch))
 
 
+@dataclass(eq=False)
 class Flights:
-    def __init__(self, ledger: Ledger, entry_of: Mapping[Any, Entry]) -> None:
-        self.ledger = ledger
-        self._entry_of = entry_of  # keys include the groups' reducers
-        self._running: dict[Flown, None] = {}  # CPU only: not observed as complete yet
-        self.gathering: Entry | None = None  # the group that is unsharding now
-        self.is_prefetching = False
-        self.waiter = ""  # the unit that is being processed
-        self.is_on = True
+    ledger: Ledger
+    _entry_of: Mapping[Any, Entry]  # keys include the groups' reducers
+    _running: dict[Flown, None] = field(default_factory=dict)  # CPU only: not seen to be complete
+    gathering: Entry | None = None  # the group that is unsharding now
+    is_prefetching: bool = False
+    active: str | None = None  # name of the unit that is being processed
+    is_on: bool = True
 
     def around_launch(
         self,
@@ -96,7 +96,7 @@ class Flights:
     ) -> InFlight:
         """Record a launch if it is a collective of the recorded model."""
         ledger = self.ledger
-        launched: Any = issue.launched if isinstance(issue, _Timed) else issue
+        launched: Any = getattr(issue, "launched", issue)
         source: Any = getattr(launched, "__self__", None)
         if isinstance(source, Reduction):
             entry = self._entry_of.get(source.owner)
@@ -107,7 +107,7 @@ class Flights:
             return launch(lane, issue, *args, after=after)
         name = f"fsdp2::{kind} {entry.name or '<root>'}"
         with torch.profiler.record_function(name) if ledger.profiles else nullcontext():
-            flown = Flown(self, kind, entry)
+            flown = Flown(self, kind, entry, self.is_prefetching)
             begin = end = None
             if ledger.clock.is_host:
                 if after is not None:
@@ -137,8 +137,16 @@ class Flights:
         if flown.kind == "store":  # its waits count as waits for the reduction's last collective
             flown.kind = "all_reduce" if entry.group.data.summed.size > 1 else "reduce_scatter"
             return heard
+        kind, phase, more = flown.kind, entry.group.context.phase, ""
         nbytes = sum(buffer.nbytes for buffer in flight.buffers)
-        row = self._begin_row(entry, flown.kind, begin, nbytes)
+        if kind in _EVENTS:
+            more = f',"collective":"{kind}"'
+            if kind == "all_gather" and entry.group.state is SMALLER_STATE:
+                more += SMALLER
+            event = entry.events.pop(_EVENTS[kind], None)
+            if event is not None:
+                kind, phase, nbytes = event.kind, event.phase, event.nbytes
+        row = self.ledger.begin(kind, entry.name, phase, nbytes, begin, more)
         if end is not None:
             self.ledger.end(row, end, EXACT)
         elif flight.runs:
@@ -149,20 +157,6 @@ class Flights:
             self.ledger.end(row)
             return flight
         return heard
-
-    def _begin_row(self, entry: Entry, kind: str, begin: Any, nbytes: int) -> Row:
-        phase = entry.group.context.phase
-        event, more = None, ""
-        if kind == "all_gather":
-            event, entry.unshard_event = entry.unshard_event, None
-            is_smaller = entry.group.state is SMALLER_STATE
-            more = SMALLER if is_smaller else ',"collective":"all_gather"'
-        elif kind == "reduce_scatter":
-            event, entry.reduce_event = entry.reduce_event, None
-            more = ',"collective":"reduce_scatter"'
-        if event is not None:
-            kind, phase, nbytes = event.kind, event.phase, event.nbytes
-        return self.ledger.begin(kind, entry.name, phase, nbytes, begin, more)
 
     def look(self) -> None:
         now = None
@@ -196,7 +190,7 @@ class _Timed:
         self._ledger = ledger
         self._issue = issue
         # a second recording of the same model may already have wrapped ``issue``
-        self.launched: Any = issue.launched if isinstance(issue, _Timed) else issue
+        self.launched: Any = getattr(issue, "launched", issue)
         self.begin: Any = None
         self.end: Any = None
 

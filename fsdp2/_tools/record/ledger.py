@@ -11,6 +11,7 @@ anchor.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import time
@@ -116,17 +117,18 @@ Account = Callable[[int, int], str]
 """Called with the begin and end times of a row; returns additional columns."""
 
 
+@dataclass(eq=False, slots=True)
 class Row:
-    __slots__ = ("account", "begin", "end", "extra", "range", "step", "text")
-    end: Any  # ``Ledger.end`` sets this attribute and the next two
-    extra: str
-    account: Account | None
+    text: str  # the row's JSON without the times
+    begin: Any
+    step: Step
+    end: Any = None
+    extra: str = ""
+    account: Account | None = None
+    range: Any = None  # the row's range in a running profiler's trace
 
-    def __init__(self, text: str, begin: Any, step: Step) -> None:
-        self.text = text  # the row's JSON without the times
-        self.begin = begin
-        self.step = step
-        self.range: Any = None  # the row's range in a running profiler's trace
+
+quoted = functools.cache(json.dumps)  # called with the names of units
 
 
 class Ledger:
@@ -150,7 +152,6 @@ class Ledger:
         self._count = 0
         self._unknown: deque[Row] = deque()  # rows without times yet
         self._steps: deque[Step] = deque()  # ended steps that have rows without times
-        self._quoted: dict[str, str] = {}
 
     def begin(
         self, kind: str, unit: str, phase: str, nbytes: int = 0, begin: Any = None, more: str = ""
@@ -162,18 +163,11 @@ class Ledger:
         return Row(text, self.clock.now() if begin is None else begin, self.step)
 
     def _columns(self, kind: str, unit: str, phase: str, nbytes: int) -> str:
-        quoted = self._quoted.get(unit) or self.quote(unit)
         return (
-            f'{{"n":{next(self.numbers)},"kind":"{kind}","unit":{quoted},"phase":"{phase}",'
+            f'{{"n":{next(self.numbers)},"kind":"{kind}","unit":{quoted(unit)},"phase":"{phase}",'
             f'"step":{self.step.number},"round":{self.round},"nbytes":{nbytes},'
             f"{self.memory.as_text()}"
         )
-
-    def quote(self, name: str) -> str:
-        quoted = self._quoted.get(name)
-        if quoted is None:
-            quoted = self._quoted[name] = json.dumps(name)
-        return quoted
 
     def say_waiting(self, row: Row) -> None:
         """Record that the host will block. See [Note: file contents after a crash]."""
@@ -234,8 +228,8 @@ class Ledger:
         if step.number == 0:
             return
         step.failed = failed
-        step.peak_nbytes = self.memory.peak
-        step.rss_nbytes, step.allocated_nbytes = resident_nbytes(), self._allocator.nbytes
+        allocated = self._allocator.nbytes
+        step.nbytes.update(peak=self.memory.peak, rss=resident_nbytes(), allocated=allocated)
         self._steps.append(step)
         self.resolve()
 

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,8 +32,8 @@ class Entry:
     name: str
     full_nbytes: int = 0  # unsharded parameters, or shards over a smaller mesh
     gather_nbytes: int = 0  # buffers of the all-gather in flight
-    unshard_event: Event | None = None  # set until the collective is launched
-    reduce_event: Event | None = None
+    # the events of an unshard and of a reduction, until the collective is launched
+    events: dict[str, Event] = field(default_factory=dict)
     needs: bool = False  # True while computation waits for the parameters
 
 

@@ -138,8 +138,7 @@ class Recorder:
         self._entry_of: dict[ParamGroup | Reducer, Entry] = {}
         self._flights = Flights(ledger, self._entry_of)
         self._passes = Passes(ledger)
-        self._forwards: dict[Unit, list[Row | None]] = {unit: [] for unit in names}
-        self._active: str | None = None  # name of the unit that is being processed
+        self._forwards: dict[Unit, list[Row | None]] = {}
         self._entry: Entry | None = None  # the active unit's group, if one is active
         self._since: Any = None  # start of the wait that a later event ends
 
@@ -212,44 +211,40 @@ class Recorder:
 
     def _hear(self, event: Event) -> None:
         """Record an event. See [Note: events of this model]."""
-        if self._active is None:
+        name, entry, kind = self._flights.active, self._entry, event.kind
+        if name is None:
             return
-        entry, kind = self._entry, event.kind
-        if entry is not None and kind == "unshard":
-            entry.unshard_event = event  # the unshard's row begins at the launch
-            self._ledger.step.gathered_nbytes += event.nbytes
-        elif entry is not None and kind == "reduce":
-            entry.reduce_event = event
-            self._ledger.step.reduced_nbytes += event.nbytes
-            for tree in self._passes.trees.values():
+        if entry is not None and kind in ("unshard", "reduce"):
+            entry.events[kind] = event  # the row begins at the launch
+            is_gather = kind == "unshard"
+            self._ledger.step.nbytes["gathered" if is_gather else "reduced"] += event.nbytes
+            for tree in () if is_gather else self._passes.trees.values():
                 if tree.runtime.context is entry.group.context:
                     tree.has_reduced = True
         elif kind in ("wait_for_unshard", "wait_for_reduce"):  # waits have rows with a duration
-            self._ended_wait(event)
+            self._ended_wait(name, event)
         elif entry is not None or kind in ("prefetch", "recover"):
             if entry is not None:
                 self._ledger.memory.look(entry)
-            self._ledger.mark(kind, self._active, event.phase, event.nbytes)
+            self._ledger.mark(kind, name, event.phase, event.nbytes)
 
-    def _ended_wait(self, event: Event) -> None:
+    def _ended_wait(self, name: str, event: Event) -> None:
         """Write the row of the wait that the event ends."""
-        assert self._active is not None
         if self._entry is not None:
             self._ledger.memory.look(self._entry)
         elif event.kind == "wait_for_unshard":  # the group is not recorded
             return
-        row = self._ledger.begin(event.kind, self._active, event.phase, 0, self._since)
-        self._ledger.end(row)
+        self._ledger.end(self._ledger.begin(event.kind, name, event.phase, 0, self._since))
 
     def _act(self, name: str, entry: Entry | None, call: Do, *args: Any) -> Any:
         """Call a function on behalf of a unit: events during the call belong to the unit."""
         flights = self._flights
-        before = self._active, self._entry, flights.waiter
-        self._active, self._entry, flights.waiter = name, entry, name
+        before = flights.active, self._entry
+        flights.active, self._entry = name, entry
         try:
             return call(*args)
         finally:
-            self._active, self._entry, flights.waiter = before
+            flights.active, self._entry = before
             if entry is not None:
                 self._ledger.memory.look(entry)
 

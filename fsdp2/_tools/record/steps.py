@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 LATE_NS = 100_000
 """Shorter waits do not count as late: they are overhead of the backend and of clock readings."""
@@ -65,9 +66,9 @@ class Step:
         self.end_ns = 0
         self.passes_ns = 0
         self.waits_ns = dict.fromkeys(COLLECTIVES, 0)
-        self.gathered_nbytes = self.reduced_nbytes = self.peak_nbytes = 0
         self.prefetches = {"hit": 0, "late": 0, "none": 0}
-        self.rss_nbytes = self.allocated_nbytes = 0
+        # the counts of the same names in ``RecordedStep``
+        self.nbytes = dict.fromkeys(("gathered", "reduced", "peak", "rss", "allocated"), 0)
 
     def add_pass(self, begin_ns: int, end_ns: int) -> str:
         self.begin_ns = begin_ns if self.begin_ns is None else min(begin_ns, self.begin_ns)
@@ -80,35 +81,30 @@ class Step:
         or empty if no gather was needed."""
         waited = end_ns - begin_ns
         self.waits_ns[kind] += waited
-        is_late = "true" if waited >= LATE_NS else "false"
+        is_late = waited >= LATE_NS
+        text = f',"is_late":{str(is_late).lower()}'
         if not prefetch:
-            return f',"is_late":{is_late}'
-        found = prefetch
+            return text
         if prefetch == "ahead":
-            found = "late" if waited >= LATE_NS else "hit"
-        self.prefetches[found] += 1
-        return f',"is_late":{is_late},"prefetch":"{found}"'
+            prefetch = "late" if is_late else "hit"
+        self.prefetches[prefetch] += 1
+        return f'{text},"prefetch":"{prefetch}"'
 
     def summarize(self, tokens: float, last_end_ns: int | None) -> RecordedStep:
         """Return the scalars; ``last_end_ns`` is the end of the previous step."""
         begin_ns = self.begin_ns or 0
         waits_ns = sum(self.waits_ns.values())
+        waits: dict[str, Any] = {f"wait_{kind}_s": ns / 1e9 for kind, ns in self.waits_ns.items()}
         period_ns = self.end_ns - (begin_ns if last_end_ns is None else last_end_ns)
         return RecordedStep(
             number=self.number,
             seconds=(self.end_ns - begin_ns) / 1e9,
             compute_s=(self.passes_ns - waits_ns) / 1e9,
             between_s=(self.end_ns - begin_ns - self.passes_ns) / 1e9,
-            wait_all_gather_s=self.waits_ns["all_gather"] / 1e9,
-            wait_reduce_scatter_s=self.waits_ns["reduce_scatter"] / 1e9,
-            wait_all_reduce_s=self.waits_ns["all_reduce"] / 1e9,
-            gathered_nbytes=self.gathered_nbytes,
-            reduced_nbytes=self.reduced_nbytes,
+            **waits,
+            **{f"{kind}_nbytes": nbytes for kind, nbytes in self.nbytes.items()},
             prefetch_hits=self.prefetches["hit"],
             prefetch_late=self.prefetches["late"],
             prefetch_none=self.prefetches["none"],
-            peak_nbytes=self.peak_nbytes,
-            rss_nbytes=self.rss_nbytes,
-            allocated_nbytes=self.allocated_nbytes,
             tokens_per_s=tokens * 1e9 / period_ns if tokens and period_ns > 0 else 0.0,
         )

@@ -49,7 +49,9 @@ def events_of(file: RankFile, time: Time) -> Iterator[dict[str, Any]]:
     used = {}
     for piece, thread in _threads(pieces_of(file.rows)):
         used[thread] = piece.lane if not piece.cause else WAITS
-        yield _complete(piece.name, rank, thread, at(piece.begin), at(piece.end), _about(piece))
+        about = {"bytes": piece.nbytes, "cause": piece.cause, "note": piece.note}
+        about = {name: value for name, value in about.items() if value}
+        yield _complete(piece.name, rank, thread, at(piece.begin), at(piece.end), about)
     for row in file.rows:
         yield from _others(row, rank, at)
     for thread, name in {**used, _thread(STEPS): STEPS, _thread(ENGINE): ENGINE}.items():
@@ -69,11 +71,6 @@ def _threads(pieces: list[Span]) -> Iterator[tuple[Span, int]]:
         place = next((i for i, end in enumerate(taken) if end <= piece.begin), len(taken))
         taken[place : place + 1] = [piece.end]
         yield piece, _thread(lane) + place
-
-
-def _about(piece: Span) -> dict[str, Any]:
-    about = {"bytes": piece.nbytes, "cause": piece.cause, "note": piece.note}
-    return {name: value for name, value in about.items() if value}
 
 
 def _others(row: dict[str, Any], rank: int, at: At) -> Iterator[dict[str, Any]]:

@@ -65,7 +65,7 @@ def stepping(world: World, make: Make, max_bytes: int | None = None, **kwargs: A
         run.train(step)
     if world.is_simulated:
         assert len(run.optim._batches) > 3
-        assert run.optim._memory.nbytes > 0
+        assert sum(batch.nbytes for batch in run.optim._batches) > 0
         assert all(local_part(state).device.type == "cpu" for state in states(run.optim))
     return run.values()
 
