@@ -46,12 +46,11 @@ class MeshAxis:
     name: str
     size: int
     rank: int
-    pg: dist.ProcessGroup | None
+    pg: Any  # its process group; None for an absent axis
     whole: MeshAxis | None = dataclasses.field(default=None, compare=False)
 
     def separate(self) -> MeshAxis:
         """Return this axis with a separate process group. The first call is collective."""
-        assert self.pg is not None
         group = _separate.get(self.pg)
         if group is None:
             group = _separate[self.pg] = torch_comm.group_of(
@@ -71,7 +70,7 @@ class MeshAxis:
 
     @property
     def global_ranks(self) -> list[int]:
-        if isinstance(self.pg, dist.ProcessGroup) and self.is_real:
+        if self.is_real:
             return dist.get_process_group_ranks(self.pg)
         return list(range(self.size))
 

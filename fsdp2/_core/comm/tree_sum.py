@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2._core.base import torch_comm
-from fsdp2._core.comm.gloo_p2p import Exchange, Several
+from fsdp2._core.comm.gloo_p2p import Exchange, Several, run
 from fsdp2._core.comm.mesh import MeshAxis
 from fsdp2._core.comm.wire import DefaultReduceScatter, Wire
 
@@ -138,12 +138,11 @@ class TreeWire(Wire):
         async_op: bool,
     ) -> Any:
         group = self.scatter_group or axis.pg
-        assert group is not None
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
             sizes = [2 * numel for numel in sizes]
         sent = sent.to(self.node_dtype or sent.dtype)
-        return _started(TreeExchange(output, sent, group, op, sizes or None), async_op)
+        return run(TreeExchange(output, sent, group, op, sizes or None), async_op)
 
     def reduce_scatter_each(
         self,
@@ -153,7 +152,7 @@ class TreeWire(Wire):
         async_op: bool,
     ) -> Any:
         works = [self.reduce_scatter(*pair, op, axis, True) for pair in pairs]
-        return _started(Several([work for work in works if work is not None]), async_op)
+        return run(Several(works), async_op)
 
     def all_reduce(
         self,
@@ -162,14 +161,6 @@ class TreeWire(Wire):
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        assert axis.pg is not None
         real = torch_comm.flat_as_real(tensor)
         dtype = self.node_dtype or real.dtype
-        return _started(TreeAllReduce(real, axis.pg, dtype), async_op)
-
-
-def _started(work: Any, async_op: bool) -> Any:
-    if async_op:
-        return work
-    work.wait()
-    return None
+        return run(TreeAllReduce(real, axis.pg, dtype), async_op)
