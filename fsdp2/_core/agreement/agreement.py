@@ -425,23 +425,6 @@ class Member(Protocol):
 
 
 @dataclass(eq=False)
-class Numbers:
-    """The numbers of operations. See [Note: reuse of numbers]."""
-
-    last: int = 0  # the last number issued
-    young: list[int] = field(default_factory=list)  # issued since the last cleanup
-    in_use: set[int] = field(default_factory=set)  # kept by the last cleanup
-
-    def next(self) -> int:
-        number = self.last % LAST_NUMBER + 1
-        while number in self.in_use:
-            number = number % LAST_NUMBER + 1
-        self.last = number
-        self.young.append(number)
-        return number
-
-
-@dataclass(eq=False)
 class Rehearsal:
     """The operations of a captured step, each with the operations that precede it."""
 
@@ -457,7 +440,7 @@ class Agreement:
         self.over = Over(axis)
         self.names: dict[int, str] = {}
         self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # keyed by operation
-        self._numbers = Numbers()
+        self._young = [0]  # the numbers issued since the last cleanup, after the last one before it
         self.operations: dict[int, Operation] = {}
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # certain predictions
@@ -474,18 +457,21 @@ class Agreement:
 
     def number(self, name: str) -> int:
         """Assign a number to a new operation. All ranks must call this in the same order."""
-        if len(self._numbers.young) == RENEWED:
+        if len(self._young) > RENEWED:
             self._give_back()
-        number = self._numbers.next()
+        taken = self.names if len(self.names) < LAST_NUMBER else ()
+        number = self._young[-1] % LAST_NUMBER + 1
+        while number in taken:
+            number = number % LAST_NUMBER + 1
+        self._young.append(number)
         self.names[number] = name
         return number
 
     def _give_back(self) -> None:
         """Free idle numbers. See [Note: reuse of numbers]."""
         issued = {fields_of(number)[0] for number in self._predictions.numbers}
-        kept = issued.union(self._numbers.young)
-        self._numbers.in_use = kept if len(kept) < LAST_NUMBER else set()
-        self._numbers.young = []
+        kept = issued.union(self._young[1:])
+        self._young = self._young[-1:]
         self.names = {own: name for own, name in self.names.items() if own in kept}
         self.tensors = {own: found for own, found in self.tensors.items() if own in kept}
         known = self.operations.items()
@@ -771,16 +757,14 @@ class Agreement:
         self.broken, predictions = why, self._predictions
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # every further operation is checked, and rejected
-        following = predictions.after(self.recent)
-        device = next((known.device for known in self.operations.values()), HOST)
+        known, numbers = dict(self.operations), predictions.after(self.recent)
+        following = (None if number is None else known.get(number) for number in numbers)
+        device = next((one.device for one in known.values()), HOST)
         if device != HOST:
-            known = dict(self.operations)
-            operations = (None if number is None else known.get(number) for number in following)
-            return Follower(self, operations, word, device)
+            return Follower(self, following, word, device)
         said: Counter[int] = Counter()  # operations issued, by number of ranks
         with contextlib.suppress(Exception):  # the error being raised is more informative
-            for predicted in itertools.islice(following, FOLLOWED):
-                expected = None if predicted is None else self.operations.get(predicted)
+            for expected in itertools.islice(following, FOLLOWED):
                 if expected is None:
                     self._last_words.append(self.send_number(word, device))
                     break

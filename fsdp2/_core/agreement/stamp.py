@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import string_at
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,28 +39,24 @@ from fsdp2._core.comm.wire import Wire
 NO_NUMBER = -2
 
 
+@dataclass(eq=False)
 class Stamp:
     """The number of one operation of a param group; also checks the numbers received. ``group``
     returns all stamps of the group, because a rank that gives up reports this in all of them."""
 
-    def __init__(
-        self,
-        axis: MeshAxis,
-        kind: str,
-        group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None,
-        device: torch.device = HOST,
-    ) -> None:
-        self.axis = axis
-        self.kind = kind
-        self.device = device  # the device of the operation's buffers
-        self.seen: Tensor | None = None  # device memory for the stamps of all ranks
-        self.agreement = agreement_of(axis)
-        self.number = NO_NUMBER
-        self.name = ""
-        self.tensors: tuple[NamedShape, ...] = ()
-        self.operation: Operation | None = None  # as registered
-        self.code = [0.0] * (GATHER_STAMP_NUMEL if kind == "gather" else STAMP_NUMEL)
-        self._group = group
+    axis: MeshAxis
+    kind: str
+    group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None
+    device: torch.device = HOST  # the device of the operation's buffers
+    seen: Tensor | None = None  # device memory for the stamps of all ranks
+    number: int = NO_NUMBER
+    name: str = ""
+    tensors: tuple[NamedShape, ...] = ()
+    operation: Operation | None = None  # as registered
+
+    def __post_init__(self) -> None:
+        self.agreement = agreement_of(self.axis)
+        self.code = [0.0] * (GATHER_STAMP_NUMEL if self.kind == "gather" else STAMP_NUMEL)
         # for a gather: the row to send and its length, rows received, bytes expected from each rank
         self._row = torch.empty(0, dtype=torch.float32, device=HOST)
         self._width = 0
@@ -70,7 +67,7 @@ class Stamp:
 
     def beside(self) -> Iterable[Stamp]:
         """Return all stamps of the group, or none if the group was deleted."""
-        stamps = None if self._group is None else self._group()
+        stamps = None if self.group is None else self.group()
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView, Mapping, MutableMapping, ValuesView
-from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -233,23 +234,13 @@ _LAZY = (FunctionType, MethodType, functools.partial, GeneratorType, *_ITERATORS
 def _kept_by(value: Any) -> list[Any]:
     """Return a function's or generator's referents, or the remaining items of an iterator."""
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
+        variables = gc.get_referents(*(value.__closure__ or ()))  # those that have a value
+        return [*variables, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, MethodType | functools.partial):
+        return gc.get_referents(value)
     if isinstance(value, GeneratorType):
         return [] if value.gi_frame is None else list(value.gi_frame.f_locals.values())
     return list(copy.copy(value))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises if the variable has no value
-    except ValueError:
-        return False
-    return True
 
 
 @functools.lru_cache(256)

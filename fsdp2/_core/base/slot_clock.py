@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -50,28 +50,25 @@ loaded: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary(
 """States loaded from checkpoints into models that were not reproducible yet."""
 
 
+@dataclass(eq=False)
 class SlotClock:
     """The position of one rank in its cycle of slots.
 
     ``listener`` is called with each slot's gradients, group by group, before they are summed.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        mine: range,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.slots = slots
-        self.mine = mine
-        self.seed = seed
-        self.step = 0  # global batches before this one
-        self.place = 0  # index of the current slot in ``mine``
-        self.batch = 0  # like ``step``, but including dropped batches
-        self.is_begun = False  # the forward of the current slot has begun
-        self.is_done = False  # some gradients of the current slot have been taken
-        self.listener: Callable[..., None] | None = None
+    slots: int
+    mine: range
+    seed: int
+    device: InitVar[torch.device]
+    step: int = 0  # global batches before this one
+    place: int = 0  # index of the current slot in ``mine``
+    batch: int = 0  # like ``step``, but including dropped batches
+    is_begun: bool = False  # the forward of the current slot has begun
+    is_done: bool = False  # some gradients of the current slot have been taken
+    listener: Callable[..., None] | None = None
+
+    def __post_init__(self, device: torch.device) -> None:
         seed_host = torch.default_generator.manual_seed
         self._generators = [_Generator(torch.get_rng_state, torch.set_rng_state, seed_host)]
         if device.type not in ("cpu", "meta"):

@@ -105,7 +105,7 @@ class Dealt(Shard):
     ) -> Tensor:
         length = tensor.shape[self.dim]
         rows = tensor.narrow(self.dim, *rows_of(length, num_chunks, int(index), self.deal))
-        return rows.clone() if clone else rows
+        return rows.clone(memory_format=torch.contiguous_format) if clone else rows
 
     def _to_replicate_tensor(
         self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[Any]
@@ -129,10 +129,7 @@ def are_same(first: Sequence[Placement], second: Sequence[Placement]) -> bool:
 
 
 def dealt_axis(placements: Sequence[Placement]) -> int | None:
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Dealt):
-            return axis
-    return None
+    return next((axis for axis, one in enumerate(placements) if isinstance(one, Dealt)), None)
 
 
 def key_of(placements: Sequence[Placement]) -> tuple[object, ...]:
@@ -213,9 +210,7 @@ class DealtTensor(DTensor):
 
     @property
     def axis(self) -> int:
-        axis = dealt_axis(self._spec.placements)
-        assert axis is not None
-        return axis
+        return cast(int, dealt_axis(self._spec.placements))
 
     @property
     def placement(self) -> Dealt:
@@ -240,13 +235,12 @@ class DealtTensor(DTensor):
 
     def lies_like(self, other: DealtTensor) -> bool:
         mine, its = self._spec, other._spec
-        is_there = mine.mesh is its.mesh or mine.mesh == its.mesh
-        return is_there and other.shape == self.shape and are_same(mine.placements, its.placements)
+        is_there = mine.mesh == its.mesh and other.shape == self.shape
+        return is_there and are_same(mine.placements, its.placements)
 
     def _made(self, local: Tensor) -> DealtTensor:
         """Wrap a local tensor, possibly of another dtype, with this tensor's placement."""
-        spec, old = self._spec, self._spec.tensor_meta
-        assert old is not None
+        spec, old = self._spec, cast(TensorMeta, self._spec.tensor_meta)
         if local.dtype != old.dtype:
             meta = TensorMeta(old.shape, old.stride, local.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
@@ -273,7 +267,6 @@ class DealtTensor(DTensor):
     def replicated(self) -> DTensor:
         """Replicate the tensor over the dealt axis; other axes are unchanged. Collective."""
         spec = self._spec
-        assert spec.tensor_meta is not None
         placements = [Replicate() if isinstance(p, Dealt) else p for p in spec.placements]
         local = _join(self._local_tensor, self._whole_shape, spec.mesh, self.axis, self.placement)
         made = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
@@ -371,17 +364,12 @@ def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
 
 def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Return a dealt tensor with this rank's rows of a DTensor replicated over the dealt axis."""
-    axis = dealt_axis(placements)
-    assert axis is not None
-    mesh, meta = whole.device_mesh, whole._spec.tensor_meta
-    placement = cast(Dealt, placements[axis])
-    assert meta is not None
-    local, dim = whole._local_tensor.detach(), placement.dim
-    place = mesh.get_local_rank(axis)
-    span = rows_of(local.shape[dim], mesh.size(axis), place, placement.deal)
+    axis = cast(int, dealt_axis(placements))
+    mesh, placement = whole.device_mesh, cast(Dealt, placements[axis])
+    ranks, place = mesh.size(axis), mesh.get_local_rank(axis)
     # a copy, because the full tensor may belong to the user
-    local = local.narrow(dim, *span).clone(memory_format=torch.contiguous_format)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    local = placement._select_split_tensor(whole._local_tensor.detach(), ranks, place)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=whole._spec.tensor_meta)
     return _new(local, spec, requires_grad=False)
 
 
@@ -451,8 +439,7 @@ def _view(
     """View each rank's local memory, so that writes to the view change the tensor. If one rank owns
     all rows, any view is supported; otherwise only views that treat all rows identically. Return
     NotImplemented for other views, and for 0-dim views, which cannot be empty on a rank."""
-    meta = like._spec.tensor_meta
-    assert meta is not None
+    meta = cast(TensorMeta, like._spec.tensor_meta)
     if args[0] is not like:
         return NotImplemented
     outline = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
@@ -529,14 +516,6 @@ def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
     real = dtype.to_real() if dtype.is_complex else dtype
     nothing = float("inf") if order < 0 else 0.0
     return like._local_tensor.new_full((), nothing, dtype=real)
-
-
-def _scalar(like: DealtTensor, value: Tensor) -> DTensor:
-    """Return a replicated DTensor that wraps ``value``, a scalar that is equal on all ranks."""
-    mesh = like._spec.mesh
-    meta = TensorMeta(torch.Size(()), (), value.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return DTensor(value, spec, requires_grad=False)
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -684,4 +663,6 @@ def _norms(
         every = (mesh.size(axis), len(norms))
         rows = _join(joined.unsqueeze(0), every, mesh, axis, Dealt(0, Deal(1)))
         joined = torch.linalg.vector_norm(rows, order, dim=0)
-    return [_scalar(one, value) for one, value in zip(likes, joined.unbind(), strict=True)]
+    meta = TensorMeta(torch.Size(()), (), joined.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return [DTensor(value, spec, requires_grad=False) for value in joined.unbind()]

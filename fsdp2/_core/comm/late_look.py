@@ -77,15 +77,13 @@ class LateLook:
 
     def look(self) -> None:
         """Compare the copied stamps, if the copy is complete."""
-        if self._event is None or not self._event.query():
+        event, copied = self._event, self._copied
+        if event is None or copied is None or not event.query():
             return
         self._event = None
         if self._copied_sum is not None:
             reduced, number, total = self._copied_sum
             reduced.check_sum(total, number)
-        copied = self._copied
-        if copied is None:
-            return
         begin, address = 0, copied.data_ptr()
         for known, row, ranks in self._parts:
             nbytes = len(row) * ranks

@@ -203,8 +203,7 @@ class DataMesh:
 
     def _ranks(self) -> torch.Tensor:
         """Return ranks with the same *own* coordinates as this rank; the shard dim is innermost."""
-        place = self.mesh.get_coordinate()
-        assert place is not None
+        place: Any = self.mesh.get_coordinate()
         grid = self.mesh.mesh
         kinds = (OWN, REPLICATE, SHARD)
         order = sorted(range(grid.ndim), key=lambda dim: kinds.index(self.roles[dim]))
@@ -352,9 +351,6 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
         at = tuple((whole.mesh_dim_names or ()).index(name) for name in names)
     else:
         whole = mesh
-    known = _ascending.setdefault(whole, set())
-    if at in known:
-        return
     with torch_modes.hidden_from_modes():
         ranks = whole.mesh.movedim(at, tuple(range(-len(at), 0)))
         lines = ranks.reshape(-1, math.prod(ranks.shape[-len(at) :])).tolist()
@@ -365,11 +361,6 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
             "sorts the ranks of a process group, so checkpoints would mix up rows. Sort the mesh's "
             "ranks. To move a rank to another machine, assign it to a process on that machine.",
         )
-    known.add(at)
-
-
-_ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""Dims along which a mesh's ranks are known to ascend. Cached, because many units share a mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:

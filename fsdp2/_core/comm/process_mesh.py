@@ -137,12 +137,11 @@ class Grid:
 
     def scatter(self, values: list[Any] | None) -> Any:
         """Return this rank's item of the first rank's list, which has the order of ``gather``."""
-        held = values
+        held: Any = values  # None on a rank that has received nothing
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
                 parts = None
                 if axis.rank == 0:
-                    assert held is not None
                     size = len(held) // axis.size
                     parts = [held[start : start + size] for start in range(0, len(held), size)]
                 received: list[Any] = [None]
@@ -150,7 +149,6 @@ class Grid:
                 with carrying():
                     dist.scatter_object_list(received, parts, src=source, group=axis.pg)
                 held = received[0]
-        assert held is not None
         (own,) = held
         return own
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,7 @@ class TreeExchange(Exchange):
     """A reduce-scatter whose receiver adds the parts in the order of [Note: one tree]."""
 
     def _add_up(self) -> None:
-        rows = self._rows
-        own = self._sent
-        assert own is not None
+        rows, own = self._rows, cast(Tensor, self._sent)
         while len(rows) > 1:
             rows = [_added(a, b, own) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         self._output.copy_(rows[0])
