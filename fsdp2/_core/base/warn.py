@@ -1,11 +1,12 @@
 """Warnings: all ranks issue a warning, but only one rank shows it.
 
 Rank 0 shows all warnings that it issues. Other ranks show only those that rank 0 does not issue,
-such as a warning about one stage of a pipeline. A rank that does not show a warning still issues
-it: if filters turn warnings into errors, every rank must raise, or ranks would wait for each other.
-A program that records warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces
-``warnings.showwarning`` (as ``logging.captureWarnings`` does) receives all warnings of its rank,
-and its filters apply on every rank. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
+such as a warning about one stage of a pipeline. A rank that does not show a warning still issues it
+if a filter applies: if filters turn warnings into errors, every rank must raise, or ranks would
+wait for each other. A program that records warnings (``catch_warnings(record=True)``,
+``pytest.warns``) or replaces ``warnings.showwarning`` (as ``logging.captureWarnings`` does)
+receives all warnings of its rank, and its filters apply on every rank.
+``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_USERS:
             break
         frame, level = frame.f_back, level + 1
-    is_pythons = show.__module__ == "warnings"
+    is_pythons = show.__module__ in ("warnings", "_py_warnings")  # the latter since Python 3.14
     if _is_shown_here(message) or _has_filter(message, category) or not is_pythons:
         warnings.warn(message, category, stacklevel=level)
         return

@@ -214,10 +214,14 @@ class DataMesh:
 
     @property
     def device(self) -> torch.device:
-        kind = self.mesh.device_type
-        if kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        return current_device(self.mesh.device_type)
+
+
+def current_device(kind: str) -> torch.device:
+    """Return this process's device of a type."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class KeptOnMesh(dict[Any, DataMesh]):

@@ -35,7 +35,7 @@ from fsdp2._core.base.errors import (
     named,
 )
 from fsdp2._core.base.interrupts import kept_interrupts, take_interrupt
-from fsdp2._core.comm.mesh import MeshAxis
+from fsdp2._core.comm.mesh import MeshAxis, current_device
 
 T = TypeVar("T")
 NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -260,5 +260,4 @@ def wire_device(
     devices = [kind.split(":")[0] for kind in kinds]
     if device.type in devices or not devices:
         return device
-    kind = devices[0]
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return current_device(devices[0])
