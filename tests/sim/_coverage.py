@@ -48,8 +48,7 @@ CLASSES = {  # whose methods a CPU never enters
     "_core/agreement/agreement.py": ("Follower",),
     "_core/comm/late_look.py": ("LateLook",),
     "_core/comm/device_streams.py": ("DeviceStreams",),
-    "_core/comm/comms.py": ("SymmetricMemoryAllGather",),
-    "_core/base/torch_comm.py": ("SymmetricMemory",),
+    "_core/comm/symmetric.py": ("SymmetricMemoryAllGather",),
 }
 UNKNOWN_HERE = {  # the same name means something else in these files: what a caller asks for
     "_core/api/module.py": ("async_op",),

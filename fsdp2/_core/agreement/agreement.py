@@ -235,15 +235,13 @@ class Predictions:
     _turns: dict[tuple[Recent, int, int], tuple[int, int]] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
 
-    def expect(self, recent: Recent) -> int | None:
-        """Return the next operation's predicted number, or None if there is no prediction."""
-        return self._expect(recent, self._runs)
-
-    def _expect(self, recent: Recent, runs: Runs) -> int | None:
+    def expect(self, recent: Recent, runs: Runs | None = None) -> int | None:
+        """Return the next operation's predicted number, or None if there is no prediction. Pass
+        ``runs`` to predict further: those after the predicted operations."""
         predicted = self.first.get(recent)
         if predicted != UNCERTAIN:
             return predicted
-        last, length = runs.get(recent, _NO_RUN)
+        last, length = (self._runs if runs is None else runs).get(recent, _NO_RUN)
         number, trust = self._turns.get((recent, last, length), (last, length - LONG_RUN + 1))
         return number if trust > 0 else None
 
@@ -270,7 +268,7 @@ class Predictions:
         """Yield the numbers of all predicted operations, and finally None."""
         runs = dict(self._runs)
         while True:
-            predicted = self._expect(recent, runs)
+            predicted = self.expect(recent, runs)
             if predicted is None or predicted == UNCERTAIN:
                 yield None
                 return
@@ -421,26 +419,9 @@ class Sent:
 class Member(Protocol):
     """Owner of a number. ``beside`` returns all owners in its param group, in all agreements."""
 
+    agreement: Agreement
+
     def beside(self) -> Iterable[Member]: ...
-
-    def give_up(self, why: str, word: int) -> Follower | None: ...
-
-
-@dataclass(eq=False)
-class Numbers:
-    """The numbers of operations. See [Note: reuse of numbers]."""
-
-    last: int = 0  # the last number issued
-    young: list[int] = field(default_factory=list)  # issued since the last cleanup
-    in_use: set[int] = field(default_factory=set)  # kept by the last cleanup
-
-    def next(self) -> int:
-        number = self.last % LAST_NUMBER + 1
-        while number in self.in_use:
-            number = number % LAST_NUMBER + 1
-        self.last = number
-        self.young.append(number)
-        return number
 
 
 @dataclass(eq=False)
@@ -459,7 +440,7 @@ class Agreement:
         self.over = Over(axis)
         self.names: dict[int, str] = {}
         self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # keyed by operation
-        self._numbers = Numbers()
+        self._young = [0]  # the numbers issued since the last cleanup, after the last one before it
         self.operations: dict[int, Operation] = {}
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # certain predictions
@@ -476,18 +457,21 @@ class Agreement:
 
     def number(self, name: str) -> int:
         """Assign a number to a new operation. All ranks must call this in the same order."""
-        if len(self._numbers.young) == RENEWED:
+        if len(self._young) > RENEWED:
             self._give_back()
-        number = self._numbers.next()
+        taken = self.names if len(self.names) < LAST_NUMBER else ()
+        number = self._young[-1] % LAST_NUMBER + 1
+        while number in taken:
+            number = number % LAST_NUMBER + 1
+        self._young.append(number)
         self.names[number] = name
         return number
 
     def _give_back(self) -> None:
         """Free idle numbers. See [Note: reuse of numbers]."""
         issued = {fields_of(number)[0] for number in self._predictions.numbers}
-        kept = issued.union(self._numbers.young)
-        self._numbers.in_use = kept if len(kept) < LAST_NUMBER else set()
-        self._numbers.young = []
+        kept = issued.union(self._young[1:])
+        self._young = self._young[-1:]
         self.names = {own: name for own, name in self.names.items() if own in kept}
         self.tensors = {own: found for own, found in self.tensors.items() if own in kept}
         known = self.operations.items()
@@ -612,16 +596,22 @@ class Agreement:
 
     @staticmethod
     def send_stamp(expected: Operation, number: int) -> Sent:
+        """Issue a placeholder: zeros and a stamp. See [Note: dealt parameters] in ``layout``."""
         axis, wire = expected.over.axis, expected.sender
         dtype, seen_as = expected.dtype, expected.seen_as
         first, *others = expected.numels
+        pieces = list(expected.pieces)
         device = expected.device
         with torch_modes.hidden_from_modes(), _beside(device) as (async_op, end):
             code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=device)
-            if expected.pieces and expected.kind != "all_reduce":
-                return _send_uneven(expected, code, async_op, end)
             at = slice(expected.stamp, expected.stamp + len(code))
-            if expected.kind == "gather":
+            if expected.kind == "gather" and pieces:
+                own = torch.zeros(pieces[axis.rank], dtype=dtype, device=device)
+                own.view(seen_as)[at] = code.to(seen_as)
+                landed = torch.zeros(sum(pieces), dtype=dtype, device=device)
+                pairs = [(landed, own)]
+                work = wire.all_gather_uneven(landed.split(pieces), own, axis, async_op)
+            elif expected.kind == "gather":
                 own = torch.zeros(first, dtype=dtype, device=device)
                 own.view(seen_as)[at] = code.to(seen_as)
                 pairs = [wire.stage(own, axis)]
@@ -629,6 +619,14 @@ class Agreement:
                     gathered = torch.empty(axis.size * numel, dtype=dtype, device=device)
                     pairs.append((gathered, own.new_zeros(numel)))
                 work = wire.all_gather_each(pairs, axis, async_op)
+            elif pieces:
+                own = torch.zeros(sum(pieces), dtype=dtype, device=device)
+                for piece in own.split(pieces):  # the stamp is as far from the end of each
+                    start = len(piece) - (pieces[axis.rank] - expected.stamp)
+                    piece[start : start + len(code)] = code.to(dtype)
+                reduced = torch.empty(pieces[axis.rank], dtype=seen_as, device=device)
+                pairs, op = [(reduced, own)], expected.reduction
+                work = wire.reduce_scatter_uneven(reduced, own, pieces, op, axis, async_op)
             elif expected.kind in ("reduce", "reduce_outer"):
                 own = wire.allocate((axis.size, first), dtype, device).zero_()
                 own[:, at] = code.to(dtype)
@@ -658,22 +656,18 @@ class Agreement:
 
     def compare_sum(self, number: int, total: list[Any], axis: MeshAxis) -> None:
         own = code_of(number)
+        foreign = [value != 0 and not bit for value, bit in zip(total, own, strict=True)]
         if not all(abs(value) > 0 for value, bit in zip(total, own, strict=True) if bit):
             self.is_silent = True
-        elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
+        elif any(foreign):
             both = max(abs(value) for value in total)
             code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
             other = number_of(code)  # valid if only one rank or all other ranks sent it
             others: list[int | None] = [other if axis.size == 2 else None] * axis.size
             others[axis.rank] = number
-            self._break(number, others, axis, self._foreign_bits(total, own), other)
-
-    @staticmethod
-    def _foreign_bits(total: list[Any], own: list[float]) -> int:
-        """Return the bits of this rank's number that, according to a sum, differ on other ranks."""
-        foreign = [value != 0 and not bit for value, bit in zip(total, own, strict=True)]
-        bits = zip(foreign[:STAMP_BITS], foreign[STAMP_BITS:], strict=True)
-        return sum(any(pair) << position for position, pair in enumerate(bits))
+            bits = zip(foreign[:STAMP_BITS], foreign[STAMP_BITS:], strict=True)
+            differing = sum(any(pair) << position for position, pair in enumerate(bits))
+            self._break(number, others, axis, differing, other)
 
     def describe(self, number: int | None, differing: Sequence[int] = ()) -> str:
         """Name an operation, or the traits in which ranks differ."""
@@ -744,13 +738,13 @@ class Agreement:
         elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other agreements use other numbers
         members = [other for own in self.members for other in own.beside()]
         followers = [self.give_up(why, word)]
-        followers += [member.give_up(why, elsewhere) for member in members]
+        followers += [member.agreement.give_up(why, elsewhere) for member in members]
         for follower in followers:
             if follower is not None:
                 follower.finish()
         return StateError("FS401", why)
 
-    def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
+    def give_up(self, why: str, word: int) -> Follower | None:
         """Inform other ranks that this rank has stopped: issue the operations that they expect
         next, stamped ``word`` (see ``last_word``). Other ranks may issue several operations before
         they check a stamp and give up too. Do not wait for other ranks: they may also have failed.
@@ -763,16 +757,14 @@ class Agreement:
         self.broken, predictions = why, self._predictions
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # every further operation is checked, and rejected
-        following = predictions.after(self.recent)
-        device = next((known.device for known in self.operations.values()), HOST)
+        known, numbers = dict(self.operations), predictions.after(self.recent)
+        following = (None if number is None else known.get(number) for number in numbers)
+        device = next((one.device for one in known.values()), HOST)
         if device != HOST:
-            known = dict(self.operations)
-            operations = (None if number is None else known.get(number) for number in following)
-            return Follower(self, operations, word, device)
+            return Follower(self, following, word, device)
         said: Counter[int] = Counter()  # operations issued, by number of ranks
         with contextlib.suppress(Exception):  # the error being raised is more informative
-            for predicted in itertools.islice(following, FOLLOWED):
-                expected = None if predicted is None else self.operations.get(predicted)
+            for expected in itertools.islice(following, FOLLOWED):
                 if expected is None:
                     self._last_words.append(self.send_number(word, device))
                     break
@@ -784,59 +776,27 @@ class Agreement:
         return None
 
 
-def _send_uneven(
-    expected: Operation,
-    code: Tensor,
-    async_op: bool,
-    end: Any,
-) -> Sent:
-    """Send a stamp and zeros in uneven pieces. See [Note: dealt parameters] in ``layout``. The
-    stamp has a fixed offset from the start of a gathered piece or the end of a reduced piece."""
-    axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
-    dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
-    if expected.kind == "gather":
-        own = torch.zeros(pieces[axis.rank], dtype=dtype, device=device)
-        own.view(seen_as)[expected.stamp : expected.stamp + len(code)] = code.to(seen_as)
-        landed = torch.zeros(sum(pieces), dtype=dtype, device=device)
-        rows = landed.split(list(pieces))
-        work = wire.all_gather_uneven(rows, own, axis, async_op)
-        return Sent(landed.view(seen_as), [(landed, own)], end(work))
-    own = torch.zeros(sum(pieces), dtype=dtype, device=device)
-    for piece in own.split(list(pieces)):
-        first = len(piece) - (pieces[axis.rank] - expected.stamp)
-        piece[first : first + len(code)] = code.to(dtype)
-    reduced = torch.empty(pieces[axis.rank], dtype=seen_as, device=device)
-    work = wire.reduce_scatter_uneven(reduced, own, pieces, expected.reduction, axis, async_op)
-    return Sent(reduced, [(reduced, own)], end(work))
-
-
 def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
     start, end = expected.stamp, expected.stamp + GATHER_STAMP_NUMEL
-    if expected.pieces:
-        sent, seen = expected.dtype.itemsize, expected.seen_as.itemsize
-        rows = output.split([numel * sent // seen for numel in expected.pieces])
-        return [number_of_digits(row[start:end].tolist()) for row in rows]
-    stamps = output.view(expected.over.axis.size, -1)[:, start:end].tolist()
-    return [number_of_digits(row) for row in stamps]
+    sent, seen = expected.dtype.itemsize, expected.seen_as.itemsize
+    pieces = [numel * sent // seen for numel in expected.pieces]
+    rows = output.split(pieces) if pieces else output.chunk(expected.over.size)
+    return [number_of_digits(row[start:end].tolist()) for row in rows]
 
 
+@dataclass(eq=False)
 class Follower:
     """Issues, without data, the operations that other ranks expect on a device's process group.
     Runs in its own thread: a wait in one process group must not block operations in another."""
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        following: Iterator[Operation | None],
-        word: int,
-        device: torch.device,
-    ) -> None:
-        self._agreement = agreement
-        self._following = following
-        self._word = word
-        self._device = device
+    agreement: Agreement
+    following: Iterator[Operation | None]
+    word: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
         # a new thread would use device 0 and create a context there
-        self._index = None if device.type == "cpu" else torch.accelerator.current_device_index()
+        self._index = torch.accelerator.current_device_index()
         self._answered = time.monotonic()  # time of the last completed operation
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -847,13 +807,12 @@ class Follower:
             self._thread.join(0.01)
 
     def _run(self) -> None:
-        send, word = self._agreement, self._word
+        send, word = self.agreement, self.word
         with contextlib.suppress(Exception):  # the error being raised is more informative
-            if self._index is not None:
-                torch.accelerator.set_device_index(self._index)
-            for operation in itertools.islice(self._following, FOLLOWED):
+            torch.accelerator.set_device_index(self._index)
+            for operation in itertools.islice(self.following, FOLLOWED):
                 if operation is None:
-                    self._wait(send.send_number(word, self._device))
+                    self._wait(send.send_number(word, self.device))
                     return
                 sent = send.send_stamp(operation, word)
                 if not self._wait(sent) or not self._somebody_goes_on(operation, sent.output):
@@ -870,7 +829,7 @@ class Follower:
         return True
 
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
-        if operation.over.size < self._agreement.over.size:  # other ranks may continue
+        if operation.over.size < self.agreement.over.size:  # other ranks may continue
             return True
         if operation.kind != "gather":  # a rank that gave up sends zeros in these bits
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())

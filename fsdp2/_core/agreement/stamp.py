@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import string_at
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,11 @@ from torch import Tensor
 
 from fsdp2._core.agreement.agreement import (
     GATHER_STAMP_NUMEL,
-    GAVE_UP,
     HOST,
     NAMES,
     NUMBER_BITS,
     STAMP_NUMEL,
     Agreement,
-    Follower,
     NamedShape,
     Operation,
     Over,
@@ -34,35 +33,30 @@ from fsdp2._core.agreement.agreement import (
 )
 from fsdp2._core.base import torch_dtensor
 from fsdp2._core.base.errors import StateError
-from fsdp2._core.comm.late_look import LateLook
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
 from fsdp2._core.comm.wire import Wire
 
 NO_NUMBER = -2
 
 
+@dataclass(eq=False)
 class Stamp:
     """The number of one operation of a param group; also checks the numbers received. ``group``
     returns all stamps of the group, because a rank that gives up reports this in all of them."""
 
-    def __init__(
-        self,
-        axis: MeshAxis,
-        kind: str,
-        group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None,
-        device: torch.device = HOST,
-    ) -> None:
-        self.axis = axis
-        self.kind = kind
-        self.device = device  # the device of the operation's buffers
-        self.seen: Tensor | None = None  # device memory for the stamps of all ranks
-        self.agreement = agreement_of(axis)
-        self.number = NO_NUMBER
-        self.name = ""
-        self.tensors: tuple[NamedShape, ...] = ()
-        self.operation: Operation | None = None  # as registered
-        self.code = [0.0] * (GATHER_STAMP_NUMEL if kind == "gather" else STAMP_NUMEL)
-        self._group = group
+    axis: MeshAxis
+    kind: str
+    group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None
+    device: torch.device = HOST  # the device of the operation's buffers
+    seen: Tensor | None = None  # device memory for the stamps of all ranks
+    number: int = NO_NUMBER
+    name: str = ""
+    tensors: tuple[NamedShape, ...] = ()
+    operation: Operation | None = None  # as registered
+
+    def __post_init__(self) -> None:
+        self.agreement = agreement_of(self.axis)
+        self.code = [0.0] * (GATHER_STAMP_NUMEL if self.kind == "gather" else STAMP_NUMEL)
         # for a gather: the row to send and its length, rows received, bytes expected from each rank
         self._row = torch.empty(0, dtype=torch.float32, device=HOST)
         self._width = 0
@@ -73,7 +67,7 @@ class Stamp:
 
     def beside(self) -> Iterable[Stamp]:
         """Return all stamps of the group, or none if the group was deleted."""
-        stamps = None if self._group is None else self._group()
+        stamps = None if self.group is None else self.group()
         return () if stamps is None else stamps()
 
     def enroll(self, fqn: str) -> None:
@@ -138,9 +132,6 @@ class Stamp:
             self.agreement.names[own] = self.name
             self.agreement.tensors[own] = self.tensors
             self.agreement.operations[self.number] = self.operation
-
-    def retire(self) -> None:
-        self.agreement.retire(self.number)
 
     @property
     def is_checked(self) -> bool:
@@ -207,10 +198,6 @@ class Stamp:
             known = self.number if number is None else number
             self.agreement.compare_sum(known, seen.tolist(), self.axis)
 
-    def see_sum(self, total: Tensor) -> None:
-        """On a device, schedule a check of the summed stamps of a step's last reduction."""
-        self.agreement.look_late().see_sum(self, self.number, total)
-
     def silence(self, is_silent: bool) -> bool:
         """Disable or enable checks on the process group; return True if they had been disabled."""
         before, self.agreement.is_silent = self.agreement.is_silent, is_silent
@@ -218,10 +205,6 @@ class Stamp:
 
     def failed(self, error: Exception) -> StateError:
         return self.agreement.lose(self.number, error)
-
-    def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Inform the ranks that wait for this rank that it has given up."""
-        return self.agreement.give_up(why, word)
 
 
 class ReductionStamps:
@@ -309,7 +292,8 @@ class ReductionStamps:
     def arrived_late(self, reduced: Tensor) -> None:
         """On a device, check the sum over replicas later: gather stamps do not cover replicas."""
         if self.all and not reduced.is_cpu:
-            self.all[-1].see_sum(reduced[-STAMP_NUMEL:])
+            last = self.all[-1]
+            last.agreement.look_late().see_sum(last, last.number, reduced[-STAMP_NUMEL:])
 
 
 class CollectiveIds:
@@ -334,14 +318,8 @@ class CollectiveIds:
         return [stamp.agreement for stamp in self.all]
 
     @property
-    def looks(self) -> list[LateLook]:
-        looks = [stamp.agreement.late for stamp in self.all]
-        return [look for look in looks if look is not None]
-
-    @property
     def broken(self) -> str | None:
-        found = [stamp.agreement.broken for stamp in self.all]
-        return next((why for why in found if why is not None), None)
+        return next((one.broken for one in self.agreements if one.broken is not None), None)
 
     def covers(self, axis: MeshAxis) -> bool:
         """Return True if ranks exchange real data over an axis."""
@@ -363,7 +341,7 @@ class CollectiveIds:
     def renew_reductions(self, data: DataMesh) -> None:
         """Give new numbers to the group's reductions over the axes of ``data``."""
         for stamp in self.reductions.all:
-            stamp.retire()
+            stamp.agreement.retire(stamp.number)
         again = "all_reduce" if data.layers is None else "reduce_outer"
         made = [self.make(data.scattered, "reduce"), self.make(data.summed, again)]
         self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])

@@ -374,7 +374,6 @@ def mean_over_slots(model: nn.Module, values: Iterable[Tensor | float]) -> Tenso
         total = _tree_sum(torch.stack(found))
         for axis in (data.shard, data.replicate):
             if axis.size > 1:
-                assert axis.pg is not None
                 sent = total.reshape(1).to(wire_device(axis.pg, total.device))
                 gathered = sent.new_empty(axis.size)
                 torch_comm.all_gather_single(gathered, sent, group=axis.pg)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView, Mapping, MutableMapping, ValuesView
-from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -52,21 +53,19 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
         if hasattr(value, "n_sequence_fields"):  # torch.return_types, built from one iterable
             return type(value)(items)
         return tuple(items) if type(value) is tuple else tuple.__new__(type(value), items)
-    if isinstance(value, Mapping):
-        changed = {key: change(item) for key, item in value.items()}
-        changed = {key: item for key, item in changed.items() if item is not value[key]}
-        return _replace_items(value, changed) if changed else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        new = {name: change(item) for name, item in fields.items()}
-        new = {name: item for name, item in new.items() if item is not fields[name]}
-        if not new:
-            return value
-        copied: Any = copy.copy(value)
-        for name, item in new.items():
-            object.__setattr__(copied, name, item)  # including frozen dataclasses
-        return copied
-    return value
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and (isinstance(value, type) or not dataclasses.is_dataclass(value)):
+        return value
+    old = _items_of(value)
+    changed = {key: change(item) for key, item in old.items()}
+    changed = {key: item for key, item in changed.items() if item is not old[key]}
+    if not changed:
+        return value
+    if is_mapping:
+        return _replace_items(value, changed)
+    copied: Any = copy.copy(value)
+    _set_items(copied, changed)
+    return copied
 
 
 def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
@@ -82,10 +81,10 @@ def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     return replaced
 
 
-def _set_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
+def _set_items(container: Any, items: dict[Any, Any]) -> None:
     """Set items one by one: some mappings (transformers' ModelOutput) do not support ``update``."""
     for key, item in items.items():
-        mapping[key] = item
+        _set_item(container, key, item)
 
 
 @dataclasses.dataclass
@@ -195,7 +194,7 @@ def _set_item(container: Any, key: Any, item: Any) -> Any:
     if isinstance(container, list | MutableMapping):
         container[key] = item
         return container[key]
-    object.__setattr__(container, key, item)
+    object.__setattr__(container, key, item)  # including frozen dataclasses
     return item
 
 
@@ -235,23 +234,13 @@ _LAZY = (FunctionType, MethodType, functools.partial, GeneratorType, *_ITERATORS
 def _kept_by(value: Any) -> list[Any]:
     """Return a function's or generator's referents, or the remaining items of an iterator."""
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
+        variables = gc.get_referents(*(value.__closure__ or ()))  # those that have a value
+        return [*variables, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, MethodType | functools.partial):
+        return gc.get_referents(value)
     if isinstance(value, GeneratorType):
         return [] if value.gi_frame is None else list(value.gi_frame.f_locals.values())
     return list(copy.copy(value))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises if the variable has no value
-    except ValueError:
-        return False
-    return True
 
 
 @functools.lru_cache(256)

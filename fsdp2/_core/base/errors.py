@@ -176,7 +176,7 @@ def described(value: object) -> str:
 def wrong_type(
     who: str, name: str, expected: str, found: object, hint: str = ""
 ) -> ConfigTypeError:
-    return ConfigTypeError("FS101", _not_as_expected(who, name, expected, found, hint))
+    return ConfigTypeError("FS101", wrong_value(who, name, expected, found, hint).text)
 
 
 def wrong_value(
@@ -186,18 +186,8 @@ def wrong_value(
     found: object,
     hint: str = "",
 ) -> ConfigError:
-    return ConfigError("FS102", _not_as_expected(who, name, expected, found, hint))
-
-
-def _not_as_expected(
-    who: str,
-    name: str,
-    expected: str,
-    found: object,
-    hint: str,
-) -> str:
     text = f"{who}: expected {name} to be {expected}, found {described(found)}."
-    return f"{text} {hint}" if hint else text
+    return ConfigError("FS102", f"{text} {hint}" if hint else text)
 
 
 def check_flag(who: str, name: str, value: object) -> bool:
@@ -303,12 +293,11 @@ def check_device(who: str, name: str, value: object) -> torch.device:
         raise wrong_type(who, name, "a torch.device or the name of one", value)
     try:
         device = torch.device(value)
-        is_real = device.type != "meta"
-        if is_real:
+        if device.type != "meta":
             torch.empty(0, dtype=torch.uint8, device=device)
     except Exception as error:
         raise wrong_value(who, name, "a device of this machine", value, f"({error})") from error
-    if not is_real:
+    if device.type == "meta":
         raise wrong_value(who, name, "a device with memory", value)
     return device
 

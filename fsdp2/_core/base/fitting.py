@@ -101,22 +101,19 @@ def _check_keys(
 def _check_shape(
     what: str, name: str, value: Any, shape: tuple[int, ...], is_like: bool | None
 ) -> None:
-    is_tensor = isinstance(value, Tensor)
-    if is_like is None:
+    found = tuple(value.shape) if isinstance(value, Tensor) else None
+    if is_like is False and found is not None and value.numel() != 1:
+        difference = f"a number, found a tensor of shape {found}"
+    elif is_like and found != shape:
+        kind = type(value).__name__ if found is None else found
+        difference = f"a tensor of the parameter's shape, {shape}, found {kind}"
+    else:
         return
-    if not is_like and is_tensor and value.numel() != 1:
-        raise ConfigError(
-            "FS608",
-            f"{what}: expected {name} in the optimizer's state to be a number, found a tensor of "
-            f"shape {tuple(value.shape)}. Nothing was changed.",
-        )
-    if is_like and (not is_tensor or tuple(value.shape) != shape):
-        found = tuple(value.shape) if is_tensor else type(value).__name__
-        raise ConfigError(
-            "FS608",
-            f"{what}: expected {name} in the optimizer's state to be a tensor of the parameter's "
-            f"shape, {shape}, found {found}. Nothing was changed.",
-        )
+    raise ConfigError(
+        "FS608",
+        f"{what}: expected {name} in the optimizer's state to be {difference}. Nothing was "
+        "changed.",
+    )
 
 
 def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:

@@ -501,15 +501,14 @@ class CastBuffers:
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
 
-    def cast(self) -> None:
-        self.is_on = True
+    def switch(self, is_on: bool) -> None:
+        """Cast all buffers, or restore them."""
+        self.is_on = is_on
         for member in self.members:
-            member.cast()
-
-    def restore(self) -> None:
-        self.is_on = False
-        for member in self.members:
-            member.restore()
+            if is_on:
+                member.cast()
+            else:
+                member.restore()
 
     def _before_state_leaves(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
@@ -557,8 +556,7 @@ class Precision:
     def cast_buffers(self, sites: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
         """Add the buffers, and cast them if the current policy has a ``buffer_dtype``."""
         self.buffers = CastBuffers(sites, dtype)
-        if self.policy.buffer_dtype is not None:
-            self.buffers.cast()
+        self.buffers.switch(self.policy.buffer_dtype is not None)
 
     def follow(self, modules: Sequence[nn.Module]) -> bool:
         """Apply the policy for the modules' current mode. Return whether the policy changed."""
@@ -567,10 +565,7 @@ class Precision:
             return False
         self.policy = dataclasses.replace(policy)
         if self.buffers is not None:
-            if policy.buffer_dtype is None:
-                self.buffers.restore()
-            else:
-                self.buffers.cast()
+            self.buffers.switch(policy.buffer_dtype is not None)
         return True
 
     def outdate(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -50,29 +50,27 @@ loaded: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary(
 """States loaded from checkpoints into models that were not reproducible yet."""
 
 
+@dataclass(eq=False)
 class SlotClock:
     """The position of one rank in its cycle of slots.
 
     ``listener`` is called with each slot's gradients, group by group, before they are summed.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        mine: range,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.slots = slots
-        self.mine = mine
-        self.seed = seed
-        self.step = 0  # global batches before this one
-        self.place = 0  # index of the current slot in ``mine``
-        self.batch = 0  # like ``step``, but including dropped batches
-        self.is_begun = False  # the forward of the current slot has begun
-        self.is_done = False  # some gradients of the current slot have been taken
-        self.listener: Callable[..., None] | None = None
-        self._generators = [_Generator(torch.get_rng_state, torch.set_rng_state, _seed_host)]
+    slots: int
+    mine: range
+    seed: int
+    device: InitVar[torch.device]
+    step: int = 0  # global batches before this one
+    place: int = 0  # index of the current slot in ``mine``
+    batch: int = 0  # like ``step``, but including dropped batches
+    is_begun: bool = False  # the forward of the current slot has begun
+    is_done: bool = False  # some gradients of the current slot have been taken
+    listener: Callable[..., None] | None = None
+
+    def __post_init__(self, device: torch.device) -> None:
+        seed_host = torch.default_generator.manual_seed
+        self._generators = [_Generator(torch.get_rng_state, torch.set_rng_state, seed_host)]
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device.type)
             self._generators.append(
@@ -130,32 +128,25 @@ def load(model: nn.Module, state: State) -> None:
         loaded[model] = state
 
 
-def _seed_host(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
+@dataclass(eq=False)
 class _Generator:
     """A device type's random generator, with a separate state during a slot's forward."""
 
-    def __init__(
-        self,
-        get: Callable[[], Tensor],
-        put: Callable[[Tensor], Any],
-        seed: Callable[[int], Any],
-    ) -> None:
-        self._get, self._put, self._seed = get, put, seed
-        self._outside: Tensor | None = None
-        self._inside: Tensor | None = None  # the state at the end of the slot's last forward
+    get: Callable[[], Tensor]
+    put: Callable[[Tensor], Any]
+    seed: Callable[[int], Any]
+    outside: Tensor | None = None
+    inside: Tensor | None = None  # the state at the end of the slot's last forward
 
     def enter(self, seed: int | None) -> None:
-        self._outside = self._get()
+        self.outside = self.get()
         if seed is not None:
-            self._seed(seed)
-        elif self._inside is not None:
-            self._put(self._inside)
+            self.seed(seed)
+        elif self.inside is not None:
+            self.put(self.inside)
 
     def leave(self) -> None:
-        if self._outside is not None:
-            self._inside = self._get()
-            self._put(self._outside)
-            self._outside = None
+        if self.outside is not None:
+            self.inside = self.get()
+            self.put(self.outside)
+            self.outside = None

@@ -62,22 +62,20 @@ def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dis
     - If the world is bound to a device (``init_process_group(device_id=...)``), torch splits the
       world's communicator, and splitting is collective over the world. So we unbind the world,
       and the new group gets a separate communicator."""
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     key = tuple(sorted(ranks))
     count = _made.setdefault(world, Counter())
     count[key] += 1
     digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
     with _group_called(f"fsdp2_{count[key]}_{digest}"), _unbound(world):
-        made: dist.ProcessGroup | None = dist.new_group(
+        made = dist.new_group(
             list(key),
             timeout_of(world),
             backend,
             use_local_synchronization=True,
             group_desc=f"fsdp2 {what}",
         )
-    assert made is not None
-    return made
+    return cast(dist.ProcessGroup, made)
 
 
 _installing = threading.Lock()
@@ -172,28 +170,11 @@ def allocate_from_group(
     return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
 
 
-class SymmetricMemory:
-    """Memory that is mapped by all ranks of a group. torch's module for it is private."""
+def symmetric_memory() -> Any:
+    """Return torch's module for memory that all ranks of a group map. The module is private."""
+    import torch.distributed._symmetric_memory as symmetric  # heavy, CUDA only
 
-    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
-        import torch.distributed._symmetric_memory as symmetric  # heavy, CUDA only
-
-        self._module: Any = symmetric
-        self._group = group
-        self._module.set_backend(backend)
-        dist.barrier(group=group)  # the communicator must exist before the first rendezvous
-
-    def empty(
-        self,
-        size: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(self._module.get_mem_pool(device)):
-            return torch.empty(size, dtype=dtype, device=device)
-
-    def rendezvous(self, tensor: torch.Tensor) -> None:
-        self._module.rendezvous(tensor, group=self._group.group_name)
+    return symmetric
 
 
 def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -171,10 +171,8 @@ def region_called(node: torch.fx.Node) -> torch.fx.GraphModule | None:
     """Return the graph of the region that a node calls, or None."""
     if node.target is not torch.ops.higher_order.invoke_subgraph:
         return None
-    body, owner = node.args[0], node.graph.owning_module
-    assert isinstance(body, torch.fx.Node)
-    assert isinstance(body.target, str)
-    assert owner is not None
+    body: Any = node.args[0]
+    owner: Any = node.graph.owning_module
     return cast(torch.fx.GraphModule, owner.get_submodule(body.target))
 
 

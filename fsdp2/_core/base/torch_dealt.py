@@ -105,7 +105,7 @@ class Dealt(Shard):
     ) -> Tensor:
         length = tensor.shape[self.dim]
         rows = tensor.narrow(self.dim, *rows_of(length, num_chunks, int(index), self.deal))
-        return rows.clone() if clone else rows
+        return rows.clone(memory_format=torch.contiguous_format) if clone else rows
 
     def _to_replicate_tensor(
         self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[Any]
@@ -125,14 +125,11 @@ def deal_in(placement: Placement) -> Deal | None:
 
 def are_same(first: Sequence[Placement], second: Sequence[Placement]) -> bool:
     """Return True if placements and deals are equal. See [Note: dealt placements]."""
-    return tuple(first) == tuple(second) and [*map(deal_in, first)] == [*map(deal_in, second)]
+    return key_of(first) == key_of(second)
 
 
 def dealt_axis(placements: Sequence[Placement]) -> int | None:
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Dealt):
-            return axis
-    return None
+    return next((axis for axis, one in enumerate(placements) if isinstance(one, Dealt)), None)
 
 
 def key_of(placements: Sequence[Placement]) -> tuple[object, ...]:
@@ -205,7 +202,7 @@ class DealtTensor(DTensor):
                 found = like._made(func(like._local_tensor, shape, *args[2:], **kwargs))
         elif like is not None and _is_element_wise(func):
             found = _element_wise(func, like, args, kwargs)
-        elif like is not None and name == "aten::linalg_vector_norm" and like.is_plain:
+        elif like is not None and name == "aten::linalg_vector_norm":
             found = _norm(func, like, args, kwargs)
         elif like is not None and func.is_view and like.is_plain:
             found = _view(func, like, args, kwargs)
@@ -213,9 +210,7 @@ class DealtTensor(DTensor):
 
     @property
     def axis(self) -> int:
-        axis = dealt_axis(self._spec.placements)
-        assert axis is not None
-        return axis
+        return cast(int, dealt_axis(self._spec.placements))
 
     @property
     def placement(self) -> Dealt:
@@ -240,13 +235,12 @@ class DealtTensor(DTensor):
 
     def lies_like(self, other: DealtTensor) -> bool:
         mine, its = self._spec, other._spec
-        is_there = mine.mesh is its.mesh or mine.mesh == its.mesh
-        return is_there and other.shape == self.shape and are_same(mine.placements, its.placements)
+        is_there = mine.mesh == its.mesh and other.shape == self.shape
+        return is_there and are_same(mine.placements, its.placements)
 
     def _made(self, local: Tensor) -> DealtTensor:
         """Wrap a local tensor, possibly of another dtype, with this tensor's placement."""
-        spec, old = self._spec, self._spec.tensor_meta
-        assert old is not None
+        spec, old = self._spec, cast(TensorMeta, self._spec.tensor_meta)
         if local.dtype != old.dtype:
             meta = TensorMeta(old.shape, old.stride, local.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
@@ -258,8 +252,7 @@ class DealtTensor(DTensor):
         dim, mesh = self.placement.dim, self._spec.mesh
         rows = self.shape[dim]
         for axis, placement in enumerate(self._spec.placements):
-            is_cut = not placement.is_replicate() and not placement.is_partial()
-            if axis != self.axis and is_cut and getattr(placement, "dim", None) == dim:
+            if axis != self.axis and getattr(placement, "dim", None) == dim:
                 _, rows = chunk_of(rows, mesh.size(axis), mesh.get_local_rank(axis))
         local = self._local_tensor.shape
         return (*local[:dim], rows, *local[dim + 1 :])
@@ -274,7 +267,6 @@ class DealtTensor(DTensor):
     def replicated(self) -> DTensor:
         """Replicate the tensor over the dealt axis; other axes are unchanged. Collective."""
         spec = self._spec
-        assert spec.tensor_meta is not None
         placements = [Replicate() if isinstance(p, Dealt) else p for p in spec.placements]
         local = _join(self._local_tensor, self._whole_shape, spec.mesh, self.axis, self.placement)
         made = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
@@ -372,17 +364,12 @@ def place_like(param: DTensor, entry: dict[Any, Any]) -> None:
 
 def own_part(whole: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Return a dealt tensor with this rank's rows of a DTensor replicated over the dealt axis."""
-    axis = dealt_axis(placements)
-    assert axis is not None
-    mesh, meta = whole.device_mesh, whole._spec.tensor_meta
-    placement = cast(Dealt, placements[axis])
-    assert meta is not None
-    local, dim = whole._local_tensor.detach(), placement.dim
-    place = mesh.get_local_rank(axis)
-    span = rows_of(local.shape[dim], mesh.size(axis), place, placement.deal)
+    axis = cast(int, dealt_axis(placements))
+    mesh, placement = whole.device_mesh, cast(Dealt, placements[axis])
+    ranks, place = mesh.size(axis), mesh.get_local_rank(axis)
     # a copy, because the full tensor may belong to the user
-    local = local.narrow(dim, *span).clone(memory_format=torch.contiguous_format)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    local = placement._select_split_tensor(whole._local_tensor.detach(), ranks, place)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=whole._spec.tensor_meta)
     return _new(local, spec, requires_grad=False)
 
 
@@ -452,8 +439,7 @@ def _view(
     """View each rank's local memory, so that writes to the view change the tensor. If one rank owns
     all rows, any view is supported; otherwise only views that treat all rows identically. Return
     NotImplemented for other views, and for 0-dim views, which cannot be empty on a rank."""
-    meta = like._spec.tensor_meta
-    assert meta is not None
+    meta = cast(TensorMeta, like._spec.tensor_meta)
     if args[0] is not like:
         return NotImplemented
     outline = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
@@ -515,34 +501,13 @@ def _norm(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return, on every rank, the norm of all elements, computed from the norms of ranks' rows."""
-    rest, order = args[2:], args[1] if len(args) > 1 else 2
-    if any(r is not None and r is not False for r in rest) or args[0] is not like:
+    if args[0] is not like or any(rest is not None and rest is not False for rest in args[2:]):
         return NotImplemented
-    if like.owner is None and not order:
-        return NotImplemented  # order 0 counts elements: counts are summed, not combined by a norm
-    local = like._local_tensor
-    norm = func(local, *args[1:], **kwargs) if local.numel() else _none(like, order, kwargs)
-    return _scalar(like, _norms_joined([like], norm.view(1), order)[0])
 
+    def of_each(local: list[Tensor], *rest: Any, **options: Any) -> list[Tensor]:
+        return [func(one, *rest, **options) for one in local]
 
-def _norms_joined(likes: list[DealtTensor], norms: Tensor, order: float) -> Tensor:
-    """Return the norms ``[n]`` of tensors with equal placements, given this rank's norms."""
-    like = likes[0]
-    mesh, axis, placement = like._spec.mesh, like.axis, like.placement
-    if like.owner is not None:
-        return _join(norms, norms.shape, mesh, axis, placement)
-    rows = _rows_of_ranks(norms, mesh, axis)
-    return cast(Tensor, torch.linalg.vector_norm(rows, order, dim=0))
-
-
-def _rows_of_ranks(own: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Gather rows ``[W, n]``, one from each rank of an axis. Collective over the axis."""
-    group, size = mesh.get_group(axis), mesh.size(axis)
-    if not isinstance(group, dist.ProcessGroup) or size == 1:
-        return own.expand(size, -1)
-    rows = own.new_empty((size, own.numel()))
-    torch_comm.all_gather_single(rows.view(-1), own.contiguous(), group)
-    return rows
+    return _norms(of_each, [like], args, kwargs)[0]
 
 
 def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
@@ -551,14 +516,6 @@ def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
     real = dtype.to_real() if dtype.is_complex else dtype
     nothing = float("inf") if order < 0 else 0.0
     return like._local_tensor.new_full((), nothing, dtype=real)
-
-
-def _scalar(like: DealtTensor, value: Tensor) -> DTensor:
-    """Return a replicated DTensor that wraps ``value``, a scalar that is equal on all ranks."""
-    mesh = like._spec.mesh
-    meta = TensorMeta(torch.Size(()), (), value.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return DTensor(value, spec, requires_grad=False)
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -603,60 +560,71 @@ def _of_lists(
     """Run a list operation separately for each group of entries with equal keys. An entry's key is
     the key of its written tensor or, if nothing is written, of its first dealt tensor."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
-    count = len(lists[0])
+    count, is_mutable = len(lists[0]), func._schema.is_mutable
     for one in lists:
         for value in one:
             adopt(value)
-    is_mutable = func._schema.is_mutable
+    looked_at = [one for one in lists if len(one) == count][: 1 if is_mutable else None]
+    likes = [
+        next((one for one in beside if isinstance(one, DealtTensor)), None)
+        for beside in zip(*looked_at, strict=True)
+    ]
     of_key: dict[object, list[int]] = {}
-    for index in range(count):
-        beside = [one[index] for one in lists if len(one) == count]
-        looked_at = beside[:1] if is_mutable else beside
-        found = next((one for one in looked_at if isinstance(one, DealtTensor)), None)
-        of_key.setdefault(None if found is None else found.key, []).append(index)
-    results: list[Any] = [None] * count
-    has_results = False
-    for key, indices in of_key.items():
+    for index, like in enumerate(likes):
+        of_key.setdefault(None if like is None else like.key, []).append(index)
+    results: dict[int, Any] = {}
+    for indices in of_key.values():
 
-        def chosen(value: Any, key: object = key, indices: list[int] = indices) -> Any:
-            if isinstance(value, list | tuple) and len(value) == count:
-                some = [value[index] for index in indices]
-                return some if key is not None else [_whole_of(one) for one in some]
-            return value if key is not None else _whole_of(value)
+        def chosen(value: Any, indices: list[int] = indices) -> Any:
+            is_list = isinstance(value, list | tuple) and len(value) == count
+            return [value[index] for index in indices] if is_list else value
 
         some = [chosen(a) for a in args]
-        named = {name: chosen(a) for name, a in kwargs.items()}
-        found = func(*some, **named) if key is None else _of_one_key(func, name, some, named)
-        if found is not None:
-            has_results = True
-            for index, one in zip(indices, found, strict=True):
-                results[index] = one
-    return results if has_results else None
-
-
-def _whole_of(value: Any) -> Any:
-    return value.replicated() if isinstance(value, DealtTensor) else value
+        named = {key: chosen(a) for key, a in kwargs.items()}
+        found = _of_one_key(func, name, chosen(likes), some, named)
+        if not is_mutable:
+            results.update(zip(indices, found, strict=True))
+    return None if is_mutable else [results[index] for index in range(count)]
 
 
 def _of_one_key(
     func: Any,
     name: str,
+    likes: list[Any],
     args: list[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operation on lists of tensors with the same deal."""
-    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, list))
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list)]
-    likes = [
-        next(one[i] for one in lists if len(one) == len(first) and isinstance(one[i], DealtTensor))
-        for i in range(len(first))
-    ]
+    """Run an operation on lists of tensors with the deal of ``likes``, or, if these are None, on
+    full tensors."""
+    first = likes[0]
+    if first is not None:
+        _check_outputs(func, likes, args)
+        if name == "aten::_foreach_norm":
+            return _norms(func, likes, args, kwargs)
 
-    def rows(value: Any) -> Any:
+    def own(value: Any) -> Any:
         if isinstance(value, list) and len(value) == len(likes):
-            return [like.rows_of(one) for like, one in zip(likes, value, strict=True)]
-        return likes[0].rows_of(value) if isinstance(value, DTensor) else value
+            return [_part_for(like, one) for like, one in zip(likes, value, strict=True)]
+        return _part_for(first, value) if isinstance(value, DTensor) else value
 
+    found = func(*map(own, args), **{key: own(value) for key, value in kwargs.items()})
+    if first is None or func._schema.is_mutable:
+        if first is not None and name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+            mesh = first._spec.mesh
+            for axis in range(mesh.ndim):
+                if mesh.size(axis) > 1:  # either all ranks skip the step, or none does
+                    dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        return found
+    return [like._made(one) for like, one in zip(likes, found, strict=True)]
+
+
+def _part_for(like: DealtTensor | None, value: Any) -> Any:
+    if like is None:
+        return value.replicated() if isinstance(value, DealtTensor) else value
+    return like.rows_of(value)
+
+
+def _check_outputs(func: Any, likes: list[DealtTensor], args: list[Any]) -> None:
     for argument, one in zip(func._schema.arguments, args, strict=False):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and isinstance(one, list) and len(one) == len(likes):
@@ -664,30 +632,23 @@ def _of_one_key(
                 if not isinstance(value, DealtTensor) or not like.lies_like(value):
                     raise UnsupportedError(
                         "FS232",
-                        f"{name}: found an output whose placements differ from those of an input "
-                        f"that {like.placement.deal.asked_by}. Redistribute the output first: "
-                        "other.redistribute(placements=param.placements).",
+                        f"{func._schema.name}: found an output whose placements differ from those "
+                        f"of an input that {like.placement.deal.asked_by}. Redistribute the output "
+                        "first: other.redistribute(placements=param.placements).",
                     )
-    if name == "aten::_foreach_norm":
-        return _norms(func, likes, args, kwargs)
-    found = func(*map(rows, args), **{key: rows(value) for key, value in kwargs.items()})
-    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
-        mesh = likes[0]._spec.mesh
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:  # either all ranks skip the step, or none does
-                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if found is None or func._schema.is_mutable:
-        return None
-    return [like._made(one) for like, one in zip(likes, found, strict=True)]
 
 
 def _norms(
-    func: Callable[..., Any], likes: list[DealtTensor], args: list[Any], kwargs: dict[str, Any]
+    func: Callable[..., Any],
+    likes: list[DealtTensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> list[Tensor]:
     """Return the norms of tensors with the same deal, in one collective."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    if not all(like.is_plain for like in likes) or (likes[0].owner is None and not order):
-        return [torch.linalg.vector_norm(like.replicated(), order) for like in likes]
+    order, like = args[1] if len(args) > 1 else kwargs.get("ord", 2), likes[0]
+    if not all(like.is_plain for like in likes) or (like.owner is None and not order):
+        dtype = kwargs.get("dtype")
+        return [torch.linalg.vector_norm(one.replicated(), order, dtype=dtype) for one in likes]
     local = [like._local_tensor for like in likes]
     some = [index for index, one in enumerate(local) if one.numel()]
     norms = [_none(like, order, kwargs) for like in likes]
@@ -695,5 +656,13 @@ def _norms(
         found = func([local[index] for index in some], *args[1:], **kwargs)
         for index, norm in zip(some, found, strict=True):
             norms[index] = norm
-    joined = _norms_joined(likes, torch.stack(norms), order)
-    return [_scalar(one, value) for one, value in zip(likes, joined.unbind(), strict=True)]
+    joined, mesh, axis = torch.stack(norms), like._spec.mesh, like.axis
+    if like.owner is not None:
+        joined = _join(joined, joined.shape, mesh, axis, like.placement)
+    else:
+        every = (mesh.size(axis), len(norms))
+        rows = _join(joined.unsqueeze(0), every, mesh, axis, Dealt(0, Deal(1)))
+        joined = torch.linalg.vector_norm(rows, order, dim=0)
+    meta = TensorMeta(torch.Size(()), (), joined.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return [DTensor(value, spec, requires_grad=False) for value in joined.unbind()]

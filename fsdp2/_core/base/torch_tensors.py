@@ -51,7 +51,6 @@ fused_adamw = torch._fused_adamw_
 
 # Reference counts show whether a buffer is reusable. See [Note: reused gradients] in gradients.
 
-local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 owners_of: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 """Number of a tensor's C++ owners; ``sys.getrefcount`` counts those in Python."""
 

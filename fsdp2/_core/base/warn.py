@@ -1,11 +1,12 @@
 """Warnings: all ranks issue a warning, but only one rank shows it.
 
 Rank 0 shows all warnings that it issues. Other ranks show only those that rank 0 does not issue,
-such as a warning about one stage of a pipeline. A rank that does not show a warning still issues
-it: if filters turn warnings into errors, every rank must raise, or ranks would wait for each other.
-A program that records warnings (``catch_warnings(record=True)``, ``pytest.warns``) or replaces
-``warnings.showwarning`` (as ``logging.captureWarnings`` does) receives all warnings of its rank,
-and its filters apply on every rank. ``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
+such as a warning about one stage of a pipeline. A rank that does not show a warning still issues it
+if a filter applies: if filters turn warnings into errors, every rank must raise, or ranks would
+wait for each other. A program that records warnings (``catch_warnings(record=True)``,
+``pytest.warns``) or replaces ``warnings.showwarning`` (as ``logging.captureWarnings`` does)
+receives all warnings of its rank, and its filters apply on every rank.
+``FSDP2_WARNINGS=every_rank`` shows warnings on every rank.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -39,27 +38,19 @@ def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning like ``warnings.warn``, but show it on only one of the ranks that pass the
     same text. Wait at most ``PATIENCE_S`` for rank 0. The warning points to the calling line of
     user code."""
-    message, level = coded(code, text), _level_outside()
-    if _is_shown_here(message) or _has_filter(message, category):
-        warnings.warn(message, category, stacklevel=level)
-        return
-    silence = warnings.showwarning = _Silence(warnings.showwarning)
-    try:
-        warnings.warn(message, category, stacklevel=level)
-    finally:
-        silence.is_over = True
-        if warnings.showwarning is silence:  # another thread may have replaced it
-            warnings.showwarning = silence.shown
-
-
-def _level_outside() -> int:
-    """Return the stack level above ``warn`` of the first caller outside of fsdp2 and torch."""
-    frame, level = inspect.currentframe(), -1  # this function is one level below ``warn``
+    message, show = coded(code, text), warnings.showwarning
+    frame, level = inspect.currentframe(), 1
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_USERS:
             break
         frame, level = frame.f_back, level + 1
-    return level + 1
+    is_pythons = show.__module__ in ("warnings", "_py_warnings")  # the latter since Python 3.14
+    if _is_shown_here(message) or _has_filter(message, category) or not is_pythons:
+        warnings.warn(message, category, stacklevel=level)
+        return
+    # it appends to a log if the program records warnings, and otherwise prints to the file
+    file, line = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    show(category(message), category, file, line, io.StringIO())
 
 
 def _has_filter(message: str, category: type[Warning]) -> bool:
@@ -68,31 +59,6 @@ def _has_filter(message: str, category: type[Warning]) -> bool:
         issubclass(category, of) and (text is None or text.match(message))
         for _, text, of, _, _ in warnings.filters
     )
-
-
-class _Silence:
-    """Replaces ``warnings.showwarning``, and suppresses the output of the thread that created it
-    until ``is_over``. Another thread may save this object and restore it much later."""
-
-    is_over = False
-
-    def __init__(self, shown: Callable[..., Any]) -> None:
-        while isinstance(shown, _Silence) and shown.is_over:
-            shown = shown.shown
-        self.shown: Callable[..., Any] = shown
-        self.thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self.is_over or self.thread != threading.get_ident():
-            self.shown(*args, **kwargs)
-            return
-        shown = self.shown
-        while isinstance(shown, _Silence):  # set by another thread
-            shown = shown.shown
-        if shown.__module__ == "warnings":  # Python's own: prints to the file, or appends to a log
-            shown(*args[:4], io.StringIO())
-        else:
-            shown(*args, **kwargs)
 
 
 def _is_shown_here(message: str) -> bool:

@@ -77,11 +77,8 @@ class CodedSum(Codes):
 
     def reduce_scatter(self, packed: Tensor, reduced: Tensor) -> None:
         """Fill ``reduced`` ``[S]`` with this rank's part of the sum of ``packed`` ``[W * S]``."""
-        size = self.group.size()
-        rows = packed.view(size, -1)
-        coded, kept = self._columns(rows)
-        received = self._exchange(self.encode(coded, "sent"), kept)
-        self._add_up(received, kept.shape[1], reduced, coded.shape[1])
+        rows = packed.view(self.group.size(), -1)
+        self._put(reduced.view(1, -1), *self._sums(*self._columns(rows)))
 
     def all_reduce(self, packed: Tensor, reduced: Tensor) -> None:
         """Fill ``reduced`` ``[S]`` with the sum of all ranks' ``packed`` ``[S]``; the two tensors
@@ -92,15 +89,12 @@ class CodedSum(Codes):
         numel = coded.shape[1]
         width = -(-numel // (size * self.block)) * self.block
         parts = _padded(coded, size * width).view(size, width)
-        kept = kept.expand(size, -1)
-        received = self._exchange(self.encode(parts, "sent"), kept)
-        part = packed.new_empty(width + kept.shape[1])  # in the reduce dtype
-        self._add_up(received, kept.shape[1], part, width, is_part=True)
-        own = self.encode(part[:width].unsqueeze(0), "summed")
+        part, exact = self._sums(parts, kept.expand(size, -1))
+        own = self.encode(part.to(packed.dtype), "summed")
         gathered = own.new_empty((size, own.shape[1]))
         torch_comm.all_gather_single(gathered.view(-1), own.view(-1), self.group)
         sums = self.decode(gathered, width, packed.dtype).view(1, -1)[:, :numel]
-        self._put(reduced.view(1, -1), sums, part[width:].unsqueeze(0))
+        self._put(reduced.view(1, -1), sums, exact)
 
     def _spans(self, width: int) -> list[tuple[int, int]]:
         """Return the ranges of columns to round: all columns outside the exact ranges."""
@@ -122,34 +116,19 @@ class CodedSum(Codes):
                 rows[:, first:last].copy_(source[:, start : start + last - first])
                 start += last - first
 
-    def _exchange(self, codes: Tensor, kept: Tensor) -> Tensor:
-        """Send each rank its row; return the rows received from all ranks, ``[W, nbytes]``."""
-        missing = -codes.shape[1] % kept.dtype.itemsize
-        exact = kept.contiguous().view(torch.uint8) if kept.numel() else codes[:, :0]
-        sent = torch.cat([_padded(codes, codes.shape[1] + missing), exact], 1)
+    def _sums(self, coded: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Send each rank its row of both. Return the sums of the rows received from all ranks,
+        which are added in rank order, so that a sum is the same on every rank."""
+        codes, wide = self.encode(coded, "sent"), _wide(kept.dtype)
+        codes = _padded(codes, codes.shape[1] + -codes.shape[1] % kept.dtype.itemsize)
+        sent = torch.cat([codes, kept.contiguous().view(torch.uint8)], 1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group)
-        return received
-
-    def _add_up(
-        self, received: Tensor, kept: int, reduced: Tensor, width: int, is_part: bool = False
-    ) -> None:
-        """Add up all ranks' rows in rank order, so that the sum is the same on every rank."""
-        dtype = reduced.dtype
-        wide = _wide(dtype)
-        total = reduced.new_zeros((1, width), dtype=wide)
+        total = kept.new_zeros((1, coded.shape[1]), dtype=wide)
         for row in received:
-            total += self.decode(row.unsqueeze(0), width, wide)
-        exact = reduced.new_zeros((1, kept), dtype=dtype)
-        if kept:
-            nbytes = kept * dtype.itemsize
-            tails = received[:, received.shape[1] - nbytes :].contiguous().view(dtype)
-            exact = tails.sum(0, keepdim=True)
-        if is_part:
-            reduced[:width].copy_(total[0])
-            reduced[width:].copy_(exact[0])
-        else:
-            self._put(reduced.view(1, -1), total, exact)
+            total += self.decode(row.unsqueeze(0), coded.shape[1], wide)
+        exact = received[:, codes.shape[1] :].contiguous().view(-1).view(kept.dtype)
+        return total, exact.view(kept.shape).sum(0, keepdim=True)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -37,8 +37,7 @@ class LateLook:
         self._expected = weakref.WeakKeyDictionary[Seen, tuple[bytes, int]]()
         self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # contents of ``_copied``
         self._slots: list[Tensor] = []  # their device memory, as bytes
-        self._is_known = False  # True if both lists match the live stamps
-        self._copied: Tensor | None = None  # in pinned memory
+        self._copied: Tensor | None = None  # in pinned memory; None if the lists are outdated
         self._event: torch.Event | None = None  # recorded after a copy that is not yet checked
         self._sum: tuple[Seen, int, Tensor] | None = None  # from the last reduction's buffer
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
@@ -47,7 +46,7 @@ class LateLook:
     def add(self, stamp: Seen, row: bytes, ranks: int) -> None:
         """Start checking that ``stamp.seen`` contains ``row`` for each rank."""
         self._expected[stamp] = row, ranks
-        self._is_known, self._event = False, None
+        self._copied = self._event = None
 
     def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
         """Also check the sum of a reduction's stamps ``[n]``: a rank that gives up changes it."""
@@ -59,14 +58,13 @@ class LateLook:
         total, self._sum = self._sum, None
         if self._event is not None:
             return
-        if not self._is_known or len(self._slots) != len(self._expected):
+        if self._copied is None or len(self._slots) != len(self._expected):
             self._parts = [(weakref.ref(stamp), *part) for stamp, part in self._expected.items()]
             slots = [stamp.seen for stamp in self._expected]
             self._slots = [slot.view(-1).view(torch.uint8) for slot in slots if slot is not None]
             nbytes = sum(len(row) * ranks for _, row, ranks in self._parts)
             self._copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._is_known = True
-        if self._copied is not None and self._slots:
+        if self._slots:
             self._copied.copy_(torch.cat(self._slots), non_blocking=True)
         if total is not None:
             stamp, number, seen = total
@@ -79,15 +77,13 @@ class LateLook:
 
     def look(self) -> None:
         """Compare the copied stamps, if the copy is complete."""
-        if self._event is None or not self._event.query():
+        event, copied = self._event, self._copied
+        if event is None or copied is None or not event.query():
             return
         self._event = None
         if self._copied_sum is not None:
             reduced, number, total = self._copied_sum
             reduced.check_sum(total, number)
-        copied = self._copied
-        if copied is None:
-            return
         begin, address = 0, copied.data_ptr()
         for known, row, ranks in self._parts:
             nbytes = len(row) * ranks

@@ -46,12 +46,11 @@ class MeshAxis:
     name: str
     size: int
     rank: int
-    pg: dist.ProcessGroup | None
+    pg: Any  # its process group; None for an absent axis
     whole: MeshAxis | None = dataclasses.field(default=None, compare=False)
 
     def separate(self) -> MeshAxis:
         """Return this axis with a separate process group. The first call is collective."""
-        assert self.pg is not None
         group = _separate.get(self.pg)
         if group is None:
             group = _separate[self.pg] = torch_comm.group_of(
@@ -71,7 +70,7 @@ class MeshAxis:
 
     @property
     def global_ranks(self) -> list[int]:
-        if isinstance(self.pg, dist.ProcessGroup) and self.is_real:
+        if self.is_real:
             return dist.get_process_group_ranks(self.pg)
         return list(range(self.size))
 
@@ -204,8 +203,7 @@ class DataMesh:
 
     def _ranks(self) -> torch.Tensor:
         """Return ranks with the same *own* coordinates as this rank; the shard dim is innermost."""
-        place = self.mesh.get_coordinate()
-        assert place is not None
+        place: Any = self.mesh.get_coordinate()
         grid = self.mesh.mesh
         kinds = (OWN, REPLICATE, SHARD)
         order = sorted(range(grid.ndim), key=lambda dim: kinds.index(self.roles[dim]))
@@ -216,10 +214,14 @@ class DataMesh:
 
     @property
     def device(self) -> torch.device:
-        kind = self.mesh.device_type
-        if kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        return current_device(self.mesh.device_type)
+
+
+def current_device(kind: str) -> torch.device:
+    """Return this process's device of a type."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class KeptOnMesh(dict[Any, DataMesh]):
@@ -353,9 +355,6 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
         at = tuple((whole.mesh_dim_names or ()).index(name) for name in names)
     else:
         whole = mesh
-    known = _ascending.setdefault(whole, set())
-    if at in known:
-        return
     with torch_modes.hidden_from_modes():
         ranks = whole.mesh.movedim(at, tuple(range(-len(at), 0)))
         lines = ranks.reshape(-1, math.prod(ranks.shape[-len(at) :])).tolist()
@@ -366,11 +365,6 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
             "sorts the ranks of a process group, so checkpoints would mix up rows. Sort the mesh's "
             "ranks. To move a rank to another machine, assign it to a process on that machine.",
         )
-    known.add(at)
-
-
-_ascending: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""Dims along which a mesh's ranks are known to ascend. Cached, because many units share a mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:

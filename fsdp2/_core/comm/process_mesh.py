@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from fsdp2._core.base.errors import (
     named,
 )
 from fsdp2._core.base.interrupts import kept_interrupts, take_interrupt
-from fsdp2._core.comm.mesh import MeshAxis
+from fsdp2._core.comm.mesh import MeshAxis, current_device
 
 T = TypeVar("T")
 NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -46,9 +46,8 @@ FAULTS: tuple[type[Exception], ...] = (
 )
 """Errors in the program or the machine, which callers may catch by class."""
 
-_KINDS: dict[str, type[FSDPError]] = {
-    kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
-}
+_KINDS = (ConfigError, ConfigTypeError, StateError, UnsupportedError)
+"""Classes of errors that other ranks raise too; they raise a StateError for any other class."""
 
 
 @contextlib.contextmanager
@@ -58,23 +57,15 @@ def operation(what: str) -> Iterator[None]:
         yield
 
 
-def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
-    """Return ``failed``. If ``error`` has a class in ``FAULTS``, the result also has that class."""
+def _of_kind(failed: FSDPError, error: BaseException | None) -> FSDPError:
+    """Return ``failed``. If it tells of an error with a class in ``FAULTS``, and this rank has such
+    an ``error``, the result also has that class."""
     kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
-    if kind is None:
+    if kind is None or failed.code != "FS403":
         return failed
     as_told = {"__reduce__": lambda _: (StateError, (failed.code, failed.text))}
     both: type[StateError] = type(kind.__name__, (StateError, kind), as_told)
     return both(failed.code, failed.text)
-
-
-class _Told(NamedTuple):
-    """A rank's error, sent to other ranks. ``kind``: its class name, if fsdp2 defines the class."""
-
-    kind: str
-    code: str
-    text: str
-    rank: int
 
 
 def _compared(value: object) -> str:
@@ -146,12 +137,11 @@ class Grid:
 
     def scatter(self, values: list[Any] | None) -> Any:
         """Return this rank's item of the first rank's list, which has the order of ``gather``."""
-        held = values
+        held: Any = values  # None on a rank that has received nothing
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
                 parts = None
                 if axis.rank == 0:
-                    assert held is not None
                     size = len(held) // axis.size
                     parts = [held[start : start + size] for start in range(0, len(held), size)]
                 received: list[Any] = [None]
@@ -159,7 +149,6 @@ class Grid:
                 with carrying():
                     dist.scatter_object_list(received, parts, src=source, group=axis.pg)
                 held = received[0]
-        assert held is not None
         (own,) = held
         return own
 
@@ -189,7 +178,6 @@ class Grid:
         highest = list(numbers)
         for axis in self.axes:
             if axis.size > 1:
-                assert axis.pg is not None
                 sent = torch.tensor(highest, device=wire_device(axis.pg))
                 with carrying():
                     dist.all_reduce(sent, dist.ReduceOp.MAX, group=axis.pg)
@@ -208,47 +196,41 @@ class Grid:
         finally:
             if error is not None and not isinstance(error, Exception):
                 raise error  # KeyboardInterrupt, SystemExit
-        if told is None:
-            return
-        if told.kind in _KINDS:
-            raise _KINDS[told.kind](told.code, told.text) from error
-        failed = StateError("FS403", f"{what}: rank {told.rank} failed with {told.text}")
-        raise _of_kind(failed, error) from error
+        if told is not None:
+            raise _of_kind(told, error) from error
 
     def _tell(
         self, error: BaseException | None, what: str, same: Mapping[str, object]
-    ) -> _Told | None:
+    ) -> FSDPError | None:
         """Return the error of the first rank that failed, or an error about differing arguments."""
         given = {name: _compared(value) for name, value in same.items()}
         digest = zlib.crc32(repr(given).encode())
         failed, most, least = self.highest(int(error is not None), digest, -digest)
         if not failed:
             return None if most == -least else self._difference(what, given)
-        mine = None
-        if error is not None:
+        mine: FSDPError | None = None
+        if isinstance(error, FSDPError) and type(error) in _KINDS:
+            mine = type(error)(error.code, error.text)
+        elif error is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            name = type(error).__name__
-            if name in _KINDS and isinstance(error, FSDPError):
-                mine = _Told(name, error.code, error.text, rank)
-            else:
-                mine = _Told("", "", f"{name}: {error}".removesuffix(": "), rank)
-        found: list[_Told] = [told for told in self.collect(mine) if told is not None]
+            why = f"{type(error).__name__}: {error}".removesuffix(": ")
+            mine = StateError("FS403", f"{what}: rank {rank} failed with {why}")
+        found: list[FSDPError] = [told for told in self.collect(mine) if told is not None]
         return found[0]
 
-    def _difference(self, what: str, given: dict[str, str]) -> _Told:
+    def _difference(self, what: str, given: dict[str, str]) -> FSDPError:
         """Return an error that names the first differing argument and its values on two ranks."""
         rank = dist.get_rank()
         ranks: list[tuple[int, dict[str, str]]] = self.collect((rank, given))
         first, one = ranks[0]
         other, two = next(told for told in ranks if told[1] != one)
         name = next(name for name in (*one, *two) if one.get(name) != two.get(name))
-        error = ConfigError(
+        return ConfigError(
             "FS409",
             f"{what}: ranks passed different arguments. Found {name}={one.get(name)} on rank "
             f"{first}, and {name}={two.get(name)} on rank {other}. Pass the same value on every "
             "rank. Nothing was done.",
         )
-        return _Told(ConfigError.__name__, error.code, error.text, first)
 
     def leave(self, error: BaseException, what: str) -> None:
         """Make other ranks raise ``error`` in ``raise_together``. Suppresses exceptions here."""
@@ -278,5 +260,4 @@ def wire_device(
     devices = [kind.split(":")[0] for kind in kinds]
     if device.type in devices or not devices:
         return device
-    kind = devices[0]
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return current_device(devices[0])

@@ -28,7 +28,9 @@ class SymmetricMemoryAllGather(DefaultAllGather):
                 f"set_symm_mem_for_comm: the process group's backend is {found!r}, which has no "
                 "symmetric memory. Use it on GPUs with the NCCL backend only.",
             )
-        self._memory = torch_comm.SymmetricMemory(group, backend)
+        self._memory = torch_comm.symmetric_memory()
+        self._memory.set_backend(backend)
+        dist.barrier(group=group)  # the communicator must exist before the first rendezvous
 
     def allocate(
         self,
@@ -37,7 +39,8 @@ class SymmetricMemoryAllGather(DefaultAllGather):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        return self._memory.empty(size, dtype, device)
+        with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
+            return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -46,5 +49,5 @@ class SymmetricMemoryAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._memory.rendezvous(output_tensor)
+        self._memory.rendezvous(output_tensor, group=group.group_name)
         return super().__call__(output_tensor, input_tensor, group, async_op)

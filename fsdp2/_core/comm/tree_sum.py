@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2._core.base import torch_comm
-from fsdp2._core.comm.gloo_p2p import Exchange, Several
+from fsdp2._core.comm.gloo_p2p import Exchange, Several, run
 from fsdp2._core.comm.mesh import MeshAxis
 from fsdp2._core.comm.wire import DefaultReduceScatter, Wire
 
@@ -33,9 +33,7 @@ class TreeExchange(Exchange):
     """A reduce-scatter whose receiver adds the parts in the order of [Note: one tree]."""
 
     def _add_up(self) -> None:
-        rows = self._rows
-        own = self._sent
-        assert own is not None
+        rows, own = self._rows, cast(Tensor, self._sent)
         while len(rows) > 1:
             rows = [_added(a, b, own) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         self._output.copy_(rows[0])
@@ -138,12 +136,11 @@ class TreeWire(Wire):
         async_op: bool,
     ) -> Any:
         group = self.scatter_group or axis.pg
-        assert group is not None
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
             sizes = [2 * numel for numel in sizes]
         sent = sent.to(self.node_dtype or sent.dtype)
-        return _started(TreeExchange(output, sent, group, op, sizes or None), async_op)
+        return run(TreeExchange(output, sent, group, op, sizes or None), async_op)
 
     def reduce_scatter_each(
         self,
@@ -153,7 +150,7 @@ class TreeWire(Wire):
         async_op: bool,
     ) -> Any:
         works = [self.reduce_scatter(*pair, op, axis, True) for pair in pairs]
-        return _started(Several([work for work in works if work is not None]), async_op)
+        return run(Several(works), async_op)
 
     def all_reduce(
         self,
@@ -162,14 +159,6 @@ class TreeWire(Wire):
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        assert axis.pg is not None
         real = torch_comm.flat_as_real(tensor)
         dtype = self.node_dtype or real.dtype
-        return _started(TreeAllReduce(real, axis.pg, dtype), async_op)
-
-
-def _started(work: Any, async_op: bool) -> Any:
-    if async_op:
-        return work
-    work.wait()
-    return None
+        return run(TreeAllReduce(real, axis.pg, dtype), async_op)

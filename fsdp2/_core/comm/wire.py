@@ -313,7 +313,6 @@ class Wire:
         async_op: bool,
     ) -> Any:
         """Fill ``output`` (``W * C`` elements) with every rank's ``sent``, in rank order."""
-        assert axis.pg is not None
         return self.gather(output, sent, axis.pg, async_op)
 
     def all_gather_each(
@@ -328,7 +327,6 @@ class Wire:
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
         """Fill ``outputs[r]`` with rank r's ``sent``. Lengths may differ, unlike in gloo itself."""
-        assert axis.pg is not None
         if gloo_p2p.applies(axis.pg, sent):
             return gloo_p2p.run(gloo_p2p.DirectGather(outputs, sent, axis.pg), async_op)
         return dist.all_gather(list(outputs), sent, axis.pg, async_op)
@@ -344,7 +342,6 @@ class Wire:
     ) -> Any:
         """Fill ``output`` with this rank's part of the reduction. ``sizes``: elements per rank."""
         group = self.scatter_group or axis.pg
-        assert group is not None
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
             sizes = [2 * numel for numel in sizes]
@@ -359,7 +356,6 @@ class Wire:
         Complex numbers are passed as pairs of reals, even to custom reduce-scatters: NCCL has no
         complex dtypes, and torch's reduce-scatter does not convert them."""
         group = self.scatter_group or axis.pg
-        assert group is not None
         exact = self._exact_in(sent)
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
@@ -390,7 +386,6 @@ class Wire:
     ) -> dist.Work | None:
         """Reduce ``tensor`` over all ranks of the axis, in place."""
         if self.sum_replicas is not None:
-            assert axis.pg is not None
             exact = self._exact_in(tensor)
             tensor = torch_comm.flat_as_real(tensor) if tensor.is_complex() else tensor
             self.sum_replicas(tensor, axis.pg, exact)

@@ -235,12 +235,12 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
     found = [unit.precision.buffers for unit in units]
     on = [buffers for buffers in found if buffers is not None and buffers.is_on]
     for buffers in on:
-        buffers.restore()
+        buffers.switch(False)
     try:
         yield
     finally:
         for buffers in on:
-            buffers.cast()
+            buffers.switch(True)
 
 
 def refuse_whole(

@@ -188,8 +188,11 @@ class Looks:
     @property
     def all(self) -> tuple[LateLook, ...]:
         if self._count != LateLook.count:
-            looks = dict.fromkeys(look for group in self._groups for look in group.ids.looks)
-            self._count, self._found = LateLook.count, tuple(looks)
+            looks = dict.fromkeys(
+                one.late for group in self._groups for one in group.ids.agreements
+            )
+            self._found = tuple(look for look in looks if look is not None)
+            self._count = LateLook.count
         return self._found
 
 

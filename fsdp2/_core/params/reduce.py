@@ -141,7 +141,7 @@ class GradientBuffer:
     def _references(self) -> list[int]:
         counts = list(map(torch_tensors.use_count, self._numbers))
         counts += map(sys.getrefcount, self._storages)  # each storage has one Python object
-        shards = list(map(torch_tensors.local_of, self._grads))
+        shards = list(map(torch_dtensor.local_tensor, self._grads))
         with torch_dtensor.DisableTorchFunctionSubclass():
             for tensors in (self._grads, shards):
                 counts += map(sys.getrefcount, tensors)

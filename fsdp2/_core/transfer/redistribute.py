@@ -335,7 +335,6 @@ class _Moves:
         """Return a buffer for the parts of ``rows`` ranks, on a device that the group supports."""
         first, nbytes = self.first(bucket), rows * bucket.nbytes
         group = first.grid.axes[axes[0]].pg
-        assert group is not None
         device = wire_device(group, first.local.device)
         if self._buffer.numel() < nbytes or self._buffer.device != device:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -468,7 +467,6 @@ def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
     """Send a part from one rank of an axis to another. Collective over the axis."""
     if sender == receiver:
         return
-    assert axis.pg is not None
     if not (_goes_through_host(part, axis.pg) or part.is_cpu or axis.pg in _connected):
         # NCCL creates a communicator in the first operation, which all ranks must call
         with carrying():
@@ -492,7 +490,6 @@ def _exchange(
     peers = ranks[1:] if is_first else ranks[:1]
     start = nbytes if is_first else 0
     parts = buffer[start : start + len(peers) * nbytes].view(len(peers), nbytes)
-    assert axis.pg is not None
     _send_or_receive(parts, peers, axis.pg, is_first is to_first)
 
 
