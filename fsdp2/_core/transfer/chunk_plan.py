@@ -174,12 +174,17 @@ class Chunk:
 
 @dataclass
 class Bucket:
-    """Chunks that are sent together, with ``nbytes`` per rank; ``owners`` as in ``Blocks``."""
+    """Chunks that are sent together, with ``nbytes`` per rank; ``axes`` as in ``Blocks``."""
 
     axes: tuple[int, ...]
     owners: dict[int, int]
     chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
+
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
+        """Axes over which several ranks have elements."""
+        return tuple(axis for axis in self.axes if axis not in self.owners)
 
 
 @dataclass
