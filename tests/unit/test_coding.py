@@ -78,7 +78,7 @@ def test_gathered_parameters_are_rounded_and_lie_as_they_did(
 ) -> None:
     """Beside them others keep every bit; strides are as they were, and starts are aligned."""
     size, group, items = drawn
-    layouts = [GatherLayout.plan_with_tail(items, size, tail, rank=rank) for rank in range(size)]
+    layouts = [GatherLayout.plan(items, size, rank=rank, tail_numel=tail) for rank in range(size)]
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
     sent = sent_by_all(wholes, layouts)
     layout = layouts[-1]

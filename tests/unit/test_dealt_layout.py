@@ -60,7 +60,7 @@ def layouts_of(
         GatherItem(shard, spec.dtype, spec.compute_dtype)
         for spec, shard in zip(group, shards, strict=True)
     ]
-    return [GatherLayout.plan_with_tail(items, size, tail, rank=rank) for rank in range(size)]
+    return [GatherLayout.plan(items, size, rank=rank, tail_numel=tail) for rank in range(size)]
 
 
 @given(dealt_groups(), st.integers(0, 40), st.integers(0, 99))

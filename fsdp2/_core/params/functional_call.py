@@ -131,7 +131,7 @@ class _GatherShard(torch.autograd.Function):
             return empty, None, None, None
         rank, shards = data.shard.rank, [param.placement.layout]
         layout = ReduceLayout.plan([0], shards, data.shard.size, grad.dtype, 1, rank=rank)
-        scale = reducer.planner.scale_for(grad.dtype, settings, wire)
+        scale = reducer.scale_for(grad.dtype, settings)
         behind = gradient_packing.tail((), layout, grad.dtype, grad.device)
         (packed,) = gradient_packing.inputs_of(
             [grad], layout, rank, behind, wire.allocate, grad.device

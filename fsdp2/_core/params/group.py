@@ -110,7 +110,7 @@ class ParamGroup(Observable):
         self.drop_gather()  # one that the caller issued has the old number
         self.context.streams.finish_host_reads()  # new numbers are written to the shards' memory
         self.buffers.number(self.wire)
-        self.reducer.planner.current = None
+        self.reducer.current_plan = None
 
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
         """Set the rule for sending parameters in separate collectives; None: always pack."""
@@ -124,7 +124,7 @@ class ParamGroup(Observable):
         so that a copy of the model that exists on one rank only, and never runs, has no numbers."""
         # a copied group does not have the separate process group of the original
         if self.wire.is_separate and self.wire.scatter_group is None:
-            self.reducer.planner.separate(True, self.wire)
+            self.reducer.separate(True)
         self.fqn = fqn
         start_anew(self.data.shard.pg)
         self.ids.enroll(fqn)
@@ -190,7 +190,7 @@ class ParamGroup(Observable):
 
     def _plan(self, sources: Sequence[Source]) -> None:
         self.buffers.plan(sources, self.wire, self.fqn)
-        self.reducer.planner.current = None
+        self.reducer.current_plan = None
         if self.early.readers is not None:
             self.early.readers.forget()
         self.registration.see()
@@ -241,7 +241,7 @@ class ParamGroup(Observable):
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
-                self.reducer.planner.refuse_toggle([param])
+                self.reducer.refuse_toggle([param])
         sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
         self.reshard()
         if events.listeners:
@@ -331,7 +331,7 @@ class ParamGroup(Observable):
             full.fill(gather.source, gathered, streams.current)
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
-                self.reducer.planner.see_dtypes()
+                self.reducer.see_dtypes()
         except BaseException:  # ranks issued different operations, or an extension raised
             streams.retire("gather", gathered)
             full.free()

@@ -303,35 +303,48 @@ class GatherLayout:
         zero_copy: ZeroCopy | None = None,
         rank: int = 0,
         trims: bool = False,
+        tail_numel: int = 0,
     ) -> GatherLayout:
         """Place packed items first, then zero-copy, dealt and replicated items, each kind by dtype.
 
-        ``full_sizes``: sizes of other axes over which the same parameters are gathered into the
-        full buffer, which has room for the padding of each axis. Rank-major parameters that match
-        the rule ``zero_copy`` are sent separately; None disables zero-copy."""
-        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
+        If the layout sends data, a tail of ``tail_numel`` or more elements is added, which pads the
+        row. It has the dtypes of the widest sharded items, or bytes if all parameters are extended
+        (no items). ``full_sizes``: sizes of other axes over which the same parameters are gathered
+        into the full buffer, which has room for the padding of each axis. Rank-major parameters
+        that match the rule ``zero_copy`` are sent separately; None disables zero-copy."""
+        items = list(items)
         dealt = [index for index, item in enumerate(items) if item.shard.is_dealt]
         if dealt:  # one collective sends everything
             zero_copy = None
+
+        def key_of(item: GatherItem) -> tuple[bool, bool, bool, int, str, str]:
+            compute, shard = item.compute_dtype, item.shard
+            is_plain = not item.is_tail and item.coding is None
+            is_alone = is_plain and shard.goes_alone(compute, zero_copy)
+            dtypes = -compute.itemsize, str(compute), str(item.storage_dtype)
+            return shard.is_replicated, shard.is_dealt, is_alone, *dtypes
+
+        keys = [key_of(item) for item in items]
+        sends = any(i.sent_nbytes(rank) for i in items if not i.shard.is_replicated)
+        if tail_numel and size > 1 and (sends or dealt or not items):
+            dtypes = torch.uint8, torch.uint8
+            if items:
+                first = items[keys.index(min(keys))]
+                dtypes = first.storage_dtype, first.compute_dtype
+            items.append(GatherItem(_tail_shard(tail_numel, size), *dtypes, is_tail=True))
+            keys.append(key_of(items[-1]))
+        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
         is_aligned = is_mixed or bool(dealt) or any(item.coding is not None for item in items)
         unit = ALIGN_NBYTES if is_aligned else 1
-        keys: list[tuple[bool, bool, bool, int, str, str]] = []
-        segment_keys: list[tuple[object, ...]] = []
-        alone: set[int] = set()
-        packed_kinds: set[tuple[torch.dtype, torch.dtype]] = set()
-        for index, item in enumerate(items):
-            compute, storage, shard = item.compute_dtype, item.storage_dtype, item.shard
-            is_plain = not item.is_tail and item.coding is None
-            if is_plain and shard.goes_alone(compute, zero_copy):
-                alone.add(index)
-            elif shard.is_even:
-                packed_kinds.add((storage, compute))
-            dtypes = -compute.itemsize, str(compute), str(storage)
-            keys.append((shard.is_replicated, shard.is_dealt, index in alone, *dtypes))
+        alone = {index for index, key in enumerate(keys) if key[2]}
+        packed_kinds = {key[3:] for key in keys if not any(key[:3])}
+
+        def segment_of(index: int) -> tuple[object, ...]:
+            is_replicated, is_dealt, is_alone, *dtypes = keys[index]
             # Packed and zero-copy items may share a segment; each dealt or coded item has its own.
-            place = -1 if item.coding is None and not shard.is_dealt else index
-            is_apart = index in alone and is_mixed
-            segment_keys.append((shard.is_replicated, place, is_apart, *dtypes))
+            place = -1 if items[index].coding is None and not is_dealt else index
+            return is_replicated, place, is_alone and is_mixed, *dtypes
+
         order = sorted(range(len(items)), key=keys.__getitem__)
         has_tail = any(item.is_tail for item in items)
         # a tail can pad only one segment
@@ -340,7 +353,7 @@ class GatherLayout:
         segments: list[CastSegment] = []
         shard_end = send_end = packed_nbytes = gather_nbytes = 0
         is_behind_even = False
-        for _, run in itertools.groupby(order, key=segment_keys.__getitem__):
+        for _, run in itertools.groupby(order, key=segment_of):
             indices = tuple(run)
             first = items[indices[0]]
             if first.shard.is_dealt and not is_behind_even:
@@ -349,12 +362,17 @@ class GatherLayout:
             shard_start = shard_end = align(shard_end)
             send_start = send_end = align(send_end)
             for index in indices:
+                item = items[index]
+                if item.is_tail and len(packed_kinds) == 1:  # nothing that is packed follows
+                    missing = -align(send_end + item.sent_nbytes(rank), unit) % ROW_NBYTES
+                    numel = item.shard.padded_numel + missing // item.compute_dtype.itemsize
+                    items[index] = item = replace(item, shard=_tail_shard(numel, size))
                 shard_offsets[index], send_offsets[index] = shard_end, send_end
-                shard_end += items[index].shard.kept_numel(rank) * first.storage_dtype.itemsize
-                send_end += items[index].sent_nbytes(rank)
-                if items[index].shard.is_even and index not in alone:
+                shard_end += item.shard.kept_numel(rank) * first.storage_dtype.itemsize
+                send_end += item.sent_nbytes(rank)
+                if not any(keys[index][:3]):
                     packed_nbytes = align(send_end, packed_unit)
-                if not items[index].shard.is_replicated:
+                if not item.shard.is_replicated:
                     gather_nbytes = max(packed_nbytes, align(send_end, unit))
             numel = sum(items[index].shard.kept_numel(rank) for index in indices)
             kind = first.storage_dtype, first.compute_dtype, first.shard.is_replicated
@@ -404,30 +422,6 @@ class GatherLayout:
             ),
             trims=trims,
         )
-
-    @staticmethod
-    def plan_with_tail(
-        items: Sequence[GatherItem],
-        size: int,
-        numel: int,
-        full_sizes: Sequence[int] = (),
-        zero_copy: ZeroCopy | None = None,
-        rank: int = 0,
-        trims: bool = False,
-    ) -> GatherLayout:
-        """Plan a layout. If it sends data, add a row-padding tail of ``numel`` or more elements."""
-        how = size, full_sizes, zero_copy, rank, trims
-        layout = GatherLayout.plan(items, *how)
-        tail = layout.tail_item(numel) if numel else None
-        if tail is None:
-            return layout
-        found = GatherLayout.plan([*items, tail], *how)
-        missing = -found.packed_nbytes % ROW_NBYTES
-        if not missing:  # with several segments, gaps already pad the row
-            return found
-        longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
-        assert longer is not None
-        return GatherLayout.plan([*items, longer], *how)
 
     @cached_property
     def casts(self) -> bool:
@@ -486,18 +480,6 @@ class GatherLayout:
     def replicated(self) -> tuple[int, ...]:
         return tuple(i for i in self.order if self.items[i].shard.is_replicated)
 
-    def tail_item(self, numel: int) -> GatherItem | None:
-        """Return a tail of ``numel`` elements in the dtypes of the widest sharded items, or in
-        bytes if all parameters are extended (no items). Return None if nothing is sent."""
-        if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.landing.pieces):
-            return None
-        dtypes = torch.uint8, torch.uint8
-        if self.items:
-            first = self.items[self.order[0]]
-            dtypes = first.storage_dtype, first.compute_dtype
-        shard = ShardLayout((self.size * numel,), (1,), 0, self.size)
-        return GatherItem(shard, *dtypes, is_tail=True)
-
     def has_full_of(self, other: GatherLayout) -> bool:
         """Return True if both layouts place unsharded parameters identically in the full buffer."""
         mine = [item.compute_dtype for item in self.items]
@@ -509,6 +491,10 @@ class GatherLayout:
 
     def padded_nbytes(self, index: int) -> int:
         return self.items[index].sent_nbytes(self.rank)
+
+
+def _tail_shard(numel: int, size: int) -> ShardLayout:
+    return ShardLayout((size * numel,), (1,), 0, size)
 
 
 def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:

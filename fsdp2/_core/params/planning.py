@@ -208,7 +208,7 @@ class Buffers:
         numel = 0 if stamp is None else GATHER_STAMP_NUMEL
         # without dealt parameters, the plan does not depend on the rank
         rank = self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0
-        return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
+        return _plan_layout(tuple(items), size, others, wire.zero_copy, rank, self._trims, numel)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
         """Move extended parameters out of the flat buffer. On error, nothing changes."""
@@ -351,7 +351,7 @@ class Buffers:
 
 
 # equal blocks of a model share a plan
-_plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan_with_tail)
+_plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan)
 
 
 # Plans of reductions.
@@ -421,45 +421,47 @@ class Unreduced:
 
 
 class ReducePlanner:
+    """Plans the reductions of one group. ``Reducer`` carries them out."""
+
     def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        data: DataMesh,
-        residence: Residence,
-        ids: CollectiveIds,
-        unreduced: Unreduced,
+        self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
     ) -> None:
-        self._params = params
-        self._data = data
-        self._residence = residence
-        self._ids = ids
-        self._unreduced = unreduced
+        self.params = params
+        self.data = data
+        self.ids = ids
+        self.wire = Wire()  # also used by the group's gathers
+        self.unreduced = Unreduced()
         # reset to None when an input of the plan changes
-        self.current: ReducePlan | None = None
+        self.current_plan: ReducePlan | None = None
+        self.scale = GradientScale(1.0, 1.0)
+        self._residence = residence
         self._layout: ReduceLayout | None = None  # layout of the last plan, and of a partial sum
         # plan and settings for which the scale and the stamps are valid
-        self.prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
-        self.scale = GradientScale(1.0, 1.0)
+        self._prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
         # tails of the plan on a rank that has all gradients, keyed by the codes of the stamps
         self._completes: dict[tuple[float, ...], Tensor] = {}
         self._is_partial = False  # True: reductions exclude replicas, and have other numbers
 
     def see_dtypes(self) -> None:
         """Drop the plan if all-gather extensions returned unexpected dtypes."""
-        plan = self.current
+        plan = self.current_plan
         members = [] if plan is None else plan.members
         if plan is not None and members and plan.dtypes != {p.backward_dtype for p in members}:
-            self.current = None
+            self.current_plan = None
+
+    def plan(self) -> ReducePlan:
+        """Return the current plan, or make one. Plans are equal on all ranks."""
+        return self.current_plan or self._make()
 
     @torch.inference_mode(False)
-    def make(self, wire: Wire) -> ReducePlan:
-        indices = [i for i, param in enumerate(self._params) if param.trainable]
-        members = [self._params[i] for i in indices]
+    def _make(self) -> ReducePlan:
+        indices = [i for i, param in enumerate(self.params) if param.trainable]
+        members = [self.params[i] for i in indices]
         dtypes = {param.backward_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
         dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
-        size = self._data.shard.size
+        size, wire = self.data.shard.size, self.wire
         # a real wire dtype cannot represent imaginary parts
         chosen = None if dtype.is_complex else wire.gradient_dtype
         wire_dtype = dtype if size == 1 else chosen or dtype
@@ -470,41 +472,41 @@ class ReducePlanner:
             shards,
             size,
             dtype,
-            len(members) + self._ids.reductions.numel,
+            len(members) + self.ids.reductions.numel,
             wire_dtype,
             wire.zero_copy if as_it_is and wire.scatters_zero_copy else None,
             ROW_NBYTES,
-            self._data.shard.rank,
+            self.data.shard.rank,
             wire.adds_alike,
         )
-        is_renumbered = self._number(layout, wire)
-        codes = self._ids.reductions.codes
+        is_renumbered = self._number(layout)
+        codes = self.ids.reductions.codes
         complete = gradient_packing.tail(codes, layout, grad_dtype, self._residence.compute)
-        if self._unreduced.partial is not None:
+        if self.unreduced.partial is not None:
             old = self._layout or layout
-            self._unreduced.partial = _rearranged(self._unreduced.partial, old, layout)
+            self.unreduced.partial = _rearranged(self.unreduced.partial, old, layout)
         self._layout = layout
         self._completes = {tuple(codes): complete}
         if is_renumbered:
             self._erase_stamps()
         free = _reduced_in_any(members)
         plan = ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete, free)
-        self.current = plan
+        self.current_plan = plan
         return plan
 
     def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
         """Dtype of the reduction, wide enough for all members and an existing partial sum."""
         dtypes = {param.accumulated_dtype for param in members}
-        if self._unreduced.partial is not None and _reduced_in_any(members):
-            dtypes.add(self._unreduced.partial.dtype)  # may be wider, from an earlier backward
+        if self.unreduced.partial is not None and _reduced_in_any(members):
+            dtypes.add(self.unreduced.partial.dtype)  # may be wider, from an earlier backward
         return functools.reduce(torch.promote_types, dtypes)
 
-    def _number(self, layout: ReduceLayout, wire: Wire) -> bool:
+    def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by their signatures. Return True if a number changed."""
-        _, scatter = wire.custom
+        _, scatter = self.wire.custom
         members = (layout.members, [shard.signature for shard in layout.shards])
         tensors = tuple(
-            (self._params[i].fqn, shard.shape)
+            (self.params[i].fqn, shard.shape)
             for i, shard in zip(layout.members, layout.shards, strict=True)
         )
 
@@ -514,46 +516,44 @@ class ReducePlanner:
             alone, is_partial = len(layout.zero_copy), self._is_partial
             return Signature(members, alone, dtypes, is_custom, is_partial, tensors)
 
-        return self._ids.reductions.number(signature_of)
+        return self.ids.reductions.number(signature_of)
 
-    def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Update the scale and the stamps to match the settings, and return the plan."""
-        is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
+    def prepare(self, settings: Settings) -> ReducePlan:
+        """Update the scale and the stamps to match the settings, and return the current plan."""
+        plan, prepared = self.current_plan, self._prepared
+        if plan is not None and prepared[0] is plan and prepared[1] is settings:
+            return plan
+        is_partial = self.data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
-            if self.current is not None:
-                self.current = self._renumbered(self.current, wire)
-        plan = self.current or self.make(wire)
-        self.prepared = (plan, settings)
+            if self.current_plan is not None:
+                self.current_plan = self._renumbered(self.current_plan)
+        plan = self.plan()
+        self._prepared = (plan, settings)
         layout = plan.layout
-        self.scale = scale = self.scale_for(layout.wire_dtype, settings, wire)
-        joined = 1.0 if scale.op == ReduceOp.AVG else self._data.size * scale.before
-        stamps, sent_as = self._ids.reductions, layout.wire_dtype
+        self.scale = scale = self.scale_for(layout.wire_dtype, settings)
+        joined = 1.0 if scale.op == ReduceOp.AVG else self.data.size * scale.before
+        stamps, sent_as = self.ids.reductions, layout.wire_dtype
         stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
         *zero_copy, packed = [layout.numel] if layout.pieces else layout.output_sizes
-        wire.exact = layout.exact
-        scattered = [packed, *zero_copy] * self._data.rows_between
-        stamps.register(wire, scattered, sent_as, scale.op, layout.pieces)
+        self.wire.exact = layout.exact
+        scattered = [packed, *zero_copy] * self.data.rows_between
+        stamps.register(self.wire, scattered, sent_as, scale.op, layout.pieces)
         return plan
 
-    def scale_for(
-        self,
-        dtype: torch.dtype,
-        settings: Settings,
-        wire: Wire,
-    ) -> GradientScale:
-        only_sums = settings.only_sums or wire.only_sums
-        count = wire.summands(self._data.size)
+    def scale_for(self, dtype: torch.dtype, settings: Settings) -> GradientScale:
+        only_sums = settings.only_sums or self.wire.only_sums
+        count = self.wire.summands(self.data.size)
         return GradientScale.choose(count, dtype, settings.divide_by, only_sums)
 
     @torch.inference_mode(False)
-    def _renumbered(self, plan: ReducePlan, wire: Wire) -> ReducePlan:
+    def _renumbered(self, plan: ReducePlan) -> ReducePlan:
         """Return the plan with current stamp numbers, and otherwise unchanged."""
         layout = plan.layout
-        if not self._number(layout, wire):
+        if not self._number(layout):
             return plan
         self._erase_stamps()
-        codes = self._ids.reductions.codes
+        codes = self.ids.reductions.codes
         complete = self._completes.get(tuple(codes))  # making a tail blocks the host
         if complete is None:
             complete = gradient_packing.tail(
@@ -562,31 +562,31 @@ class ReducePlanner:
             self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
 
-    def follow(self, plan: ReducePlan, settings: Settings, wire: Wire) -> ReducePlan:
+    def follow(self, plan: ReducePlan, settings: Settings) -> ReducePlan:
         """Plan again if a gradient without a fixed dtype has a different dtype than planned."""
         for param in plan.free:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None and grad.dtype is not param.accumulated_dtype:
                 param.found_dtype = grad.dtype
-                self.current = None
+                self.current_plan = None
         if self._sum_dtype(plan.members) is not plan.layout.dtype:
-            self.current = None
-        return self.prepare(settings, wire)
+            self.current_plan = None
+        return self.prepare(settings)
 
-    def separate(self, enable: bool, wire: Wire) -> None:
+    def separate(self, enable: bool) -> None:
         """Reduce over a separate process group if ``enable``, else the gathers' one. Collective."""
-        data = self._data
+        data, wire = self.data, self.wire
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1
         shard = data.shard.separate() if is_other else data.shard
         wire.scatter_group = shard.pg if is_other else None
-        self._ids.renew_reductions(replace(data, shard=shard))
+        self.ids.renew_reductions(replace(data, shard=shard))
         self._erase_stamps()
-        self.current = None
+        self.current_plan = None
 
     def refuse_toggle(self, params: Sequence[FSDPParam]) -> None:
         """Raise StateError, on every rank, if ``requires_grad`` must not change now."""
-        if self._unreduced.is_owed or self._unreduced.partial is not None:
+        if self.unreduced.is_owed or self.unreduced.partial is not None:
             raise StateError(
                 "FS312",
                 f"{params[0].fqn}: requires_grad changed while gradients of its group are "
@@ -596,8 +596,8 @@ class ReducePlanner:
 
     def _erase_stamps(self) -> None:
         """Erase the stamps in a partial sum, because the next reduction has different stamps."""
-        if self._unreduced.partial is not None:
-            self._ids.reductions.erase(self._unreduced.partial)
+        if self.unreduced.partial is not None:
+            self.ids.reductions.erase(self.unreduced.partial)
 
 
 def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:

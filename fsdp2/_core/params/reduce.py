@@ -54,12 +54,12 @@ from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import Observable
 from fsdp2._core.base.policy import Residence, Settings
 from fsdp2._core.comm.mesh import DataMesh
-from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire, memory_of
+from fsdp2._core.comm.wire import InFlight, StepContext, Streams, memory_of
 from fsdp2._core.params import gradient_packing
 from fsdp2._core.params.gradients import add_to, as_gradient, local_gradient, mismatch
 from fsdp2._core.params.layout import ReduceLayout
 from fsdp2._core.params.param import FSDPParam
-from fsdp2._core.params.planning import ReducePlan, ReducePlanner, Unreduced
+from fsdp2._core.params.planning import ReducePlan, ReducePlanner
 
 AllReduceHook = Callable[[Tensor], None]
 
@@ -206,25 +206,19 @@ may_hold: WeakValueDictionary[int, Reducer] = WeakValueDictionary()
 """Reducers that may hold unreduced gradients; each optimizer step checks them."""
 
 
-class Reducer(Observable):
+class Reducer(ReducePlanner, Observable):
     """Reduces the gradients of one group, and keeps those that are not reduced yet."""
 
     def __init__(
         self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
     ) -> None:
-        self.params = params
-        self._residence = residence
+        super().__init__(params, data, residence, ids)
         # on a device, user streams may read gradients
         self.has_streams = not capabilities(residence.storage).is_host
-        self.data = data
-        self.ids = ids
         self._buffer: GradientBuffer | None = None  # the last reduction's buffer, kept for reuse
-        self.wire = Wire()  # also used by the group's gathers
         self._memory = memory_of(data.shard)
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
-        self.unreduced = Unreduced()
-        self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
         self.has_waited = False  # sync was off in the last backward
         self.deliveries = 0  # number of reductions that set gradients or added to them
 
@@ -234,10 +228,10 @@ class Reducer(Observable):
 
     def toggle(self, params: list[FSDPParam], settings: Settings) -> None:
         """Apply a changed ``requires_grad`` to every form of each parameter."""
-        self.planner.refuse_toggle(params)
+        self.refuse_toggle(params)
         for param in params:
             param.toggle()
-        self.planner.current = None
+        self.current_plan = None
         self.prepare(settings)  # now: other ranks may issue placeholders for the new plan
 
     def forget(self, param: FSDPParam) -> None:
@@ -274,18 +268,6 @@ class Reducer(Observable):
         for param in self.params:
             self.forget(param)
 
-    def plan(self) -> ReducePlan:
-        """Return the current plan, or make one. Plans are equal on all ranks."""
-        return self.planner.current or self.planner.make(self.wire)
-
-    def prepare(self, settings: Settings) -> ReducePlan:
-        """Update the scale to match the settings, and return the current plan."""
-        planner = self.planner
-        plan = planner.current
-        if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
-            return plan
-        return planner.prepare(settings, self.wire)
-
     def begin_sums(self, settings: Settings) -> None:
         """Set the dtypes in which autograd accumulates the gradients of the next backward. Needed
         only if sync is off, or was off in the last backward: otherwise nothing accumulates."""
@@ -309,7 +291,7 @@ class Reducer(Observable):
             may_hold[id(self)] = self
         plan = self.prepare(settings)
         if plan.free:
-            plan = self.planner.follow(plan, settings, self.wire)
+            plan = self.follow(plan, settings)
         layout = plan.layout
         if not layout.members:
             return None
@@ -448,7 +430,7 @@ class Reduction:
         self._all_reduce = all_reduce
         self._streams = streams
         self._packed_on = streams.current  # the stream that owns the memory of the inputs
-        self._scale = owner.planner.scale
+        self._scale = owner.scale
         self._inputs = inputs
         device = inputs[0].device
         self._buffer = owner.acquire(plan)
