@@ -55,7 +55,6 @@ def test_a_piece_holds_any_shard_and_the_largest_exactly(spec: Spec, size: int) 
     layout = spec.over(size)
     shards = [math.prod(layout.shard_shape(rank)) for rank in range(size)]
     assert layout.padded_numel == max(shards) == math.prod(layout.padded_shape)
-    assert layout.is_replicated == (spec.dim is None)
     assert sum(shards) == layout.numel * (size if spec.dim is None else 1)
 
 
@@ -137,7 +136,7 @@ def test_offsets_are_aligned_disjoint_and_inside(
         assert start % item.compute_dtype.itemsize == 0
         assert layout.padded_nbytes(index) == numel * item.compute_dtype.itemsize
         send.append((start, start + layout.padded_nbytes(index)))
-        if not item.shard.is_replicated:
+        if item.shard.dim is not None:
             assert send[-1][1] <= layout.gather_nbytes, "a sharded piece is not sent"
             is_inside = send[-1][1] <= layout.packed_nbytes
             assert is_inside != (index in layout.zero_copy) or not numel
@@ -161,7 +160,7 @@ def test_what_is_sent_divides_into_the_wires_elements(
     layout = GatherLayout.plan(items, size, (), zero_copy)
     wire = layout.wire_dtype
     assert layout.gather_nbytes % wire.itemsize == 0
-    sharded = {i.compute_dtype for i in items if not i.shard.is_replicated}
+    sharded = {i.compute_dtype for i in items if i.shard.dim is not None}
     assert wire is torch.uint8 or sharded == {wire}
     assert layout.casts == any(i.storage_dtype != i.compute_dtype for i in items)
     if not layout.casts:
@@ -291,7 +290,7 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
     for position, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
         assert start == end
         is_small = shard.numel * size <= MAX_SLOTTED_NUMEL
-        assert layout.slotted[position] == (shard.is_replicated and size > 1 and is_small)
+        assert layout.slotted[position] == (shard.dim is None and size > 1 and is_small)
         end += shard.padded_numel * (size if layout.slotted[position] else 1)
         assert layout.width(position) == end - start
     assert layout.tail_start == end

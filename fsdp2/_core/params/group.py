@@ -180,7 +180,7 @@ class ParamGroup(Observable):
         """Set the mesh size for reshards after forward (None: the full axis). Collective."""
         if size is not None:
             for param in self.params:
-                if param.wrapped.is_extended or param.placement.layout.is_dealt:
+                if param.wrapped.is_extended or param.placement.layout.deal is not None:
                     refuse_smaller(param.fqn, param.placement.layout.deal)
         smaller = None if size is None else self.data.split(size)
         if smaller is not self.buffers.post_forward.mesh:

@@ -98,14 +98,6 @@ class ShardLayout:
         return cut if self.deal is None else (*cut, *astuple(self.deal))
 
     @property
-    def is_replicated(self) -> bool:
-        return self.dim is None
-
-    @property
-    def is_dealt(self) -> bool:
-        return self.deal is not None
-
-    @property
     def owner(self) -> int | None:
         """The rank that holds the full tensor; None if several ranks hold parts."""
         return None if self.deal is None else self.deal.owner
@@ -198,7 +190,7 @@ class GatherItem:
 
     def room(self, rank: int) -> tuple[int, ...]:
         """Shape of the data stored on a rank: its padded shard, or its dealt rows."""
-        return self.shard.shard_shape(rank) if self.shard.is_dealt else self.shard.padded_shape
+        return self.shard.shard_shape(0 if self.shard.deal is None else rank)
 
     def sent_nbytes(self, rank: int) -> int:
         if self.coding is not None:
@@ -313,7 +305,7 @@ class GatherLayout:
         into the full buffer, which has room for the padding of each axis. Rank-major parameters
         that match the rule ``zero_copy`` are sent separately; None disables zero-copy."""
         items = list(items)
-        dealt = [index for index, item in enumerate(items) if item.shard.is_dealt]
+        dealt = [index for index, item in enumerate(items) if item.shard.deal is not None]
         if dealt:  # one collective sends everything
             zero_copy = None
 
@@ -322,10 +314,10 @@ class GatherLayout:
             is_plain = not item.is_tail and item.coding is None
             is_alone = is_plain and shard.goes_alone(compute, zero_copy)
             dtypes = -compute.itemsize, str(compute), str(item.storage_dtype)
-            return shard.is_replicated, shard.is_dealt, is_alone, *dtypes
+            return shard.dim is None, shard.deal is not None, is_alone, *dtypes
 
         keys = [key_of(item) for item in items]
-        sends = any(i.sent_nbytes(rank) for i in items if not i.shard.is_replicated)
+        sends = any(i.sent_nbytes(rank) for i in items if i.shard.dim is not None)
         if tail_numel and size > 1 and (sends or dealt or not items):
             dtypes = torch.uint8, torch.uint8
             if items:
@@ -333,7 +325,7 @@ class GatherLayout:
                 dtypes = first.storage_dtype, first.compute_dtype
             items.append(GatherItem(_tail_shard(tail_numel, size), *dtypes, is_tail=True))
             keys.append(key_of(items[-1]))
-        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
+        is_mixed = len({i.compute_dtype for i in items if i.shard.dim is not None}) > 1
         is_aligned = is_mixed or bool(dealt) or any(item.coding is not None for item in items)
         unit = ALIGN_NBYTES if is_aligned else 1
         alone = {index for index, key in enumerate(keys) if key[2]}
@@ -356,7 +348,7 @@ class GatherLayout:
         for _, run in itertools.groupby(order, key=segment_of):
             indices = tuple(run)
             first = items[indices[0]]
-            if first.shard.is_dealt and not is_behind_even:
+            if first.shard.deal is not None and not is_behind_even:
                 gap = packed_nbytes - send_end  # the even part has the same length on every rank
                 shard_end, send_end, is_behind_even = shard_end + gap, send_end + gap, True
             shard_start = shard_end = align(shard_end)
@@ -372,10 +364,10 @@ class GatherLayout:
                 send_end += item.sent_nbytes(rank)
                 if not any(keys[index][:3]):
                     packed_nbytes = align(send_end, packed_unit)
-                if not item.shard.is_replicated:
+                if item.shard.dim is not None:
                     gather_nbytes = max(packed_nbytes, align(send_end, unit))
             numel = sum(items[index].shard.kept_numel(rank) for index in indices)
-            kind = first.storage_dtype, first.compute_dtype, first.shard.is_replicated
+            kind = first.storage_dtype, first.compute_dtype, first.shard.dim is None
             is_coded = first.coding is not None
             segments.append(CastSegment(*kind, shard_start, send_start, numel, indices, is_coded))
 
@@ -435,7 +427,7 @@ class GatherLayout:
     @cached_property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the all-gather: the parameters' dtype if they share one, else bytes."""
-        dtypes = {item.compute_dtype for item in self.items if not item.shard.is_replicated}
+        dtypes = {item.compute_dtype for item in self.items if item.shard.dim is not None}
         if len(dtypes) == 1 and not self.codings:
             (dtype,) = dtypes
             if dtype.is_floating_point and dtype.itemsize > 1:
@@ -478,16 +470,15 @@ class GatherLayout:
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
-        return tuple(i for i in self.order if self.items[i].shard.is_replicated)
+        return tuple(i for i in self.order if self.items[i].shard.dim is None)
 
     def has_full_of(self, other: GatherLayout) -> bool:
         """Return True if both layouts place unsharded parameters identically in the full buffer."""
-        mine = [item.compute_dtype for item in self.items]
-        return (
-            mine == [item.compute_dtype for item in other.items]
-            and self.full_offsets == other.full_offsets
-            and self.full_nbytes == other.full_nbytes
+        mine, theirs = (
+            ([item.compute_dtype for item in one.items], one.full_offsets, one.full_nbytes)
+            for one in (self, other)
         )
+        return mine == theirs
 
     def padded_nbytes(self, index: int) -> int:
         return self.items[index].sent_nbytes(self.rank)
@@ -592,7 +583,7 @@ class ReduceLayout:
         the rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. If
         all ranks add rows in the same order (``adds_alike``), replicated members need no slots."""
         sent_as = wire_dtype or dtype
-        dealt = [shard for shard in shards if shard.is_dealt]
+        dealt = [shard for shard in shards if shard.deal is not None]
         if dealt:  # one collective sends everything
             zero_copy = None
         unit = _dealt_unit(dtype, sent_as)
@@ -612,16 +603,16 @@ class ReduceLayout:
             offsets[position] = end
             end += shards[position].padded_numel
         for position, shard in enumerate(shards):
-            if shard.is_dealt:
+            if shard.deal is not None:
                 offsets[position] = end
                 end += align(shard.kept_numel(rank), unit)
         packed_start = end
         for position, shard in enumerate(shards):
-            if position in alone or shard.is_dealt:
+            if position in alone or shard.deal is not None:
                 continue
             offsets[position] = end
             most = 0 if adds_alike else MAX_SLOTTED_NUMEL // (shard.numel or 1)
-            slotted[position] = shard.is_replicated and 1 < size <= most
+            slotted[position] = shard.dim is None and 1 < size <= most
             end += shard.padded_numel * (size if slotted[position] else 1)
         layout = ReduceLayout(
             size=size,
@@ -665,7 +656,7 @@ class ReduceLayout:
         spans = [
             (self.offsets[position], self.offsets[position] + self.width(position))
             for position, shard in enumerate(self.shards)
-            if shard.is_replicated
+            if shard.dim is None
         ]
         spans.append((self.tail_start - self.tail_gap, self.numel))
         return tuple((first, last) for first, last in spans if first < last)
@@ -673,7 +664,7 @@ class ReduceLayout:
     @cached_property
     def dealt(self) -> tuple[int, ...]:
         """Positions of the dealt members, in their order in each piece."""
-        return tuple(p for p, shard in enumerate(self.shards) if shard.is_dealt and shard.numel)
+        return tuple(p for p, shard in enumerate(self.shards) if shard.deal and shard.numel)
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:

@@ -196,7 +196,7 @@ def gather_targets(
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
-        if item.shard.is_replicated or not item.lands_as_it_is:
+        if item.shard.dim is None or not item.lands_as_it_is:
             flat = typed(full, start, item.shard.numel, item.compute_dtype)
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:

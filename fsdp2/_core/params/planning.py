@@ -207,14 +207,14 @@ class Buffers:
     ) -> GatherLayout:
         numel = 0 if stamp is None else GATHER_STAMP_NUMEL
         # without dealt parameters, the plan does not depend on the rank
-        rank = self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0
+        rank = self._data.shard.rank if any(item.shard.deal is not None for item in items) else 0
         return _plan_layout(tuple(items), size, others, wire.zero_copy, rank, self._trims, numel)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
         """Move extended parameters out of the flat buffer. On error, nothing changes."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
-        dealt = [p for p in self._params if p.placement.layout.is_dealt]
+        dealt = [p for p in self._params if p.placement.layout.deal is not None]
         if self.post_forward.mesh is not None:
             for param in (*some_extended, *dealt):
                 refuse_smaller(param.fqn, param.placement.layout.deal)

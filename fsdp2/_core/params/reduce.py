@@ -462,10 +462,6 @@ class Reduction:
         """Return True if the sum is in memory lent by the wire."""
         return self._reduced is not self._place
 
-    @property
-    def _sums_replicas(self) -> bool:
-        return self.owner.data.summed.size > 1 and self._all_reduce
-
     def start(self) -> None:
         if self._scale.before != 1.0:
             self._inputs[0].mul_(self._scale.before)
@@ -633,18 +629,15 @@ class Reduction:
             self._deliver(*self._filled)
         reduced = self._reduced
         self._drop()
-        if reduced is not None and self._sums_replicas:
+        if reduced is not None and self.owner.data.summed.size > 1 and self._all_reduce:
             self.owner.ids.reductions.arrived_late(reduced)
 
-    def abandon(self) -> None:
-        """Wait, and free the buffers without setting the gradients, which are lost."""
+    def abandon(self, has_run: bool) -> None:
+        """Wait if device work uses the buffers, and free them. The gradients are lost."""
+        if not has_run:
+            self._flight = None
         if self._flight is not None:
             self._flight.wait()
-        self._drop()
-
-    def forget(self) -> None:
-        """Free the buffers without waiting: no device work uses them."""
-        self._flight = None
         self._drop()
 
     def _hold_back(self, flight: InFlight) -> None:
@@ -755,19 +748,13 @@ class ReductionQueue:
         self._running.clear()
         self.settle()
 
-    def forget(self) -> None:
-        """Drop reductions in flight without waiting: they were captured, but never ran."""
-        for reduction in (*self._returned, *self._running):
-            reduction.forget()
-        self._returned.clear()
-        self._running.clear()
-
-    def drop(self) -> None:
-        """Drop reductions in flight after waiting for them; their gradients are lost."""
+    def drop(self, has_run: bool = True) -> None:
+        """Drop reductions in flight; their gradients are lost. ``has_run``: False if they were
+        captured, and never ran."""
         self._returned.extend(self._running)
         self._running.clear()
         while self._returned:
-            self._returned.popleft().abandon()
+            self._returned.popleft().abandon(has_run)
 
 
 def _have_hooks(params: Sequence[torch.nn.Parameter]) -> bool:
