@@ -109,15 +109,17 @@ class ParamGroup(Observable):
         """Apply changes to the wire. All ranks must call this between the same two steps."""
         self.drop_gather()  # one that the caller issued has the old number
         self.context.streams.finish_host_reads()  # new numbers are written to the shards' memory
+        if self.buffers.home is not None and self.buffers.rule != self.buffers.rule_for(self.wire):
+            self.reshard()
+            self._plan(own_sources(self.params))
         self.buffers.number(self.wire)
         self.reducer.current_plan = None
 
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
         """Set the rule for sending parameters in separate collectives; None: always pack."""
         if rule != self.wire.zero_copy:
-            self.reshard()
             self.wire.zero_copy = rule
-            self._plan(own_sources(self.params))
+            self.rewire()
 
     def enroll(self, fqn: str) -> None:
         """Set the unit's name in its tree, and number its collectives. Called in the first forward,
@@ -300,7 +302,7 @@ class ParamGroup(Observable):
             source.tail.before()
         wire = self.reducer.wire
         layout = source.layout
-        if (layout.zero_copy or layout.landing.pieces) and source.gathers_zero_copy:
+        if layout.zero_copy or layout.landing.start is not None:  # written by the collective itself
             assert buffers.full is not None
             buffers.full.allocate(source.layout.full_nbytes, self.context.streams.current)
             # compute may still read the memory that the gather writes to

@@ -440,26 +440,16 @@ class GatherLayout:
 
     @cached_property
     def packed(self) -> Packed:
-        """Content of the packed collective if zero-copy shards are sent separately."""
+        """Content of the packed collective, without zero-copy and dealt shards."""
         even = [i for i in self.order if self.items[i].shard.is_even]
-        return self._pack(even[: len(even) - len(self.zero_copy)], self.packed_nbytes)
-
-    @cached_property
-    def whole(self) -> Packed:
-        """Content of the collective if zero-copy shards are packed too. Excludes dealt shards."""
-        if not self.zero_copy:
-            return self.packed
-        even = [i for i in self.order if self.items[i].shard.is_even]
-        return self._pack(even, self.gather_nbytes)
-
-    def _pack(self, indices: list[int], nbytes: int) -> Packed:
+        indices = tuple(even[: len(even) - len(self.zero_copy)])
         padded = [self.items[index].sent_nbytes(self.rank) for index in indices]
         rank_major = all(self.items[index].lands_as_it_is for index in indices)
         sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
-        is_dense = rank_major and sum(padded) == nbytes > 0
+        is_dense = rank_major and sum(padded) == self.packed_nbytes > 0
         shapes = tuple(zip(map(self.ranks_of, indices), sizes, strict=True))
         is_one_split = is_dense and all(ranks == self.size for ranks, _ in shapes)
-        return Packed(tuple(indices), nbytes, sizes, shapes, is_dense, is_one_split)
+        return Packed(indices, self.packed_nbytes, sizes, shapes, is_dense, is_one_split)
 
     def ranks_of(self, index: int) -> int:
         """Return the number of ranks whose rows are unpacked; all ranks for a zero-copy item."""

@@ -18,7 +18,6 @@ from fsdp2._core.params.layout import (
     SCALE_DTYPE,
     Coding,
     GatherLayout,
-    Packed,
     ShardLayout,
     contiguous_stride,
 )
@@ -266,13 +265,9 @@ def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
     return targets
 
 
-def unpack(
-    gathered: Tensor,
-    layout: GatherLayout,
-    packed: Packed,
-    targets: list[Tensor],
-) -> None:
+def unpack(gathered: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
     """Copy the result of one all-gather, ``[W, C]``, into ``targets`` (from ``gather_targets``)."""
+    packed = layout.packed
     if packed.is_one_split:
         torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
         return

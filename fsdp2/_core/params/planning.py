@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._core.agreement.agreement import GATHER_STAMP_NUMEL, Signature
 from fsdp2._core.agreement.stamp import CollectiveIds, Stamp
 from fsdp2._core.base import torch_dtensor, torch_tensors
-from fsdp2._core.base.capabilities import ROW_NBYTES, capabilities
+from fsdp2._core.base.capabilities import ROW_NBYTES, ZeroCopy, capabilities
 from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Residence, Settings
 from fsdp2._core.comm.mesh import DataMesh
@@ -109,6 +109,7 @@ class Buffers:
         self._residence = residence
         self._ids = ids
         self._trims = capabilities(residence.compute).is_host
+        self.rule: ZeroCopy | None = None  # of the current plan; see ``rule_for``
         self.home: ShardBuffer | None = None  # the shards; None in a copied group until it plans
         self.post_forward = PostForward()
         self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
@@ -136,6 +137,12 @@ class Buffers:
     def lies_in(self, storage: torch.UntypedStorage) -> bool:
         return self.full is not None and self.full.number == torch_tensors.number_of(storage)
 
+    def rule_for(self, wire: Wire) -> ZeroCopy | None:
+        """Return the rule for gathering parameters separately. A custom all-gather, and one that
+        also sends the data of extensions, needs one packed buffer."""
+        is_extended = any(param.wrapped.is_extended for param in self._params)
+        return wire.zero_copy if wire.gathers_zero_copy and not is_extended else None
+
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
         self.open_tail = ExtensionTail(self._data, policy, self._residence.compute)
 
@@ -155,6 +162,7 @@ class Buffers:
                 "Move the entire module to one device.",
             )
         self._split([source for source, _ in sources])
+        self.rule = self.rule_for(wire)
         for param, (source, _) in zip(self._params, sources, strict=True):
             param.storage_dtype = source.dtype
         items = [
@@ -168,7 +176,7 @@ class Buffers:
         ]
         smaller, stamp = self.post_forward.mesh, self._ids.gather
         others = () if smaller is None else (smaller.shard.size,)
-        layout = self._layout_of(items, self._data.shard.size, others, stamp, wire)
+        layout = self._layout_of(items, self._data.shard.size, others, stamp)
         if self.home is None or not layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
         device, residence = devices.pop(), self._residence
@@ -203,12 +211,11 @@ class Buffers:
         size: int,
         others: tuple[int, ...],
         stamp: Stamp | None,
-        wire: Wire,
     ) -> GatherLayout:
         numel = 0 if stamp is None else GATHER_STAMP_NUMEL
         # without dealt parameters, the plan does not depend on the rank
         rank = self._data.shard.rank if any(item.shard.deal is not None for item in items) else 0
-        return _plan_layout(tuple(items), size, others, wire.zero_copy, rank, self._trims, numel)
+        return _plan_layout(tuple(items), size, others, self.rule, rank, self._trims, numel)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
         """Move extended parameters out of the flat buffer. On error, nothing changes."""
@@ -301,7 +308,7 @@ class Buffers:
             for placement, param in zip(placements, self._params, strict=True)
         ]
         stamp, others = self._ids.gather_smaller, (self._data.shard.size,)
-        layout = self._layout_of(items, smaller.shard.size, others, stamp, wire)
+        layout = self._layout_of(items, smaller.shard.size, others, stamp)
         tail = stamp if len(layout.items) > len(items) else None
         device = self._residence.compute
         buffer = ShardBuffer(layout, smaller.shard, device, is_freed=True, tail=tail)

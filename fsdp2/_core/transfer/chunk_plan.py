@@ -135,17 +135,17 @@ def within(block: Region, part: Region) -> Region:
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
     """Split a block, along dim 0 first, into chunks of 1 to ``most`` elements."""
     if math.prod(sizes) <= most or not sizes:
-        yield _whole(sizes)
+        yield whole_region(sizes)
         return
     row = math.prod(sizes[1:])
     rows = max(1, most // max(row, 1))
     for start in range(0, sizes[0], rows):
         count = min(rows, sizes[0] - start)
-        for rest in split(sizes[1:], most) if count == 1 else [_whole(sizes[1:])]:
+        for rest in split(sizes[1:], most) if count == 1 else [whole_region(sizes[1:])]:
             yield Region((start, *rest.starts), (count, *rest.sizes))
 
 
-def _whole(sizes: Sequence[int]) -> Region:
+def whole_region(sizes: Sequence[int]) -> Region:
     return Region((0,) * len(sizes), tuple(sizes))
 
 
@@ -221,7 +221,7 @@ def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
         sent = item.copies * align(math.prod(sizes) * item.itemsize)
         if item.kept_nbytes + sent <= max_nbytes:
             batch = room_for(item.kept_nbytes + sent)
-            batch.add(index, item, _whole(sizes))
+            batch.add(index, item, whole_region(sizes))
             batch.nbytes += item.kept_nbytes
             batch.finished.append(index)
             continue

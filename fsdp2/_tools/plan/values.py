@@ -180,8 +180,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     if buffer.tail is not None:
         return layout
     others = () if smaller is None else (smaller.shard.size,)
-    zero_copy = group.wire.zero_copy
-    how = others, zero_copy, layout.rank, layout.trims
+    how = others, group.buffers.rule, layout.rank, layout.trims
     return GatherLayout.plan(layout.items, layout.size, *how, tail_numel=GATHER_STAMP_NUMEL)
 
 
