@@ -57,6 +57,7 @@ def coded_groups(draw: st.DrawFn) -> tuple[int, list[Spec], list[GatherItem]]:
     """Draw ranks and parameters, some of which travel in codes, and some in blocks or whole."""
     size = draw(st.integers(1, 5))
     group = draw(st.lists(specs(), min_size=1, max_size=5))
+    coding = Coding(draw(st.sampled_from(DTYPES)), draw(st.booleans()))
     items = []
     for spec in group:
         shard, dtype = spec.over(size), spec.compute_dtype
@@ -67,7 +68,7 @@ def coded_groups(draw: st.DrawFn) -> tuple[int, list[Spec], list[GatherItem]]:
         is_real = dtype.is_floating_point and dtype.itemsize > 1
         how = None
         if may_be and is_real and spec.dtype.is_floating_point and draw(st.booleans()):
-            how = Coding(draw(st.sampled_from(DTYPES)), draw(st.booleans()))
+            how = coding
         items.append(GatherItem(shard, spec.dtype, dtype, coding=how))
     return size, group, items
 

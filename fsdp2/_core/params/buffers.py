@@ -167,7 +167,7 @@ class ShardBuffer:
         if not layout.casts:
             return None, self._as_wire(flat)
         segment, is_sent = layout.segments[0], layout.items[0].shard.is_even
-        is_plain = not layout.landing.pieces and not layout.codings
+        is_plain = not layout.landing.pieces and layout.coding is None
         if len(layout.segments) > 1 or not is_sent or not is_plain:
             return None, None
         return packing.typed(flat, 0, segment.numel, segment.storage_dtype), None

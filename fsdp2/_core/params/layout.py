@@ -418,17 +418,20 @@ class GatherLayout:
     @cached_property
     def casts(self) -> bool:
         """Return True if a parameter is coded, or its compute and storage dtypes differ."""
-        return bool(self.codings) or any(i.storage_dtype != i.compute_dtype for i in self.items)
+        if self.coding is not None:
+            return True
+        return any(item.storage_dtype != item.compute_dtype for item in self.items)
 
     @cached_property
-    def codings(self) -> tuple[Coding, ...]:
-        return tuple(dict.fromkeys(i.coding for i in self.items if i.coding is not None))
+    def coding(self) -> Coding | None:
+        """The coding of all items that have one: that of their group's policy."""
+        return next((item.coding for item in self.items if item.coding is not None), None)
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the all-gather: the parameters' dtype if they share one, else bytes."""
         dtypes = {item.compute_dtype for item in self.items if item.shard.dim is not None}
-        if len(dtypes) == 1 and not self.codings:
+        if len(dtypes) == 1 and self.coding is None:
             (dtype,) = dtypes
             if dtype.is_floating_point and dtype.itemsize > 1:
                 return dtype
