@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -93,28 +93,23 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
     )
 
 
+@dataclass(eq=False)
 class Buffers:
     """The buffers of a group. ``params`` is the group's own list, not a copy."""
 
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        data: DataMesh,
-        policy: MixedPrecisionPolicy,
-        residence: Residence,
-        ids: CollectiveIds,
-    ) -> None:
-        self._params = params
-        self._data = data
-        self._residence = residence
-        self._ids = ids
-        self._trims = capabilities(residence.compute).is_host
-        self.rule: ZeroCopy | None = None  # of the current plan; see ``rule_for``
-        self.home: ShardBuffer | None = None  # the shards; None in a copied group until it plans
-        self.post_forward = PostForward()
-        self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
-        # data of extended parameters, sent after the other parameters
-        self.open_tail = ExtensionTail(data, policy, residence.compute)
+    _params: Sequence[FSDPParam]
+    _data: DataMesh
+    policy: InitVar[MixedPrecisionPolicy]
+    _residence: Residence
+    _ids: CollectiveIds
+    rule: ZeroCopy | None = None  # of the current plan; see ``rule_for``
+    home: ShardBuffer | None = None  # the shards; None in a copied group until it plans
+    post_forward: PostForward = field(default_factory=PostForward)
+    full: FullBuffer | None = None  # unsharded parameters, made by the first gather
+
+    def __post_init__(self, policy: MixedPrecisionPolicy) -> None:
+        self._trims = capabilities(self._residence.compute).is_host
+        self.compute_by(policy)
 
     @property
     def all(self) -> list[ShardBuffer]:
@@ -144,6 +139,7 @@ class Buffers:
         return wire.zero_copy if wire.gathers_zero_copy and not is_extended else None
 
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
+        # data of extended parameters, sent after the other parameters
         self.open_tail = ExtensionTail(self._data, policy, self._residence.compute)
 
     @torch.inference_mode(False)
@@ -427,27 +423,24 @@ class Unreduced:
         self.become(Unreduced())
 
 
+@dataclass(eq=False)
 class ReducePlanner:
     """Plans the reductions of one group. ``Reducer`` carries them out."""
 
-    def __init__(
-        self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
-    ) -> None:
-        self.params = params
-        self.data = data
-        self.ids = ids
-        self.wire = Wire()  # also used by the group's gathers
-        self.unreduced = Unreduced()
-        # reset to None when an input of the plan changes
-        self.current_plan: ReducePlan | None = None
-        self.scale = GradientScale(1.0, 1.0)
-        self._residence = residence
-        self._layout: ReduceLayout | None = None  # layout of the last plan, and of a partial sum
-        # plan and settings for which the scale and the stamps are valid
-        self._prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
-        # tails of the plan on a rank that has all gradients, keyed by the codes of the stamps
-        self._completes: dict[tuple[float, ...], Tensor] = {}
-        self._is_partial = False  # True: reductions exclude replicas, and have other numbers
+    params: Sequence[FSDPParam]
+    data: DataMesh
+    _residence: Residence
+    ids: CollectiveIds
+    wire: Wire = field(default_factory=Wire)  # also used by the group's gathers
+    unreduced: Unreduced = field(default_factory=Unreduced)
+    current_plan: ReducePlan | None = None  # reset to None when an input of the plan changes
+    scale: GradientScale = GradientScale(1.0, 1.0)
+    _layout: ReduceLayout | None = None  # layout of the last plan, and of a partial sum
+    # plan and settings for which the scale and the stamps are valid
+    _prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
+    # tails of the plan on a rank that has all gradients, keyed by the codes of the stamps
+    _completes: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
+    _is_partial: bool = False  # True: reductions exclude replicas, and have other numbers
 
     def see_dtypes(self) -> None:
         """Drop the plan if all-gather extensions returned unexpected dtypes."""

@@ -39,6 +39,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -412,26 +413,21 @@ def _are_plain(grads: Sequence[Tensor | None]) -> bool:
     return set(map(type, grads)) == {Tensor} and set(map(_layout_of, grads)) == {torch.strided}
 
 
+@dataclass(eq=False)
 class Reduction:
     """The reduction of one group's gradients. Call start, advance and finish in this order."""
 
-    def __init__(
-        self,
-        owner: Reducer,
-        plan: ReducePlan,
-        inputs: list[Tensor],
-        absent: Sequence[int],
-        all_reduce: bool,
-        streams: Streams,
-    ) -> None:
-        self.owner = owner
-        self._plan = plan
-        self._absent = absent  # members without a gradient on this rank
-        self._all_reduce = all_reduce
-        self._streams = streams
+    owner: Reducer
+    _plan: ReducePlan
+    _inputs: list[Tensor]
+    _absent: Sequence[int]  # members without a gradient on this rank
+    _all_reduce: bool
+    _streams: Streams
+
+    def __post_init__(self) -> None:
+        owner, plan, inputs, streams = self.owner, self._plan, self._inputs, self._streams
         self._packed_on = streams.current  # the stream that owns the memory of the inputs
         self._scale = owner.scale
-        self._inputs = inputs
         device = inputs[0].device
         self._buffer = owner.acquire(plan)
         only = self._buffer.only  # target of the reduction if gradients keep the reduce dtype
@@ -444,7 +440,8 @@ class Reduction:
         self._held: Tensor | None = None  # previous partial sum, kept until compute waits
         # gradients to set, and the counts of ranks if this rank lacks a gradient
         self._filled: tuple[list[Tensor], Tensor | None] | None = None
-        self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
+        waits = bool(self._absent) or owner._residence.is_away
+        self._waits_for_copy = waits and not inputs[0].is_cpu
 
     @property
     def nbytes(self) -> int:
