@@ -20,6 +20,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from fsdp2._core.base import torch_dtensor, torch_tensors
 from fsdp2._core.base.capabilities import ROW_NBYTES, ZeroCopy, capabilities
 from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Residence, Settings
-from fsdp2._core.comm.mesh import DataMesh
+from fsdp2._core.comm.mesh import DataMesh, MeshAxis
 from fsdp2._core.comm.wire import InFlight, Wire
 from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.buffers import FullBuffer, PostForward, ShardBuffer
@@ -161,31 +162,23 @@ class Buffers:
         self.rule = self.rule_for(wire)
         for param, (source, _) in zip(self._params, sources, strict=True):
             param.storage_dtype = source.dtype
-        items = [
-            GatherItem(
-                param.placement.layout,
-                param.storage_dtype,
-                param.compute_dtype,
-                coding=param.coding_of(param.placement.layout),
-            )
-            for param in self.flat_params
-        ]
+        items = [param.item_of(param.placement.layout) for param in self.flat_params]
         smaller, stamp = self.post_forward.mesh, self._ids.gather
         others = () if smaller is None else (smaller.shard.size,)
-        layout = self._layout_of(items, self._data.shard.size, others, stamp)
-        if self.home is None or not layout.has_full_of(self.home.layout):
-            self.full = self.post_forward.buffer = None
         device, residence = devices.pop(), self._residence
         if residence.is_away and device.type != "meta":
             device = residence.storage
-        buffer = ShardBuffer(
-            layout,
+        buffer = self._buffer_of(
+            items,
             self._data.shard,
+            others,
+            stamp,
             device,
             compute=residence.compute if residence.is_away else None,
             pinned=residence.is_pinned and device.type == "cpu",
-            tail=stamp if len(layout.items) > len(items) else None,
         )
+        if self.home is None or not buffer.layout.has_full_of(self.home.layout):
+            self.full = self.post_forward.buffer = None
         self._number(buffer, stamp, wire)
         if self.full is not None:
             self.full.bind(buffer)
@@ -201,17 +194,19 @@ class Buffers:
         self.open_tail.plan([param for param in self._params if param.wrapped.is_extended])
         self.home = buffer
 
-    def _layout_of(
+    def _buffer_of(
         self,
         items: Sequence[GatherItem],
-        size: int,
+        axis: MeshAxis,
         others: tuple[int, ...],
         stamp: Stamp | None,
-    ) -> GatherLayout:
-        numel = 0 if stamp is None else GATHER_STAMP_NUMEL
-        # without dealt parameters, the plan does not depend on the rank
-        rank = self._data.shard.rank if any(item.shard.deal is not None for item in items) else 0
-        return _plan_layout(tuple(items), size, others, self.rule, rank, self._trims, numel)
+        device: torch.device,
+        **how: Any,
+    ) -> ShardBuffer:
+        numel, rank = 0 if stamp is None else GATHER_STAMP_NUMEL, self._data.shard.rank
+        layout = _plan_layout(tuple(items), axis.size, others, self.rule, rank, self._trims, numel)
+        tail = stamp if len(layout.items) > len(items) else None
+        return ShardBuffer(layout, axis, device, tail=tail, **how)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
         """Move extended parameters out of the flat buffer. On error, nothing changes."""
@@ -295,19 +290,12 @@ class Buffers:
         """Plan the shards over the smaller mesh; the full buffer keeps its layout."""
         placements = [shrink(param.placement, smaller) for param in self._params]
         items = [
-            GatherItem(
-                placement.layout,
-                param.compute_dtype,
-                param.compute_dtype,
-                coding=param.coding_of(placement.layout, is_again=True),
-            )
+            param.item_of(placement.layout, is_again=True)
             for placement, param in zip(placements, self._params, strict=True)
         ]
         stamp, others = self._ids.gather_smaller, (self._data.shard.size,)
-        layout = self._layout_of(items, smaller.shard.size, others, stamp)
-        tail = stamp if len(layout.items) > len(items) else None
         device = self._residence.compute
-        buffer = ShardBuffer(layout, smaller.shard, device, is_freed=True, tail=tail)
+        buffer = self._buffer_of(items, smaller.shard, others, stamp, device, is_freed=True)
         self.post_forward.buffer = buffer
         self._number(buffer, stamp, wire)
         for param, placement, local in zip(self._params, placements, buffer.shards, strict=False):

@@ -185,14 +185,12 @@ class GradientBuffer:
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
         """Copy reduced values ``[numel]`` to the gradients; return gradients for ``deliver``."""
-        for flat in self._flats.values():
-            if flat is not reduced:
-                narrows = reduced.is_complex() and not flat.is_complex()
-                flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
+        copies = [(flat, reduced) for flat in self._flats.values() if flat is not reduced]
         for local, position in self._sums:
-            total = gradient_packing.sum_of_slots(reduced, self.layout, position)
-            narrows = total.is_complex() and not local.is_complex()
-            local.copy_(total.real if narrows else total, non_blocking=True)
+            copies.append((local, gradient_packing.sum_of_slots(reduced, self.layout, position)))
+        for target, source in copies:
+            narrows = source.is_complex() and not target.is_complex()
+            target.copy_(source.real if narrows else source, non_blocking=True)
         return self._grads
 
     def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
