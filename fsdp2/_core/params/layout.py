@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -94,8 +94,7 @@ class ShardLayout:
     @property
     def signature(self) -> object:
         """The properties that must be equal on all ranks for their shards to match."""
-        cut: tuple[object, ...] = (self.shape, self.dim)
-        return cut if self.deal is None else (*cut, *astuple(self.deal))
+        return self.shape, self.dim, self.deal
 
     @property
     def owner(self) -> int | None:
@@ -111,11 +110,6 @@ class ShardLayout:
     def is_rank_major(self) -> bool:
         """Return True if the concatenated padded shards equal the tensor followed by padding."""
         return self.is_even and self.dim == 0 and self.stride == contiguous_stride(self.shape)
-
-    @property
-    def stays_where_it_lands(self) -> bool:
-        """Return True if the data sent by an owner can be used in place as the full tensor."""
-        return self.owner is not None and self.stride == contiguous_stride(self.shape)
 
     def kept_numel(self, rank: int) -> int:
         """Number of elements stored on a rank: its padded shard, or its dealt rows."""
@@ -371,12 +365,11 @@ class GatherLayout:
             is_coded = first.coding is not None
             segments.append(CastSegment(*kind, shard_start, send_start, numel, indices, is_coded))
 
-        # if all dealt parameters are owned, they may be used in place
+        # if all dealt parameters are owned, those that are row-major are used in place
         lands_in_full = bool(dealt) and all(items[i].shard.owner is not None for i in dealt)
+        plain = [i for i in dealt if lands_in_full and items[i].coding is None]
         stay = {
-            index
-            for index, one in enumerate(items)
-            if lands_in_full and one.shard.stays_where_it_lands and one.coding is None
+            i for i in plain if items[i].shard.stride == contiguous_stride(items[i].shard.shape)
         }
         lands = zero_copy if trims else ZeroCopy(0)
         rooms = [

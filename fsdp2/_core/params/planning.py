@@ -388,7 +388,11 @@ class ReducePlan:
     dtypes: frozenset[torch.dtype]  # dtypes of the gradients of one backward
     codes: list[float]
     complete: Tensor
-    free: list[FSDPParam]  # members reduced in the dtype of their gradients
+
+    @cached_property
+    def free(self) -> list[FSDPParam]:
+        """Members reduced in the dtype of their gradients."""
+        return _reduced_in_any(self.members)
 
     @cached_property
     def is_annotated(self) -> bool:
@@ -477,8 +481,7 @@ class ReducePlanner:
         self._completes = {tuple(codes): complete}
         if is_renumbered:
             self._erase_stamps()
-        free = _reduced_in_any(members)
-        plan = ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete, free)
+        plan = ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
         self.current_plan = plan
         return plan
 
