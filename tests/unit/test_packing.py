@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -176,14 +177,16 @@ def pack(
     absent = [position for position, grad in enumerate(grads) if grad is None]
     if absent:
         counts = gradient_packing.tail_without(counts, absent, layout)
-    packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
-    gradient_packing.pack_gradients(grads, layout, rank, counts, packed)
+
+    def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
+
+    args = grads, layout, rank, counts, filled
+    packed, *zero_copy = gradient_packing.pack_gradients(*args)
     if layout.cut is not None:  # a host writes rows only, and leaves the padding as it was
         kept = Kept((layout.size, layout.packed_numel), layout.dtype, layout.cut)
-        args = grads, layout, rank, counts, kept.memory
-        gradient_packing.pack_gradients(*args, parts=kept.parts)
+        gradient_packing.pack_gradients(*args, kept=kept)
         assert same_bits(kept.memory, packed)
-    zero_copy = gradient_packing.zero_copy_gradients(grads, layout, CPU)
     return torch.cat([*(grad.view(layout.size, -1) for grad in zero_copy), packed], 1)
 
 

@@ -133,9 +133,7 @@ class _GatherShard(torch.autograd.Function):
         layout = ReduceLayout.plan([0], shards, data.shard.size, grad.dtype, 1, rank=rank)
         scale = reducer.scale_for(grad.dtype, settings)
         behind = gradient_packing.tail((), layout, grad.dtype, grad.device)
-        (packed,) = gradient_packing.inputs_of(
-            [grad], layout, rank, behind, wire.allocate, grad.device
-        )
+        (packed,) = gradient_packing.pack_gradients([grad], layout, rank, behind, wire.allocate)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         wire.exact = layout.exact  # the group's next reduction overwrites this

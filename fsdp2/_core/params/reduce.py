@@ -311,12 +311,12 @@ class Reducer(ReducePlanner, Observable):
         if self.data.shard.size > 1:
             # before packing: this may exchange numbers, and a wire lends one buffer at a time
             self.ids.reductions.before()
-        device, kept = self._residence.compute, None
-        if layout.cut is not None and device.type == "cpu" and self.wire.sends_kept:
+        kept = None
+        if layout.cut is not None and behind.is_cpu and self.wire.sends_kept:
             shape = layout.size, layout.packed_numel
             kept = self._memory.take("reduce", shape, layout.wire_dtype, layout.cut)
-        inputs = gradient_packing.inputs_of(
-            grads, layout, self.data.shard.rank, behind, self.wire.allocate, device, is_mixed, kept
+        inputs = gradient_packing.pack_gradients(
+            grads, layout, self.data.shard.rank, behind, self.wire.allocate, is_mixed, kept
         )
         if settings.reduce_unused or self.hook is not None:
             absent = []  # members without a gradient on any rank get zeros
