@@ -138,12 +138,7 @@ class ShardBuffer:
             return self.layout.gather_nbytes
         return align(align(self.layout.gather_nbytes) + self.open_tail_nbytes, ROW_NBYTES)
 
-    def unpack(
-        self,
-        gathered: Tensor,
-        sent: Tensor,
-        _tail: Tensor | None = None,
-    ) -> None:
+    def unpack(self, gathered: Tensor, sent: Tensor, *_open_tails: Tensor) -> None:
         """Copy gathered shards to the full buffer. StateError: collectives differ between ranks."""
         targets = self._targets.packed
         if self._landing is not None:
@@ -302,14 +297,6 @@ class FullBuffer:
             return
         self._storage.resize_(nbytes)
         self.has_memory, self.stream = True, stream
-
-    def fill(
-        self, source: ShardBuffer, gathered: Sequence[Tensor], stream: torch.Stream | None
-    ) -> None:
-        """Copy a gather's result to this buffer, after allocating it in ``stream`` if needed."""
-        if not self.has_memory:
-            self.allocate(source.layout.full_nbytes, stream)
-        source.unpack(*gathered)
 
     def free(self) -> None:
         """Free the memory, unless its address is fixed or a backward may still read it."""

@@ -347,10 +347,9 @@ class Extension:
 
     def describe(self) -> list[int]:
         """Describe the inputs for other ranks, as a fixed number of integers."""
-        if self.error is not None:
-            count = LACKING if isinstance(self.error, _LackingError) else FAILED
-            return [count] + [0] * (2 * MAX_INPUTS)
         row = [len(self.inputs)]
+        if self.error is not None:
+            row = [LACKING if isinstance(self.error, _LackingError) else FAILED]
         for tensor in self.inputs:
             row += [_rows(tensor), _signature(tensor)]
         return row + [0] * (2 * MAX_INPUTS + 1 - len(row))

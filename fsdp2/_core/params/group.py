@@ -330,7 +330,8 @@ class ParamGroup(Observable):
         gather.flight.wait()
         gathered, self._gather = gather.flight.buffers, None
         try:
-            full.fill(gather.source, gathered, streams.current)
+            full.allocate(gather.source.layout.full_nbytes, streams.current)
+            gather.source.unpack(*gathered)
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
                 self.reducer.see_dtypes()

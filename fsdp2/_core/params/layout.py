@@ -476,16 +476,9 @@ def _tail_shard(numel: int, size: int) -> ShardLayout:
 
 def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
     """Return the runs of ranks. See [Note: dealt parameters]."""
-    runs: list[Run] = []
-    last: list[int] | None = None
-    for rank in range(size):
-        rows = [shard.rows(rank) for shard in shards]
-        if rows == last:
-            runs[-1] = Run(runs[-1].first, runs[-1].ranks + 1)
-        else:
-            runs.append(Run(rank, 1))
-        last = rows
-    return runs
+    rows = [[shard.rows(rank) for shard in shards] for rank in range(size)]
+    groups = [list(run) for _, run in itertools.groupby(range(size), key=rows.__getitem__)]
+    return [Run(ranks[0], len(ranks)) for ranks in groups]
 
 
 def _land(
@@ -574,11 +567,10 @@ class ReduceLayout:
             zero_copy = None
         unit = _dealt_unit(dtype, sent_as)
         runs = runs_of(dealt, size) if dealt else []
-        dealt_numels: list[int] = []
-        for run in runs:
-            kept = sum(align(shard.kept_numel(run.first), unit) for shard in dealt)
-            dealt_numels += [kept] * run.ranks
-
+        dealt_numels = [
+            sum(align(shard.kept_numel(each), unit) for shard in dealt)
+            for each in range(size if dealt else 0)
+        ]
         alone = [
             position
             for position, shard in enumerate(shards)

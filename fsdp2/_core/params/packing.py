@@ -89,15 +89,6 @@ def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
         torch_tensors.copy_all(targets, values)
 
 
-def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:
-    """View codes ``[n, *room]`` and scales ``[n, S]`` in bytes ``[n, nbytes]``."""
-    numel = math.prod(room)
-    start = coding.scales_start(room)
-    end = start + coding.scale_count(room) * SCALE_DTYPE.itemsize
-    codes = rows[:, :numel].view(coding.dtype).unflatten(1, tuple(room))
-    return Codes(codes, rows[:, start:end].view(SCALE_DTYPE))
-
-
 def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     return buffer[start : start + numel * dtype.itemsize].view(dtype)
 
@@ -331,7 +322,11 @@ def decode_padded(
     how: Coding,
 ) -> None:
     """Decode all ranks' padded shards from bytes ``[W, nbytes]``, as part of a traced graph."""
-    codes, scales = parts(rows, how, shard.padded_shape)
+    room = shard.padded_shape
+    start = how.scales_start(room)
+    end = start + how.scale_count(room) * SCALE_DTYPE.itemsize
+    scales = rows[:, start:end].view(SCALE_DTYPE)
+    codes = rows[:, : shard.padded_numel].view(how.dtype).unflatten(1, room)
     for first, part in _shards_in(target, shard):
         count = how.scale_count(part.shape[1:])
         own = scales[first : first + len(part), :count]

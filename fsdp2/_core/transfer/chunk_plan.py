@@ -18,7 +18,6 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import NamedTuple
 
 from fsdp2._core.base.rows import Deal, most_rows, rows_of
@@ -89,8 +88,8 @@ class Blocks:
     @cached_property
     def owners(self) -> Owners:
         """Axes on which a single rank has all elements, each paired with that rank."""
-        cuts = sorted((cut for cut in self.cuts if cut.owner is not None), key=itemgetter(0))
-        return tuple((c.axis, c.owner) for c in cuts if c.owner is not None and c.axis in self.axes)
+        owned = {c.axis: c.owner for c in self.cuts if c.owner is not None and c.axis in self.axes}
+        return tuple(sorted(owned.items()))
 
     @cached_property
     def count(self) -> int:
