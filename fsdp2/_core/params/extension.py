@@ -36,6 +36,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -418,10 +419,10 @@ class Extension:
             output.fill(gathered)
         local = torch_dtensor.local_tensor(self.param.sharded)
         outputs = tuple(output.tensor for output in self._outputs)
-        if self.param.wrapped.divides_parts and not has_extension(local):
-            self._put_together(local, outputs)
-            return
-        method = _method(local, POST)
+        shape = self.param.placement.layout.shape
+        method: Callable[..., Any] = partial(parts.rebuild, local, self._parts, shape)
+        if has_extension(local):
+            method = _method(local, POST)
         if self._is_intact:
             with torch_autograd.preserved_versions(self._versioned):
                 method(outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded)
@@ -432,18 +433,7 @@ class Extension:
 
     @property
     def _parts(self) -> tuple[parts.Part, ...]:
-        assert self.param.wrapped.parts is not None
-        return self.param.wrapped.parts
-
-    def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Build a parameter whose class has no extension: [Note: parts of wrapped parameters]."""
-        if self._is_intact:
-            whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
-            with torch_autograd.preserved_versions(self._versioned):
-                parts.fill_again(whole, self._parts, outputs)
-        else:
-            shape = self.param.placement.layout.shape
-            self._adopt(parts.whole_of(local, self._parts, outputs, shape))
+        return self.param.wrapped.parts or ()
 
     @property
     def _is_intact(self) -> bool:

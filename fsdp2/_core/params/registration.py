@@ -202,13 +202,12 @@ class Registration:
     def show(self, form_of: ParamState) -> None:
         """Register one form of every parameter. See [Note: what is registered]."""
         for param in self.params:
-            form = (
-                param.unsharded
-                if form_of is FORM_UNSHARDED
-                else param.sharded
-                if form_of is FORM_SHARDED
-                else param.post_forward
-            )
+            if form_of is FORM_UNSHARDED:
+                form = param.unsharded
+            elif form_of is FORM_SHARDED:
+                form = param.sharded
+            else:
+                form = param.post_forward
             shown, param.shown = param.shown, form
             for site in param.sites:
                 registered, name = site.module._parameters, site.name
