@@ -163,23 +163,19 @@ class Buffers:
         for param, (source, _) in zip(self._params, sources, strict=True):
             param.storage_dtype = source.dtype
         items = [param.item_of(param.placement.layout) for param in self.flat_params]
-        smaller, stamp = self.post_forward.mesh, self._ids.gather
-        others = () if smaller is None else (smaller.shard.size,)
         device, residence = devices.pop(), self._residence
         if residence.is_away and device.type != "meta":
             device = residence.storage
         buffer = self._buffer_of(
             items,
             self._data.shard,
-            others,
-            stamp,
             device,
             compute=residence.compute if residence.is_away else None,
             pinned=residence.is_pinned and device.type == "cpu",
         )
         if self.home is None or not buffer.layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
-        self._number(buffer, stamp, wire)
+        self._number(buffer, wire)
         if self.full is not None:
             self.full.bind(buffer)
         index = 0
@@ -194,16 +190,17 @@ class Buffers:
         self.open_tail.plan([param for param in self._params if param.wrapped.is_extended])
         self.home = buffer
 
+    def _stamp_of(self, axis: MeshAxis) -> Stamp | None:
+        return self._ids.gather if axis is self._data.shard else self._ids.gather_smaller
+
     def _buffer_of(
-        self,
-        items: Sequence[GatherItem],
-        axis: MeshAxis,
-        others: tuple[int, ...],
-        stamp: Stamp | None,
-        device: torch.device,
-        **how: Any,
+        self, items: Sequence[GatherItem], axis: MeshAxis, device: torch.device, **how: Any
     ) -> ShardBuffer:
-        numel, rank = 0 if stamp is None else GATHER_STAMP_NUMEL, self._data.shard.rank
+        """Plan a buffer over the full axis or, between forward and backward, over the smaller."""
+        stamp, rank = self._stamp_of(axis), self._data.shard.rank
+        meshes = (self._data, self.post_forward.mesh)
+        others = tuple(m.shard.size for m in meshes if m is not None and m.shard is not axis)
+        numel = 0 if stamp is None else GATHER_STAMP_NUMEL
         layout = _plan_layout(tuple(items), axis.size, others, self.rule, rank, self._trims, numel)
         tail = stamp if len(layout.items) > len(items) else None
         return ShardBuffer(layout, axis, device, tail=tail, **how)
@@ -237,13 +234,12 @@ class Buffers:
 
     def number(self, wire: Wire) -> None:
         """Number the gathers by their current signatures, and register them for later checks."""
-        if self.home is not None:
-            self._number(self.home, self._ids.gather, wire)
-        if self.post_forward.buffer is not None:
-            self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
+        for buffer in self.all:
+            self._number(buffer, wire)
 
-    def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
+    def _number(self, buffer: ShardBuffer, wire: Wire) -> None:
         """Number a buffer's gather; none may be in flight. Extended data is checked separately."""
+        stamp = self._stamp_of(buffer.axis)
         buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
@@ -293,11 +289,9 @@ class Buffers:
             param.item_of(placement.layout, is_again=True)
             for placement, param in zip(placements, self._params, strict=True)
         ]
-        stamp, others = self._ids.gather_smaller, (self._data.shard.size,)
-        device = self._residence.compute
-        buffer = self._buffer_of(items, smaller.shard, others, stamp, device, is_freed=True)
+        buffer = self._buffer_of(items, smaller.shard, self._residence.compute, is_freed=True)
         self.post_forward.buffer = buffer
-        self._number(buffer, stamp, wire)
+        self._number(buffer, wire)
         for param, placement, local in zip(self._params, placements, buffer.shards, strict=False):
             param.set_post_forward(local, placement)
         self.post_forward.free()
@@ -308,7 +302,7 @@ class Buffers:
         tail.before()
         if buffer.open_tail_nbytes != tail.nbytes:
             buffer.open_tail_nbytes = tail.nbytes
-            self._number(buffer, self._ids.gather, wire)
+            self._number(buffer, wire)
         return buffer.gather(wire, async_op, tail.write)
 
     @torch.no_grad()
