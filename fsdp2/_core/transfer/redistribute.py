@@ -390,22 +390,17 @@ class _Gathering(_Moves):
         buffer = self._room(bucket)
         if buffer is None:
             return
-        own = _row_of(bucket, grid) if self.target.on_all else 0
+        own = 0  # index of this rank's row
+        for axis in bucket.cut if self.target.on_all else ():
+            own = own * grid.counts[axis] + grid.place[axis]
         row = buffer[own * bucket.nbytes : (own + 1) * bucket.nbytes]
         for index, held_at, _, memory in self.parts(bucket, grid.place, row):
             memory.copy_(self.helds[index].local[held_at])
-        if not _gather_axes(buffer, bucket, grid, self.target.on_all):
+        if not _gather_axes(buffer, own, bucket, grid, self.target.on_all):
             return
         for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
             for index, _, whole_at, memory in self.parts(bucket, place, row):
                 self.whole[index][whole_at].copy_(memory)
-
-
-def _row_of(bucket: Bucket, grid: Grid) -> int:
-    row = 0
-    for axis in bucket.cut:
-        row = row * grid.counts[axis] + grid.place[axis]
-    return row
 
 
 def _rows_held(bucket: Bucket, grid: Grid) -> int:
@@ -418,16 +413,17 @@ def _rows_held(bucket: Bucket, grid: Grid) -> int:
     return rows
 
 
-def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
-    """Fill the rows of a buffer in place, last axis first. Return True on ranks with the result.
-    Allocates no memory: with gloo, it uses broadcasts, because gloo's all-gather and gather copy.
+def _gather_axes(buffer: Tensor, own: int, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
+    """Fill the rows of a buffer, which has row ``own``, in place, last axis first. Return True on
+    ranks with the result. Allocates no memory: with gloo, it uses broadcasts, because gloo's
+    all-gather and gather copy.
     """
-    own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
+    count = 1  # rows that this rank has
     for index in (*bucket.owners, *reversed(bucket.cut)):
         axis, owner = grid.axes[index], bucket.owners.get(index)
-        ranks = axis.size if owner is None else 1
-        start = own // (ranks * nbytes) * ranks * nbytes if on_all else 0
-        line = buffer[start : start + ranks * nbytes]
+        count *= axis.size if owner is None else 1
+        start = own // count * count
+        line = buffer[start * bucket.nbytes : (start + count) * bucket.nbytes]
         if owner is not None:
             with carrying():
                 dist.broadcast(line, group=axis.pg, group_src=owner)
@@ -437,7 +433,6 @@ def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bo
             _exchange(line, axis, to_first=True)
         if axis.rank != 0 and not on_all:
             return False
-        nbytes *= ranks
     return True
 
 
