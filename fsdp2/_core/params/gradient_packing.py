@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -97,18 +97,31 @@ def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Te
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
-    """Write columns of several dtypes, although ``chunk_cat`` supports only one. One call fills the
-    entire buffer from the columns of the dtype with the most bytes; the other columns, usually
-    small (an fp32 norm), are written afterwards. Casting all columns instead would read and write
-    all data twice."""
+    """Write columns of several dtypes. (One ``chunk_cat`` supports only a single dtype.)"""
     widths = [-(-len(c) // size) * (c.numel() // max(len(c), 1)) for c in columns]
+    if not out.is_cpu:
+        _chunk_cat_few(columns, widths, size, out)
+        return
+    runs = [list(run) for _, run in itertools.groupby(columns, key=attrgetter("dtype"))]
+    lengths = iter(widths)
+    of_runs = [sum(itertools.islice(lengths, len(run))) for run in runs]
+    for run, part in zip(runs, out.split(of_runs, dim=1), strict=True):
+        torch_tensors.chunk_cat(run, 0, size, out=part)
+
+
+def _chunk_cat_few(
+    columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
+) -> None:
+    """Write columns of several dtypes on a device. One kernel fills the entire buffer from the
+    columns of the dtype with the most bytes; the other columns, usually small (an fp32 norm), are
+    written afterwards. Casting all columns instead would read and write all data twice."""
     nbytes: dict[torch.dtype, int] = {}
     for column in columns:
         nbytes[column.dtype] = nbytes.get(column.dtype, 0) + column.nbytes
     dtype = max(nbytes, key=nbytes.__getitem__)
     fitting = [c if c.dtype is dtype else c.new_empty(c.shape, dtype=dtype) for c in columns]
     torch_tensors.chunk_cat(fitting, 0, size, out=out)
-    for column, part in zip(columns, out.split(widths, dim=1), strict=True):
+    for column, part in zip(columns, out.split(list(widths), dim=1), strict=True):
         if column.dtype is not dtype:
             alone = column.new_empty(part.shape, dtype=out.dtype)
             torch_tensors.chunk_cat([column], 0, size, out=alone)
