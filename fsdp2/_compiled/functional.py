@@ -289,7 +289,7 @@ class TracedGroup:
     ) -> TracedPlan:
         group, reducer = self.group, self.group.reducer
         data, reduction, settings = group.data, reducer.plan(), group.settings
-        scale, smaller = reducer.planner.scale, group.buffers.post_forward.mesh
+        scale, smaller = reducer.scale, group.buffers.post_forward.mesh
         neighbours = None
         if smaller is not None and not keeps and layout.gather_nbytes:
             alone = data.replicate.size == 1

@@ -169,7 +169,7 @@ class TracedPlan:
         small = [
             position
             for position, item in enumerate(items)
-            if item.shard.is_replicated or not self._goes_alone(item, least)
+            if item.shard.dim is None or not self._goes_alone(item, least)
         ]
         if not self.bucketed:
             small = small[:1] if counts else []  # the counts are sent with this item
@@ -210,7 +210,7 @@ class TracedPlan:
     def _least_nbytes(self, items: Sequence[GatherItem]) -> int:
         """Return the minimum size in bytes of a parameter that is a separate piece."""
         device = capabilities(torch.device(self.device))
-        total = sum(_nbytes(item) for item in items if not item.shard.is_replicated)
+        total = sum(_nbytes(item) for item in items if item.shard.dim is not None)
         rule = device.zero_copy(self.size)
         if rule is None:
             return total + 1

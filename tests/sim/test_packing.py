@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp2._core.comm.wire import Wire
 from fsdp2._core.params import gradient_packing
 from fsdp2._core.params.layout import ReduceLayout, ShardLayout
 from tests.kit import sim
@@ -30,13 +31,13 @@ def count_kernels(size: int, kind: str) -> None:
     if kind == "missing":
         grads[2] = None
         behind = gradient_packing.tail_without(complete, [2], layout)
-    out = torch.empty(size, layout.packed_numel)
+    args = layout, 0, behind, Wire().allocate
     before, *_ = sim.load().counts()
-    gradient_packing.pack_gradients(grads, layout, 0, behind, out)
+    (out,) = gradient_packing.pack_gradients(grads, *args)
     after, *_ = sim.load().counts()
-    on_host = torch.empty(out.shape, device="cpu")
     host = [None if grad is None else grad.to("cpu") for grad in grads]
-    gradient_packing.pack_gradients(host, layout, 0, behind.to("cpu"), on_host)
+    args = layout, 0, behind.to("cpu"), Wire().allocate
+    (on_host,) = gradient_packing.pack_gradients(host, *args)
     assert torch.equal(out.to("cpu"), on_host)
     assert after - before == (1 if kind == "plain" else 2)  # the other is that gradient's own
 

@@ -46,7 +46,7 @@ def gathered(full: Tensor, sent: Sequence[Tensor], layout: GatherLayout, rank: i
     behind = torch.empty(
         layout.size * layout.padded_nbytes(len(layout.items) - 1), dtype=torch.uint8
     )
-    targets = packing.gather_targets(full, layout, layout.whole.order, behind)
+    targets = packing.gather_targets(full, layout, layout.packed.order, behind)
     if layout.landing.pieces:
         landing = packing.landing_in(full, layout)
         if landing is None:
@@ -59,7 +59,7 @@ def gathered(full: Tensor, sent: Sequence[Tensor], layout: GatherLayout, rank: i
         rows = torch.stack([send[: layout.gather_nbytes] for send in sent])
         even = rows.view(layout.wire_dtype) if rows.numel() else rows
     if targets and even.numel():
-        packing.unpack(even, layout, layout.whole, targets)
+        packing.unpack(even, layout, targets)
     replicated = packing.gather_targets(full, layout, layout.replicated)
     packing.unpack_replicated(sent[rank], layout, replicated)
     return packing.full_tensors(full, layout)

@@ -57,6 +57,7 @@ def coded_groups(draw: st.DrawFn) -> tuple[int, list[Spec], list[GatherItem]]:
     """Draw ranks and parameters, some of which travel in codes, and some in blocks or whole."""
     size = draw(st.integers(1, 5))
     group = draw(st.lists(specs(), min_size=1, max_size=5))
+    coding = Coding(draw(st.sampled_from(DTYPES)), draw(st.booleans()))
     items = []
     for spec in group:
         shard, dtype = spec.over(size), spec.compute_dtype
@@ -67,7 +68,7 @@ def coded_groups(draw: st.DrawFn) -> tuple[int, list[Spec], list[GatherItem]]:
         is_real = dtype.is_floating_point and dtype.itemsize > 1
         how = None
         if may_be and is_real and spec.dtype.is_floating_point and draw(st.booleans()):
-            how = Coding(draw(st.sampled_from(DTYPES)), draw(st.booleans()))
+            how = coding
         items.append(GatherItem(shard, spec.dtype, dtype, coding=how))
     return size, group, items
 
@@ -78,7 +79,7 @@ def test_gathered_parameters_are_rounded_and_lie_as_they_did(
 ) -> None:
     """Beside them others keep every bit; strides are as they were, and starts are aligned."""
     size, group, items = drawn
-    layouts = [GatherLayout.plan_with_tail(items, size, tail, rank=rank) for rank in range(size)]
+    layouts = [GatherLayout.plan(items, size, rank=rank, tail_numel=tail) for rank in range(size)]
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
     sent = sent_by_all(wholes, layouts)
     layout = layouts[-1]

@@ -60,7 +60,7 @@ def layouts_of(
         GatherItem(shard, spec.dtype, spec.compute_dtype)
         for spec, shard in zip(group, shards, strict=True)
     ]
-    return [GatherLayout.plan_with_tail(items, size, tail, rank=rank) for rank in range(size)]
+    return [GatherLayout.plan(items, size, rank=rank, tail_numel=tail) for rank in range(size)]
 
 
 @given(dealt_groups(), st.integers(0, 40), st.integers(0, 99))
@@ -132,13 +132,12 @@ def test_reduced_gradients_are_the_dealt_rows_of_the_sum(
         absent = [index for index, grad in enumerate(grads) if grad is None]
         if absent:
             behind = gradient_packing.tail_without(behind, absent, layout)
-        (flat,) = gradient_packing.inputs_of(
+        (flat,) = gradient_packing.pack_gradients(
             grads,
             layout,
             rank,
             behind,
             lambda shape, dtype, device: torch.full(tuple(shape), 7, dtype=dtype, device=device),
-            CPU,
         )
         assert flat.numel() == sum(layout.pieces) == layout.nbytes // dtype.itemsize
         pieces.append(list(flat.split(list(layout.pieces))))

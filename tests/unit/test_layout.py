@@ -55,7 +55,6 @@ def test_a_piece_holds_any_shard_and_the_largest_exactly(spec: Spec, size: int) 
     layout = spec.over(size)
     shards = [math.prod(layout.shard_shape(rank)) for rank in range(size)]
     assert layout.padded_numel == max(shards) == math.prod(layout.padded_shape)
-    assert layout.is_replicated == (spec.dim is None)
     assert sum(shards) == layout.numel * (size if spec.dim is None else 1)
 
 
@@ -137,7 +136,7 @@ def test_offsets_are_aligned_disjoint_and_inside(
         assert start % item.compute_dtype.itemsize == 0
         assert layout.padded_nbytes(index) == numel * item.compute_dtype.itemsize
         send.append((start, start + layout.padded_nbytes(index)))
-        if not item.shard.is_replicated:
+        if item.shard.dim is not None:
             assert send[-1][1] <= layout.gather_nbytes, "a sharded piece is not sent"
             is_inside = send[-1][1] <= layout.packed_nbytes
             assert is_inside != (index in layout.zero_copy) or not numel
@@ -161,7 +160,7 @@ def test_what_is_sent_divides_into_the_wires_elements(
     layout = GatherLayout.plan(items, size, (), zero_copy)
     wire = layout.wire_dtype
     assert layout.gather_nbytes % wire.itemsize == 0
-    sharded = {i.compute_dtype for i in items if not i.shard.is_replicated}
+    sharded = {i.compute_dtype for i in items if i.shard.dim is not None}
     assert wire is torch.uint8 or sharded == {wire}
     assert layout.casts == any(i.storage_dtype != i.compute_dtype for i in items)
     if not layout.casts:
@@ -225,10 +224,10 @@ def test_two_axes_place_unsharded_parameters_alike(
     """
     large, small = sizes
     items = [spec.item(large) for spec in group]
-    home = GatherLayout.plan_with_tail(items, large, numel, (small,), rule, trims=trims)
+    home = GatherLayout.plan(items, large, (small,), rule, 0, trims, numel)
     items = [spec.item(small) for spec in group]
     items = [replace(item, storage_dtype=item.compute_dtype) for item in items]
-    waiting = GatherLayout.plan_with_tail(items, small, numel, (large,), rule, trims=trims)
+    waiting = GatherLayout.plan(items, small, (large,), rule, 0, trims, numel)
     count = len(group)
     assert home.full_offsets[:count] == waiting.full_offsets[:count]
     assert home.full_nbytes == waiting.full_nbytes
@@ -291,7 +290,7 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
     for position, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
         assert start == end
         is_small = shard.numel * size <= MAX_SLOTTED_NUMEL
-        assert layout.slotted[position] == (shard.is_replicated and size > 1 and is_small)
+        assert layout.slotted[position] == (shard.dim is None and size > 1 and is_small)
         end += shard.padded_numel * (size if layout.slotted[position] else 1)
         assert layout.width(position) == end - start
     assert layout.tail_start == end
@@ -308,23 +307,24 @@ def test_packed_rows_of_a_gather_begin_at_cache_lines(
     group: list[Spec], size: int, zero_copy: ZeroCopy | None, numel: int
 ) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan_with_tail(items, size, numel, (), zero_copy)
+    layout = GatherLayout.plan(items, size, (), zero_copy, tail_numel=numel)
     if len(layout.items) == len(items):  # no tail: one rank, or nothing that is sent
         assert size == 1 or layout.gather_nbytes == 0
         return
     assert layout.packed_nbytes % ROW_NBYTES == 0
     tail = layout.items[-1]
     assert tail.is_tail
-    least = GatherLayout.plan([*items, layout.tail_item(numel)], size, (), zero_copy)  # type: ignore[list-item]  # there is one
+    without = GatherLayout.plan(items, size, (), zero_copy)
+    least = without.packed_nbytes + numel * tail.compute_dtype.itemsize
     assert tail.shard.padded_numel >= numel
-    assert layout.packed_nbytes < least.packed_nbytes + 2 * ROW_NBYTES
+    assert layout.packed_nbytes < least + 2 * ROW_NBYTES
 
 
 def test_rows_of_one_dtype_that_is_stored_as_two() -> None:
     """The segment that ends the row has no tail that could fill it up."""
     stored = [torch.float32, torch.bfloat16]
     items = [GatherItem(plain((13, 5), 4), dtype, torch.bfloat16) for dtype in stored]
-    layout = GatherLayout.plan_with_tail(items, 4, 12)
+    layout = GatherLayout.plan(items, 4, tail_numel=12)
     assert layout.packed_nbytes % ROW_NBYTES == 0
     assert layout.send_nbytes >= layout.packed_nbytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -37,15 +38,14 @@ def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
     return [send_buffer(buffer, layout, rank) for rank, buffer in enumerate(buffers)]
 
 
-def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apart: bool) -> None:
-    """Do what a gather does: one collective, or one for each zero-copy piece too."""
-    packed = layout.packed if apart else layout.whole
+def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout) -> None:
+    """Do what a gather does: one collective, and one for each zero-copy piece."""
+    packed = layout.packed
     targets = packing.gather_targets(full, layout, packed.order)
     parts = [send[: packed.nbytes].view(layout.wire_dtype) for send in sends]
-    packing.unpack(torch.stack(parts), layout, packed, targets)
-    zero_copy = layout.zero_copy if apart else ()
-    landing = packing.gather_targets(full, layout, zero_copy)
-    for index, target in zip(zero_copy, landing, strict=True):
+    packing.unpack(torch.stack(parts), layout, targets)
+    landing = packing.gather_targets(full, layout, layout.zero_copy)
+    for index, target in zip(layout.zero_copy, landing, strict=True):
         start, nbytes = layout.send_offsets[index], layout.padded_nbytes(index)
         pieces = [send[start : start + nbytes].view(layout.wire_dtype) for send in sends]
         target.copy_(torch.stack(pieces))
@@ -62,10 +62,9 @@ def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apa
     st.integers(0, 99),
     zero_copy_rules,
     st.booleans(),
-    st.booleans(),
 )
 def test_gathered_parameters_are_the_original_ones(
-    group: list[Spec], size: int, seed: int, zero_copy: ZeroCopy | None, apart: bool, trims: bool
+    group: list[Spec], size: int, seed: int, zero_copy: ZeroCopy | None, trims: bool
 ) -> None:
     """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
@@ -76,7 +75,7 @@ def test_gathered_parameters_are_the_original_ones(
         full = garbage(layout.full_nbytes)
         tensors = packing.full_tensors(full, layout)
         versions = [tensor._version for tensor in tensors]
-        fill(full, sends, rank, layout, apart)
+        fill(full, sends, rank, layout)
         for tensor, whole, spec in zip(tensors, wholes, group, strict=True):
             assert same_bits(tensor, whole.to(spec.compute_dtype))
             assert tensor.stride() == spec.over(size).stride
@@ -99,7 +98,7 @@ def test_both_meshes_fill_one_full_buffer(group: list[Spec], sizes: tuple[int, i
     for layout, values in ((home, wholes), (waiting, computed)):
         full = garbage(home.full_nbytes)
         sends = send_buffers(shard_buffers(values, layout), layout)
-        fill(full, sends, 0, layout, apart=True)
+        fill(full, sends, 0, layout)
         for tensor, expected in zip(packing.full_tensors(full, home), computed, strict=True):
             assert same_bits(tensor, expected)
 
@@ -150,7 +149,7 @@ def test_a_replicated_matrix_beside_a_sharded_one_of_its_dtype(size: int) -> Non
     layout = GatherLayout.plan([spec.item(size) for spec in group], size)
     sends = shard_buffers(wholes, layout)
     full = garbage(layout.full_nbytes)
-    fill(full, sends, 0, layout, apart=True)
+    fill(full, sends, 0, layout)
     for tensor, whole in zip(packing.full_tensors(full, layout), wholes, strict=True):
         assert same_bits(tensor, whole)
 
@@ -161,7 +160,7 @@ def test_the_cast_rounds_as_torch_does() -> None:
     layout = GatherLayout.plan([spec.item(3)], 3)
     sends = send_buffers(shard_buffers([whole], layout), layout)
     full = garbage(layout.full_nbytes)
-    fill(full, sends, 0, layout, apart=True)
+    fill(full, sends, 0, layout)
     (tensor,) = packing.full_tensors(full, layout)
     assert same_bits(tensor, whole.bfloat16())
     assert not torch.equal(tensor.float(), whole)
@@ -178,14 +177,16 @@ def pack(
     absent = [position for position, grad in enumerate(grads) if grad is None]
     if absent:
         counts = gradient_packing.tail_without(counts, absent, layout)
-    packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
-    gradient_packing.pack_gradients(grads, layout, rank, counts, packed)
+
+    def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
+
+    args = grads, layout, rank, counts, filled
+    packed, *zero_copy = gradient_packing.pack_gradients(*args)
     if layout.cut is not None:  # a host writes rows only, and leaves the padding as it was
         kept = Kept((layout.size, layout.packed_numel), layout.dtype, layout.cut)
-        args = grads, layout, rank, counts, kept.memory
-        gradient_packing.pack_gradients(*args, parts=kept.parts)
+        gradient_packing.pack_gradients(*args, kept=kept)
         assert same_bits(kept.memory, packed)
-    zero_copy = gradient_packing.zero_copy_gradients(grads, layout, CPU)
     return torch.cat([*(grad.view(layout.size, -1) for grad in zero_copy), packed], 1)
 
 

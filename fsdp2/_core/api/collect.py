@@ -374,11 +374,11 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Modu
 def check_smaller(collected: Collected) -> None:
     """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
     for param in itertools.chain.from_iterable(collected.escaped.values()):
-        if param.wrapped.is_extended or param.placement.layout.is_dealt:
+        if param.wrapped.is_extended or param.placement.layout.deal is not None:
             refuse_smaller(param.fqn, param.placement.layout.deal)
     for original, own in collected.own.items():
         is_extended = needs_extension(torch_dtensor.local_part(original))
-        if is_extended or own.placement.layout.is_dealt:
+        if is_extended or own.placement.layout.deal is not None:
             refuse_smaller(own.fqn, own.placement.layout.deal)
 
 

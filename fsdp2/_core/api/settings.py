@@ -536,7 +536,7 @@ class ControlSurface:
             refuse_layers("set_separate_reduce_scatter_group", groups)
         with operation("set_separate_reduce_scatter_group"), carrying():
             for group in groups:
-                group.reducer.planner.separate(enable, group.wire)
+                group.reducer.separate(enable)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

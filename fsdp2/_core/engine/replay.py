@@ -123,7 +123,7 @@ class Trees:
         found: list[Any] = []
         for group in self.groups:
             reducer = group.reducer
-            found += (reducer.planner.current, reducer.wire, reducer.hook, group.policy)
+            found += (reducer.current_plan, reducer.wire, reducer.hook, group.policy)
         return found
 
     @property

@@ -1088,7 +1088,7 @@ class Runtime(Observable):
 
     def forget_flights(self) -> None:
         """Drop all work in flight without waiting: the work was captured, but never ran."""
-        self.reductions.forget()
+        self.reductions.drop(has_run=False)
         self.context.streams.forget()
         for group in self.staying.groups:
             group.drop_gather(has_run=False)

@@ -19,52 +19,29 @@ checkpointing is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2._core.agreement.stamp import Stamp
 from fsdp2._core.base import torch_autograd, torch_tensors
 from fsdp2._core.base.capabilities import ROW_NBYTES
-from fsdp2._core.base.errors import StateError
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
 from fsdp2._core.comm.wire import InFlight, Kept, Wire, memory_of
 from fsdp2._core.params import packing
-from fsdp2._core.params.layout import GatherLayout, Packed, align
+from fsdp2._core.params.layout import GatherLayout, align
 from fsdp2._core.params.param import Span
 from fsdp2._core.params.registration import FORM_SHARDED, FORM_UNSHARDED, Registration
-
-
-class Tail(Protocol):
-    """Data sent after the parameters, in a separate item at the end of the layout."""
-
-    def expect(self, dtype: torch.dtype, numel: int) -> None:
-        """Set a row's dtype and number of elements."""
-
-    def write(self, row: Tensor) -> None:
-        """Fill this rank's row ``[numel]``."""
-
-    def landing(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return the memory that receives the rows of all ranks."""
-
-    def before(self) -> None:
-        """Called before a gather is issued."""
-
-    def arrived(self) -> None:
-        """Called when the rows of all ranks have arrived."""
-
-    def failed(self, error: Exception) -> StateError:
-        """Return the error to raise for a failed gather."""
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
     """Destinations of gathered shards: views of a full buffer, usable while it has memory."""
 
-    together: tuple[Packed, list[Tensor]]  # used if one collective sends everything
-    apart: tuple[Packed, list[Tensor]]  # used if zero-copy parameters are sent separately
+    packed: list[Tensor] = field(default_factory=list)
     replicated: Sequence[Tensor] = ()  # replicated parameters, which are not sent
     zero_copy: Sequence[Tensor] = ()
     landed: Tensor | None = None  # flat, for all ranks' pieces; None: separate memory
@@ -85,7 +62,7 @@ class ShardBuffer:
         compute: torch.device | None = None,
         pinned: bool = False,
         is_freed: bool = False,
-        tail: Tail | None = None,
+        tail: Stamp | None = None,
     ) -> None:
         self.layout = layout
         self.axis = axis
@@ -97,14 +74,12 @@ class ShardBuffer:
         make = packing.shard_view if is_freed else packing.own_shard
         indices = range(len(layout.items))
         self.shards = [make(self.flat, layout, index, axis.rank) for index in indices]
-        self._targets = Targets((layout.whole, []), (layout.packed, []))
-        self._way = self._targets.together  # packed shards and targets of the last gather
+        self._targets = Targets()
         self._inputs: list[Tensor] = []  # cached inputs of the collectives, if nothing is cast
         self._memory = memory_of(axis)
         self._landing: Kept | None = None  # reused memory that the current gather writes to
         self.open_tail_nbytes = 0  # bytes that extended parameters add to each rank's input
-        self._lands_directly = False  # the wire may gather into the final destination
-        self._keeps_landing = True  # the wire may gather into reused memory
+        self._keeps_landing = False  # the wire may gather into reused memory
         is_away = self._compute != self.flat.device and not self.flat.is_meta
         self._views = None if is_away else self._views_of(self.flat)
 
@@ -131,34 +106,23 @@ class ShardBuffer:
         if self.tail is not None:
             nbytes = layout.padded_nbytes(len(layout.items) - 1)
             tail = self.tail.landing(self.axis.size * nbytes, full.device)
-        targets = packing.gather_targets(full, layout, layout.whole.order, tail)
         self._targets = Targets(
-            (layout.whole, targets),
-            (layout.packed, targets[: len(layout.packed.order)]),
+            packing.gather_targets(full, layout, layout.packed.order, tail),
             packing.gather_targets(full, layout, layout.replicated),
             packing.gather_targets(full, layout, layout.zero_copy),
             packing.landing_in(full, layout),
             packing.dealt_targets(full, layout),
         )
-        self._way = self._targets.together
 
     def follow(self, wire: Wire) -> None:
-        self._lands_directly = wire.gathers_zero_copy
-        self._keeps_landing = wire.keeps_landing
-
-    @property
-    def gathers_zero_copy(self) -> bool:
-        """Return True if a gather writes directly to the full buffer, which must have memory."""
-        if self.layout.landing.pieces:
-            return self._targets.landed is not None
-        return bool(self._targets.zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
+        self._keeps_landing = wire.gathers_zero_copy and wire.keeps_landing
 
     def sent_numels(self) -> list[int]:
         """Return, for each collective, how many elements (in wire dtype) a rank sends."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
         if layout.landing.pieces:
             return [layout.packed_nbytes // itemsize]
-        if self.open_tail_nbytes or not layout.zero_copy or not self._lands_directly:
+        if not layout.zero_copy:
             return [self.sent_nbytes // itemsize]
         sizes = [layout.packed_nbytes, *(layout.padded_nbytes(index) for index in layout.zero_copy)]
         return [size // itemsize for size in sizes]
@@ -174,14 +138,9 @@ class ShardBuffer:
             return self.layout.gather_nbytes
         return align(align(self.layout.gather_nbytes) + self.open_tail_nbytes, ROW_NBYTES)
 
-    def unpack(
-        self,
-        gathered: Tensor,
-        sent: Tensor,
-        _tail: Tensor | None = None,
-    ) -> None:
+    def unpack(self, gathered: Tensor, sent: Tensor, *_open_tails: Tensor) -> None:
         """Copy gathered shards to the full buffer. StateError: collectives differ between ranks."""
-        packed, targets = self._way
+        targets = self._targets.packed
         if self._landing is not None:
             torch_tensors.copy_all(targets, self._landing.parts)
             self._landing = None
@@ -189,7 +148,7 @@ class ShardBuffer:
             even = gathered
             if self.layout.landing.pieces:
                 even = torch.cat(packing.even_parts(gathered, self.layout))
-            packing.unpack(even, self.layout, packed, targets)
+            packing.unpack(even, self.layout, targets)
         if self._targets.dealt:
             packing.unpack_dealt(gathered, self.layout, self._targets.dealt)
         if self._targets.replicated:
@@ -203,7 +162,7 @@ class ShardBuffer:
         if not layout.casts:
             return None, self._as_wire(flat)
         segment, is_sent = layout.segments[0], layout.items[0].shard.is_even
-        is_plain = not layout.landing.pieces and not layout.codings
+        is_plain = not layout.landing.pieces and layout.coding is None
         if len(layout.segments) > 1 or not is_sent or not is_plain:
             return None, None
         return packing.typed(flat, 0, segment.numel, segment.storage_dtype), None
@@ -238,7 +197,6 @@ class ShardBuffer:
             packing.cast_shards(flat, kept, layout, axis.rank)
             sent = self._as_wire(kept)
         into = self._targets
-        self._way = into.apart if into.zero_copy and self.gathers_zero_copy else into.together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
         failed = None if self.tail is None else self.tail.failed
@@ -253,7 +211,7 @@ class ShardBuffer:
         if axis.size == 1 or layout.gather_nbytes == 0:
             rows = sent.expand(axis.size, -1)
             return InFlight((rows, kept))
-        if self._way is into.together:
+        if not layout.zero_copy:
             gathered = self._landing_for(sent)
             if gathered is None:
                 gathered, sent = wire.stage(sent, axis)
@@ -270,8 +228,8 @@ class ShardBuffer:
 
     def _landing_for(self, sent: Tensor) -> Tensor | None:
         """Return reused memory for a gather on a CPU, or None if new memory must be allocated."""
-        packed, _ = self._way
-        if not (packed.is_dense and sent.is_cpu and self._lands_directly and self._keeps_landing):
+        packed = self.layout.packed
+        if not (packed.is_dense and sent.is_cpu and self._keeps_landing):
             return None
         shape, cut = (self.axis.size, sent.shape[1]), (packed.sizes, packed.shapes)
         self._landing = self._memory.take("gather", shape, sent.dtype, cut)
@@ -339,14 +297,6 @@ class FullBuffer:
             return
         self._storage.resize_(nbytes)
         self.has_memory, self.stream = True, stream
-
-    def fill(
-        self, source: ShardBuffer, gathered: Sequence[Tensor], stream: torch.Stream | None
-    ) -> None:
-        """Copy a gather's result to this buffer, after allocating it in ``stream`` if needed."""
-        if not self.has_memory:
-            self.allocate(source.layout.full_nbytes, stream)
-        source.unpack(*gathered)
 
     def free(self) -> None:
         """Free the memory, unless its address is fixed or a backward may still read it."""

@@ -36,6 +36,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -117,7 +118,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
     not sharded by rows, or ``local`` lacks the methods of the previous shard."""
     if needs_extension(local):  # prepare reports a missing method to all ranks
         layout = param.placement.layout
-        if layout.dim != 0 or layout.is_dealt:
+        if layout.dim != 0 or layout.deal is not None:
             raise StateError("FS510", _not_by_rows(param.fqn))
         return True
     if param.wrapped.is_extended:
@@ -134,10 +135,11 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
 def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
     """Make this rank's shard of an extended tensor, in separate memory, or raise ConfigError."""
     kind, layout = type(whole).__name__, param.placement.layout
-    if layout.is_dealt:
+    if layout.deal is not None:
         raise ConfigError("FS510", _not_by_rows(param.fqn))
-    if _divides_by_rows(param, whole):
-        try:
+    is_plain_and_frozen = not has_extension(whole) and not param.trainable
+    if is_plain_and_frozen and layout.numel and parts.can_be_taken_apart(whole):
+        try:  # shard the inner tensors
             shard = parts.shard_by_rows(whole, *layout.span(rank))
         except Exception as error:
             raise ConfigError(
@@ -172,13 +174,6 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
             f"{PRE} and {POST} on the local tensors after fully_shard.",
         )
     return shard
-
-
-def _divides_by_rows(param: FSDPParam, whole: Tensor) -> bool:
-    """Return True for a frozen wrapper without an extension, whose inner tensors we shard."""
-    if has_extension(whole) or param.trainable or not param.placement.layout.numel:
-        return False
-    return parts.can_be_taken_apart(whole)
 
 
 def _check_both(local: Tensor, fqn: str, error: type[FSDPError]) -> None:
@@ -240,10 +235,6 @@ class InputLayout:
         return max(self.rows) * self.row_nbytes
 
     @property
-    def output_shape(self) -> tuple[int, ...]:
-        return (sum(self.rows), *self.shape)
-
-    @property
     def output_nbytes(self) -> int:
         return sum(self.rows) * self.row_nbytes
 
@@ -264,7 +255,7 @@ class Output:
     def __init__(self, layout: InputLayout, device: torch.device) -> None:
         self.layout = layout
         self._bytes = torch.empty(layout.output_nbytes, dtype=torch.uint8, device=device)
-        self.tensor = self._bytes.view(layout.dtype).view(layout.output_shape).data
+        self.tensor = self._bytes.view(layout.dtype).view(sum(layout.rows), *layout.shape).data
         self.storage = self._bytes.untyped_storage()
 
     def fill(self, gathered: Tensor) -> None:
@@ -294,6 +285,7 @@ class Extension:
         self.param = param
         self.kind = kind_of(param)
         self.layouts: tuple[InputLayout, ...] = ()
+        self.end = HEADER_NBYTES  # end of the last input in the tail
         self.inputs: Sequence[Tensor] = ()
         self.error: Exception | None = None
         self._mesh = mesh
@@ -356,10 +348,9 @@ class Extension:
 
     def describe(self) -> list[int]:
         """Describe the inputs for other ranks, as a fixed number of integers."""
-        if self.error is not None:
-            count = LACKING if isinstance(self.error, _LackingError) else FAILED
-            return [count] + [0] * (2 * MAX_INPUTS)
         row = [len(self.inputs)]
+        if self.error is not None:
+            row = [LACKING if isinstance(self.error, _LackingError) else FAILED]
         for tensor in self.inputs:
             row += [_rows(tensor), _signature(tensor)]
         return row + [0] * (2 * MAX_INPUTS + 1 - len(row))
@@ -378,39 +369,25 @@ class Extension:
         failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
         if failed:
             return f"{self.param.fqn}: {PRE} failed on {_ranks(failed, axis)}"
-        count = rows[0][0]
-        layouts = []
-        for position in range(count):
-            pairs = [row[1 + 2 * position : 3 + 2 * position] for row in rows]
-            if any(row[0] != count for row in rows) or len({pair[1] for pair in pairs}) > 1:
-                break
-            tensor = self.inputs[position]
-            shape = tuple(tensor.shape[1:])
-            layout = InputLayout(tuple(pair[0] for pair in pairs), shape, tensor.dtype, start)
-            start += align(layout.most_nbytes)
-            layouts.append(layout)
-        if len(layouts) != count or any(row[0] != count for row in rows):
+        if len({(row[0], *row[2::2]) for row in rows}) > 1:  # counts and signatures of inputs
             mine = [(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs]
             return (
                 f"{self.param.fqn}: {PRE} returned different inputs on some ranks (here {mine}). "
                 "Only the first dim may differ between ranks"
             )
-        self._build(tuple(layouts))
-        return None
-
-    def _build(self, layouts: tuple[InputLayout, ...]) -> None:
-        shapes = [(layout.rows, layout.shape, layout.dtype) for layout in layouts]
-        if shapes != [(layout.rows, layout.shape, layout.dtype) for layout in self.layouts]:
+        before, layouts = self.layouts, []
+        for position, tensor in enumerate(self.inputs):
+            counts = tuple(row[1 + 2 * position] for row in rows)
+            layout = InputLayout(counts, tuple(tensor.shape[1:]), tensor.dtype, start)
+            start += align(layout.most_nbytes)
+            layouts.append(layout)
+        self.layouts, self.end = tuple(layouts), start
+        shapes = [(one.rows, one.shape, one.dtype) for one in layouts]
+        if shapes != [(one.rows, one.shape, one.dtype) for one in before]:
             self._outputs, self._storages, self._versioned = [], [], ()
-        self.layouts = layouts
         for output, layout in zip(self._outputs, layouts, strict=False):
             output.layout = layout
-
-    @property
-    def end(self) -> int | None:
-        """End of the last input in the tail; None if nothing is sent."""
-        last = self.layouts[-1] if self.layouts else None
-        return None if last is None else last.start + align(last.most_nbytes)
+        return None
 
     def pack(self, tail: Tensor, rank: int) -> None:
         """Copy the inputs to ``tail``, or store an error if they do not match the plan."""
@@ -442,10 +419,10 @@ class Extension:
             output.fill(gathered)
         local = torch_dtensor.local_tensor(self.param.sharded)
         outputs = tuple(output.tensor for output in self._outputs)
-        if self.param.wrapped.divides_parts and not has_extension(local):
-            self._put_together(local, outputs)
-            return
-        method = _method(local, POST)
+        shape = self.param.placement.layout.shape
+        method: Callable[..., Any] = partial(parts.rebuild, local, self._parts, shape)
+        if has_extension(local):
+            method = _method(local, POST)
         if self._is_intact:
             with torch_autograd.preserved_versions(self._versioned):
                 method(outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded)
@@ -456,18 +433,7 @@ class Extension:
 
     @property
     def _parts(self) -> tuple[parts.Part, ...]:
-        assert self.param.wrapped.parts is not None
-        return self.param.wrapped.parts
-
-    def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        """Build a parameter whose class has no extension: [Note: parts of wrapped parameters]."""
-        if self._is_intact:
-            whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # not None
-            with torch_autograd.preserved_versions(self._versioned):
-                parts.fill_again(whole, self._parts, outputs)
-        else:
-            shape = self.param.placement.layout.shape
-            self._adopt(parts.whole_of(local, self._parts, outputs, shape))
+        return self.param.wrapped.parts or ()
 
     @property
     def _is_intact(self) -> bool:
@@ -627,7 +593,7 @@ class ExtensionTail:
             found = item.settle([table[position] for table in tables], start, axis)
             if found is not None and problem is None:
                 problem = found
-            start = item.end or start
+            start = item.end
         failed = _exchange(torch.tensor([int(problem is not None)], device=self._device), replicate)
         if problem is None and failed.any():
             problem = (

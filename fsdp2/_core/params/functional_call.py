@@ -48,11 +48,7 @@ def whole_tensor(
                 )
             local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own
-        whole = whole.to(param.compute_dtype)
-        if placement.tensor_parallel is None:
-            return whole
-        wrapped: Tensor = _WrapUnsharded.apply(whole, param)  # type: ignore[no-untyped-call]  # torch's own
-        return wrapped
+        return whole
     if placement.is_unsharded(placeholder):
         if torch_modes.is_under_transforms():
             _check_transformed(placeholder, param)
@@ -81,61 +77,48 @@ def _check_transformed(placeholder: Tensor, param: FSDPParam) -> None:
         )
 
 
-class _WrapUnsharded(torch.autograd.Function):
-    """Wraps a local tensor as the unsharded parameter; backward returns a local gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, param: FSDPParam) -> Tensor:
-        ctx.param = param
-        spec, annotation = param.placement.unsharded_spec(local.dtype), param.placement.annotation
-        if annotation is not None:
-            whole = local.view_as(local)
-            annotation.restore(whole)
-            return whole
-        assert spec is not None
-        return torch_dtensor.new_dtensor(local.view_as(local), spec)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return local_gradient(grad, ctx.param, ctx.param.storage_dtype), None
-
-
 class _GatherShard(torch.autograd.Function):
-    """All-gathers one shard; backward reduces the gradient over data-parallel ranks."""
+    """All-gathers one shard, and returns the unsharded parameter. Backward reduces the gradient
+    over the parameter's own axes and over data-parallel ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
     ) -> Tensor:
         ctx.call, axis = (param, reducer, settings), reducer.data.shard
-        how = param.coding_of(param.placement.layout)
-        item = GatherItem(param.placement.layout, local.dtype, local.dtype, coding=how)
+        ctx.dtype, placement = local.dtype, param.placement
+        how = param.coding_of(placement.layout)
+        item = GatherItem(placement.layout, local.dtype, local.dtype, coding=how)
         if item.shard.numel == 0:  # CUDA kernels do not accept empty inputs
-            return local.new_empty(item.shard.shape)
-        layout = GatherLayout.plan([item], axis.size, rank=axis.rank)
-        buffer = ShardBuffer(layout, axis, local.device)
-        buffer.shards[0].copy_(local)
-        full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
-        buffer.bind(full)
-        buffer.unpack(*buffer.gather(reducer.wire, async_op=False).buffers)
-        return packing.full_tensors(full, layout)[0]
+            whole = local.new_empty(item.shard.shape)
+        else:
+            layout = GatherLayout.plan([item], axis.size, rank=axis.rank)
+            buffer = ShardBuffer(layout, axis, local.device)
+            buffer.shards[0].copy_(local)
+            full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
+            buffer.bind(full)
+            buffer.unpack(*buffer.gather(reducer.wire, async_op=False).buffers)
+            whole = packing.full_tensors(full, layout)[0]
+        whole = whole.to(param.compute_dtype)
+        if placement.annotation is not None:
+            placement.annotation.restore(whole)
+        spec = placement.unsharded_spec(whole.dtype)
+        return whole if spec is None else torch_dtensor.new_dtensor(whole, spec)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         param, reducer, settings = ctx.call
         data, wire = reducer.data, reducer.wire
+        grad = local_gradient(grad, param, param.storage_dtype).to(ctx.dtype)
         if grad.numel() == 0:
             empty = grad.new_empty(param.placement.layout.shard_shape(data.shard.rank))
             return empty, None, None, None
         rank, shards = data.shard.rank, [param.placement.layout]
         layout = ReduceLayout.plan([0], shards, data.shard.size, grad.dtype, 1, rank=rank)
-        scale = reducer.planner.scale_for(grad.dtype, settings, wire)
+        scale = reducer.scale_for(grad.dtype, settings)
         behind = gradient_packing.tail((), layout, grad.dtype, grad.device)
-        (packed,) = gradient_packing.inputs_of(
-            [grad], layout, rank, behind, wire.allocate, grad.device
-        )
+        (packed,) = gradient_packing.pack_gradients([grad], layout, rank, behind, wire.allocate)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         wire.exact = layout.exact  # the group's next reduction overwrites this

@@ -21,27 +21,48 @@ from fsdp2._core.comm.wire import Kept
 from fsdp2._core.params.layout import ReduceLayout, contiguous_stride
 
 
-def inputs_of(
+def pack_gradients(
     grads: Sequence[Tensor | None],
     layout: ReduceLayout,
     rank: int,
     behind: Tensor,
     allocate: Callable[[Sequence[int], torch.dtype, torch.device], Tensor],
-    device: torch.device,
     is_mixed: bool = False,
     kept: Kept | None = None,
 ) -> list[Tensor]:
     """Return the inputs of a reduction: packed gradients ``[W, packed_numel]``, then zero-copy
-    gradients. With dealt members, return one flat buffer of all ranks' pieces. ``allocate`` returns
-    buffers; ``kept`` is an existing packed buffer. Other arguments: see ``pack_gradients``."""
+    gradients. With dealt members, return one flat buffer of all ranks' pieces.
+
+    A packed row ends with ``behind``, the result of ``tail``. A gradient of ``None`` is written as
+    zeros. Inputs are cast to the wire dtype; unless ``is_mixed``, they all have the same dtype.
+    ``allocate`` returns buffers; ``kept`` is an existing packed buffer, which is zero outside of
+    its columns (``ReduceLayout.cut``). Filling these replaces ``chunk_cat``, which on a host first
+    pads each gradient to W rows.
+
+    On a device, columns are first made contiguous. Otherwise CUDA runs one kernel per column (a
+    test counts the kernels for torch 2.11), or a kernel correct only for contiguous columns."""
+    dtype, device = layout.wire_dtype, behind.device
+    columns: list[Any] = [grads[position] for position in layout.packed]
+    if not all(map(is_not, columns, repeat(None))):
+        columns = _with_zeros(columns, layout, behind)
+    for index in layout.rearranged:
+        columns[index] = _as_rows(columns[index], layout, layout.packed[index], rank)
+    if not behind.is_cpu:
+        columns = [c.contiguous() for c in columns]
+    columns.append(behind)
     if kept is not None:
-        packed, parts = kept.memory, kept.parts
+        packed = kept.memory
+        pairs = zip(columns, kept.parts, strict=True)
+        rows = [c if c.shape == p.shape else c.reshape_as(p) for c, p in pairs]
+        torch_tensors.copy_all(kept.parts, rows)
     else:
-        shape, parts = (layout.size, layout.packed_numel), []
-        packed = allocate(shape, layout.wire_dtype, device)
-    pack_gradients(grads, layout, rank, behind, packed, is_mixed, parts)
+        packed = allocate((layout.size, layout.packed_numel), dtype, device)
+        if is_mixed:
+            _chunk_cat_mixed(columns, layout.size, packed)
+        else:
+            torch_tensors.chunk_cat(columns, 0, layout.size, out=packed)
     if layout.pieces:
-        flat = allocate((sum(layout.pieces),), layout.wire_dtype, device)
+        flat = allocate((sum(layout.pieces),), dtype, device)
         _pack_pieces(grads, layout, packed, flat)
         return [flat]
     if not layout.zero_copy:
@@ -49,49 +70,13 @@ def inputs_of(
     return [packed, *zero_copy_gradients(grads, layout, device)]
 
 
-def pack_gradients(
-    grads: Sequence[Tensor | None],
-    layout: ReduceLayout,
-    rank: int,
-    behind: Tensor,
-    out: Tensor,
-    is_mixed: bool = False,
-    parts: Sequence[Tensor] = (),
-) -> None:
-    """Write the local gradients of packed members, then ``behind``, to ``out`` [W, packed_numel].
-
-    ``behind`` is the result of ``tail``. A gradient of ``None`` is written as zeros. Inputs are
-    cast to the dtype of ``out``; unless ``is_mixed``, they all have the same dtype. ``parts`` are
-    views of the columns of ``out`` (``ReduceLayout.cut``); pass them only if the rest of ``out`` is
-    zero. Filling them replaces ``chunk_cat``, which on a host first pads each gradient to W rows.
-
-    On a device, columns are first made contiguous. Otherwise CUDA runs one kernel per column (a
-    test counts the kernels for torch 2.11), or a kernel correct only for contiguous columns."""
-    columns: list[Any] = [grads[position] for position in layout.packed]
-    if not all(map(is_not, columns, repeat(None))):
-        columns = _with_zeros(columns, layout, behind, out.is_cpu)
-    for index in layout.rearranged:
-        columns[index] = _as_rows(columns[index], layout, layout.packed[index], rank)
-    if not out.is_cpu:
-        columns = [c.contiguous() for c in columns]
-    columns.append(behind)
-    if parts:
-        pairs = zip(columns, parts, strict=True)
-        rows = [c if c.shape == p.shape else c.reshape_as(p) for c, p in pairs]
-        torch_tensors.copy_all(parts, rows)
-    elif is_mixed:
-        _chunk_cat_mixed(columns, layout.size, out)
-    else:
-        torch_tensors.chunk_cat(columns, 0, layout.size, out=out)
-
-
 def _with_zeros(
-    columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, is_cpu: bool
+    columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor
 ) -> list[Tensor]:
     """Replace missing gradients by zeros. All zeros share memory."""
     shapes = [layout.shards[position].shape for position in layout.packed]
     absent = [math.prod(s) for c, s in zip(columns, shapes, strict=True) if c is None]
-    # device kernels require dense memory
+    is_cpu = behind.is_cpu  # device kernels require dense memory
     zeros = behind.new_zeros(() if is_cpu else max(absent))
     return [
         (zeros.expand(s) if is_cpu else zeros[: math.prod(s)].view(s)) if c is None else c

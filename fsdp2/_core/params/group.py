@@ -109,22 +109,24 @@ class ParamGroup(Observable):
         """Apply changes to the wire. All ranks must call this between the same two steps."""
         self.drop_gather()  # one that the caller issued has the old number
         self.context.streams.finish_host_reads()  # new numbers are written to the shards' memory
+        if self.buffers.home is not None and self.buffers.rule != self.buffers.rule_for(self.wire):
+            self.reshard()
+            self._plan(own_sources(self.params))
         self.buffers.number(self.wire)
-        self.reducer.planner.current = None
+        self.reducer.current_plan = None
 
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
         """Set the rule for sending parameters in separate collectives; None: always pack."""
         if rule != self.wire.zero_copy:
-            self.reshard()
             self.wire.zero_copy = rule
-            self._plan(own_sources(self.params))
+            self.rewire()
 
     def enroll(self, fqn: str) -> None:
         """Set the unit's name in its tree, and number its collectives. Called in the first forward,
         so that a copy of the model that exists on one rank only, and never runs, has no numbers."""
         # a copied group does not have the separate process group of the original
         if self.wire.is_separate and self.wire.scatter_group is None:
-            self.reducer.planner.separate(True, self.wire)
+            self.reducer.separate(True)
         self.fqn = fqn
         start_anew(self.data.shard.pg)
         self.ids.enroll(fqn)
@@ -180,7 +182,7 @@ class ParamGroup(Observable):
         """Set the mesh size for reshards after forward (None: the full axis). Collective."""
         if size is not None:
             for param in self.params:
-                if param.wrapped.is_extended or param.placement.layout.is_dealt:
+                if param.wrapped.is_extended or param.placement.layout.deal is not None:
                     refuse_smaller(param.fqn, param.placement.layout.deal)
         smaller = None if size is None else self.data.split(size)
         if smaller is not self.buffers.post_forward.mesh:
@@ -190,7 +192,7 @@ class ParamGroup(Observable):
 
     def _plan(self, sources: Sequence[Source]) -> None:
         self.buffers.plan(sources, self.wire, self.fqn)
-        self.reducer.planner.current = None
+        self.reducer.current_plan = None
         if self.early.readers is not None:
             self.early.readers.forget()
         self.registration.see()
@@ -241,7 +243,7 @@ class ParamGroup(Observable):
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
-                self.reducer.planner.refuse_toggle([param])
+                self.reducer.refuse_toggle([param])
         sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
         self.reshard()
         if events.listeners:
@@ -300,7 +302,7 @@ class ParamGroup(Observable):
             source.tail.before()
         wire = self.reducer.wire
         layout = source.layout
-        if (layout.zero_copy or layout.landing.pieces) and source.gathers_zero_copy:
+        if layout.zero_copy or layout.landing.start is not None:  # written by the collective itself
             assert buffers.full is not None
             buffers.full.allocate(source.layout.full_nbytes, self.context.streams.current)
             # compute may still read the memory that the gather writes to
@@ -328,10 +330,11 @@ class ParamGroup(Observable):
         gather.flight.wait()
         gathered, self._gather = gather.flight.buffers, None
         try:
-            full.fill(gather.source, gathered, streams.current)
+            full.allocate(gather.source.layout.full_nbytes, streams.current)
+            gather.source.unpack(*gathered)
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
-                self.reducer.planner.see_dtypes()
+                self.reducer.see_dtypes()
         except BaseException:  # ranks issued different operations, or an extension raised
             streams.retire("gather", gathered)
             full.free()

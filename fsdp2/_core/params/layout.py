@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -94,16 +94,7 @@ class ShardLayout:
     @property
     def signature(self) -> object:
         """The properties that must be equal on all ranks for their shards to match."""
-        cut: tuple[object, ...] = (self.shape, self.dim)
-        return cut if self.deal is None else (*cut, *astuple(self.deal))
-
-    @property
-    def is_replicated(self) -> bool:
-        return self.dim is None
-
-    @property
-    def is_dealt(self) -> bool:
-        return self.deal is not None
+        return self.shape, self.dim, self.deal
 
     @property
     def owner(self) -> int | None:
@@ -119,11 +110,6 @@ class ShardLayout:
     def is_rank_major(self) -> bool:
         """Return True if the concatenated padded shards equal the tensor followed by padding."""
         return self.is_even and self.dim == 0 and self.stride == contiguous_stride(self.shape)
-
-    @property
-    def stays_where_it_lands(self) -> bool:
-        """Return True if the data sent by an owner can be used in place as the full tensor."""
-        return self.owner is not None and self.stride == contiguous_stride(self.shape)
 
     def kept_numel(self, rank: int) -> int:
         """Number of elements stored on a rank: its padded shard, or its dealt rows."""
@@ -198,7 +184,7 @@ class GatherItem:
 
     def room(self, rank: int) -> tuple[int, ...]:
         """Shape of the data stored on a rank: its padded shard, or its dealt rows."""
-        return self.shard.shard_shape(rank) if self.shard.is_dealt else self.shard.padded_shape
+        return self.shard.shard_shape(0 if self.shard.deal is None else rank)
 
     def sent_nbytes(self, rank: int) -> int:
         if self.coding is not None:
@@ -303,35 +289,48 @@ class GatherLayout:
         zero_copy: ZeroCopy | None = None,
         rank: int = 0,
         trims: bool = False,
+        tail_numel: int = 0,
     ) -> GatherLayout:
         """Place packed items first, then zero-copy, dealt and replicated items, each kind by dtype.
 
-        ``full_sizes``: sizes of other axes over which the same parameters are gathered into the
-        full buffer, which has room for the padding of each axis. Rank-major parameters that match
-        the rule ``zero_copy`` are sent separately; None disables zero-copy."""
-        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
-        dealt = [index for index, item in enumerate(items) if item.shard.is_dealt]
+        If the layout sends data, a tail of ``tail_numel`` or more elements is added, which pads the
+        row. It has the dtypes of the widest sharded items, or bytes if all parameters are extended
+        (no items). ``full_sizes``: sizes of other axes over which the same parameters are gathered
+        into the full buffer, which has room for the padding of each axis. Rank-major parameters
+        that match the rule ``zero_copy`` are sent separately; None disables zero-copy."""
+        items = list(items)
+        dealt = [index for index, item in enumerate(items) if item.shard.deal is not None]
         if dealt:  # one collective sends everything
             zero_copy = None
+
+        def key_of(item: GatherItem) -> tuple[bool, bool, bool, int, str, str]:
+            compute, shard = item.compute_dtype, item.shard
+            is_plain = not item.is_tail and item.coding is None
+            is_alone = is_plain and shard.goes_alone(compute, zero_copy)
+            dtypes = -compute.itemsize, str(compute), str(item.storage_dtype)
+            return shard.dim is None, shard.deal is not None, is_alone, *dtypes
+
+        keys = [key_of(item) for item in items]
+        sends = any(i.sent_nbytes(rank) for i in items if i.shard.dim is not None)
+        if tail_numel and size > 1 and (sends or dealt or not items):
+            dtypes = torch.uint8, torch.uint8
+            if items:
+                first = items[keys.index(min(keys))]
+                dtypes = first.storage_dtype, first.compute_dtype
+            items.append(GatherItem(_tail_shard(tail_numel, size), *dtypes, is_tail=True))
+            keys.append(key_of(items[-1]))
+        is_mixed = len({i.compute_dtype for i in items if i.shard.dim is not None}) > 1
         is_aligned = is_mixed or bool(dealt) or any(item.coding is not None for item in items)
         unit = ALIGN_NBYTES if is_aligned else 1
-        keys: list[tuple[bool, bool, bool, int, str, str]] = []
-        segment_keys: list[tuple[object, ...]] = []
-        alone: set[int] = set()
-        packed_kinds: set[tuple[torch.dtype, torch.dtype]] = set()
-        for index, item in enumerate(items):
-            compute, storage, shard = item.compute_dtype, item.storage_dtype, item.shard
-            is_plain = not item.is_tail and item.coding is None
-            if is_plain and shard.goes_alone(compute, zero_copy):
-                alone.add(index)
-            elif shard.is_even:
-                packed_kinds.add((storage, compute))
-            dtypes = -compute.itemsize, str(compute), str(storage)
-            keys.append((shard.is_replicated, shard.is_dealt, index in alone, *dtypes))
+        alone = {index for index, key in enumerate(keys) if key[2]}
+        packed_kinds = {key[3:] for key in keys if not any(key[:3])}
+
+        def segment_of(index: int) -> tuple[object, ...]:
+            is_replicated, is_dealt, is_alone, *dtypes = keys[index]
             # Packed and zero-copy items may share a segment; each dealt or coded item has its own.
-            place = -1 if item.coding is None and not shard.is_dealt else index
-            is_apart = index in alone and is_mixed
-            segment_keys.append((shard.is_replicated, place, is_apart, *dtypes))
+            place = -1 if items[index].coding is None and not is_dealt else index
+            return is_replicated, place, is_alone and is_mixed, *dtypes
+
         order = sorted(range(len(items)), key=keys.__getitem__)
         has_tail = any(item.is_tail for item in items)
         # a tail can pad only one segment
@@ -340,33 +339,37 @@ class GatherLayout:
         segments: list[CastSegment] = []
         shard_end = send_end = packed_nbytes = gather_nbytes = 0
         is_behind_even = False
-        for _, run in itertools.groupby(order, key=segment_keys.__getitem__):
+        for _, run in itertools.groupby(order, key=segment_of):
             indices = tuple(run)
             first = items[indices[0]]
-            if first.shard.is_dealt and not is_behind_even:
+            if first.shard.deal is not None and not is_behind_even:
                 gap = packed_nbytes - send_end  # the even part has the same length on every rank
                 shard_end, send_end, is_behind_even = shard_end + gap, send_end + gap, True
             shard_start = shard_end = align(shard_end)
             send_start = send_end = align(send_end)
             for index in indices:
+                item = items[index]
+                if item.is_tail and len(packed_kinds) == 1:  # nothing that is packed follows
+                    missing = -align(send_end + item.sent_nbytes(rank), unit) % ROW_NBYTES
+                    numel = item.shard.padded_numel + missing // item.compute_dtype.itemsize
+                    items[index] = item = replace(item, shard=_tail_shard(numel, size))
                 shard_offsets[index], send_offsets[index] = shard_end, send_end
-                shard_end += items[index].shard.kept_numel(rank) * first.storage_dtype.itemsize
-                send_end += items[index].sent_nbytes(rank)
-                if items[index].shard.is_even and index not in alone:
+                shard_end += item.shard.kept_numel(rank) * first.storage_dtype.itemsize
+                send_end += item.sent_nbytes(rank)
+                if not any(keys[index][:3]):
                     packed_nbytes = align(send_end, packed_unit)
-                if not items[index].shard.is_replicated:
+                if item.shard.dim is not None:
                     gather_nbytes = max(packed_nbytes, align(send_end, unit))
             numel = sum(items[index].shard.kept_numel(rank) for index in indices)
-            kind = first.storage_dtype, first.compute_dtype, first.shard.is_replicated
+            kind = first.storage_dtype, first.compute_dtype, first.shard.dim is None
             is_coded = first.coding is not None
             segments.append(CastSegment(*kind, shard_start, send_start, numel, indices, is_coded))
 
-        # if all dealt parameters are owned, they may be used in place
+        # if all dealt parameters are owned, those that are row-major are used in place
         lands_in_full = bool(dealt) and all(items[i].shard.owner is not None for i in dealt)
+        plain = [i for i in dealt if lands_in_full and items[i].coding is None]
         stay = {
-            index
-            for index, one in enumerate(items)
-            if lands_in_full and one.shard.stays_where_it_lands and one.coding is None
+            i for i in plain if items[i].shard.stride == contiguous_stride(items[i].shard.shape)
         }
         lands = zero_copy if trims else ZeroCopy(0)
         rooms = [
@@ -405,44 +408,23 @@ class GatherLayout:
             trims=trims,
         )
 
-    @staticmethod
-    def plan_with_tail(
-        items: Sequence[GatherItem],
-        size: int,
-        numel: int,
-        full_sizes: Sequence[int] = (),
-        zero_copy: ZeroCopy | None = None,
-        rank: int = 0,
-        trims: bool = False,
-    ) -> GatherLayout:
-        """Plan a layout. If it sends data, add a row-padding tail of ``numel`` or more elements."""
-        how = size, full_sizes, zero_copy, rank, trims
-        layout = GatherLayout.plan(items, *how)
-        tail = layout.tail_item(numel) if numel else None
-        if tail is None:
-            return layout
-        found = GatherLayout.plan([*items, tail], *how)
-        missing = -found.packed_nbytes % ROW_NBYTES
-        if not missing:  # with several segments, gaps already pad the row
-            return found
-        longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
-        assert longer is not None
-        return GatherLayout.plan([*items, longer], *how)
-
     @cached_property
     def casts(self) -> bool:
         """Return True if a parameter is coded, or its compute and storage dtypes differ."""
-        return bool(self.codings) or any(i.storage_dtype != i.compute_dtype for i in self.items)
+        if self.coding is not None:
+            return True
+        return any(item.storage_dtype != item.compute_dtype for item in self.items)
 
     @cached_property
-    def codings(self) -> tuple[Coding, ...]:
-        return tuple(dict.fromkeys(i.coding for i in self.items if i.coding is not None))
+    def coding(self) -> Coding | None:
+        """The coding of all items that have one: that of their group's policy."""
+        return next((item.coding for item in self.items if item.coding is not None), None)
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the all-gather: the parameters' dtype if they share one, else bytes."""
-        dtypes = {item.compute_dtype for item in self.items if not item.shard.is_replicated}
-        if len(dtypes) == 1 and not self.codings:
+        dtypes = {item.compute_dtype for item in self.items if item.shard.dim is not None}
+        if len(dtypes) == 1 and self.coding is None:
             (dtype,) = dtypes
             if dtype.is_floating_point and dtype.itemsize > 1:
                 return dtype
@@ -454,26 +436,16 @@ class GatherLayout:
 
     @cached_property
     def packed(self) -> Packed:
-        """Content of the packed collective if zero-copy shards are sent separately."""
+        """Content of the packed collective, without zero-copy and dealt shards."""
         even = [i for i in self.order if self.items[i].shard.is_even]
-        return self._pack(even[: len(even) - len(self.zero_copy)], self.packed_nbytes)
-
-    @cached_property
-    def whole(self) -> Packed:
-        """Content of the collective if zero-copy shards are packed too. Excludes dealt shards."""
-        if not self.zero_copy:
-            return self.packed
-        even = [i for i in self.order if self.items[i].shard.is_even]
-        return self._pack(even, self.gather_nbytes)
-
-    def _pack(self, indices: list[int], nbytes: int) -> Packed:
+        indices = tuple(even[: len(even) - len(self.zero_copy)])
         padded = [self.items[index].sent_nbytes(self.rank) for index in indices]
         rank_major = all(self.items[index].lands_as_it_is for index in indices)
         sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
-        is_dense = rank_major and sum(padded) == nbytes > 0
+        is_dense = rank_major and sum(padded) == self.packed_nbytes > 0
         shapes = tuple(zip(map(self.ranks_of, indices), sizes, strict=True))
         is_one_split = is_dense and all(ranks == self.size for ranks, _ in shapes)
-        return Packed(tuple(indices), nbytes, sizes, shapes, is_dense, is_one_split)
+        return Packed(indices, self.packed_nbytes, sizes, shapes, is_dense, is_one_split)
 
     def ranks_of(self, index: int) -> int:
         """Return the number of ranks whose rows are unpacked; all ranks for a zero-copy item."""
@@ -484,45 +456,29 @@ class GatherLayout:
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
-        return tuple(i for i in self.order if self.items[i].shard.is_replicated)
-
-    def tail_item(self, numel: int) -> GatherItem | None:
-        """Return a tail of ``numel`` elements in the dtypes of the widest sharded items, or in
-        bytes if all parameters are extended (no items). Return None if nothing is sent."""
-        if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.landing.pieces):
-            return None
-        dtypes = torch.uint8, torch.uint8
-        if self.items:
-            first = self.items[self.order[0]]
-            dtypes = first.storage_dtype, first.compute_dtype
-        shard = ShardLayout((self.size * numel,), (1,), 0, self.size)
-        return GatherItem(shard, *dtypes, is_tail=True)
+        return tuple(i for i in self.order if self.items[i].shard.dim is None)
 
     def has_full_of(self, other: GatherLayout) -> bool:
         """Return True if both layouts place unsharded parameters identically in the full buffer."""
-        mine = [item.compute_dtype for item in self.items]
-        return (
-            mine == [item.compute_dtype for item in other.items]
-            and self.full_offsets == other.full_offsets
-            and self.full_nbytes == other.full_nbytes
+        mine, theirs = (
+            ([item.compute_dtype for item in one.items], one.full_offsets, one.full_nbytes)
+            for one in (self, other)
         )
+        return mine == theirs
 
     def padded_nbytes(self, index: int) -> int:
         return self.items[index].sent_nbytes(self.rank)
 
 
+def _tail_shard(numel: int, size: int) -> ShardLayout:
+    return ShardLayout((size * numel,), (1,), 0, size)
+
+
 def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
     """Return the runs of ranks. See [Note: dealt parameters]."""
-    runs: list[Run] = []
-    last: list[int] | None = None
-    for rank in range(size):
-        rows = [shard.rows(rank) for shard in shards]
-        if rows == last:
-            runs[-1] = Run(runs[-1].first, runs[-1].ranks + 1)
-        else:
-            runs.append(Run(rank, 1))
-        last = rows
-    return runs
+    rows = [[shard.rows(rank) for shard in shards] for rank in range(size)]
+    groups = [list(run) for _, run in itertools.groupby(range(size), key=rows.__getitem__)]
+    return [Run(ranks[0], len(ranks)) for ranks in groups]
 
 
 def _land(
@@ -606,16 +562,15 @@ class ReduceLayout:
         the rule ``zero_copy`` and divide evenly are sent separately; None disables zero-copy. If
         all ranks add rows in the same order (``adds_alike``), replicated members need no slots."""
         sent_as = wire_dtype or dtype
-        dealt = [shard for shard in shards if shard.is_dealt]
+        dealt = [shard for shard in shards if shard.deal is not None]
         if dealt:  # one collective sends everything
             zero_copy = None
         unit = _dealt_unit(dtype, sent_as)
         runs = runs_of(dealt, size) if dealt else []
-        dealt_numels: list[int] = []
-        for run in runs:
-            kept = sum(align(shard.kept_numel(run.first), unit) for shard in dealt)
-            dealt_numels += [kept] * run.ranks
-
+        dealt_numels = [
+            sum(align(shard.kept_numel(each), unit) for shard in dealt)
+            for each in range(size if dealt else 0)
+        ]
         alone = [
             position
             for position, shard in enumerate(shards)
@@ -626,16 +581,16 @@ class ReduceLayout:
             offsets[position] = end
             end += shards[position].padded_numel
         for position, shard in enumerate(shards):
-            if shard.is_dealt:
+            if shard.deal is not None:
                 offsets[position] = end
                 end += align(shard.kept_numel(rank), unit)
         packed_start = end
         for position, shard in enumerate(shards):
-            if position in alone or shard.is_dealt:
+            if position in alone or shard.deal is not None:
                 continue
             offsets[position] = end
             most = 0 if adds_alike else MAX_SLOTTED_NUMEL // (shard.numel or 1)
-            slotted[position] = shard.is_replicated and 1 < size <= most
+            slotted[position] = shard.dim is None and 1 < size <= most
             end += shard.padded_numel * (size if slotted[position] else 1)
         layout = ReduceLayout(
             size=size,
@@ -679,7 +634,7 @@ class ReduceLayout:
         spans = [
             (self.offsets[position], self.offsets[position] + self.width(position))
             for position, shard in enumerate(self.shards)
-            if shard.is_replicated
+            if shard.dim is None
         ]
         spans.append((self.tail_start - self.tail_gap, self.numel))
         return tuple((first, last) for first, last in spans if first < last)
@@ -687,7 +642,7 @@ class ReduceLayout:
     @cached_property
     def dealt(self) -> tuple[int, ...]:
         """Positions of the dealt members, in their order in each piece."""
-        return tuple(p for p, shard in enumerate(self.shards) if shard.is_dealt and shard.numel)
+        return tuple(p for p, shard in enumerate(self.shards) if shard.deal and shard.numel)
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from fsdp2._core.params.layout import (
     SCALE_DTYPE,
     Coding,
     GatherLayout,
-    Packed,
     ShardLayout,
     contiguous_stride,
 )
@@ -90,15 +89,6 @@ def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
         torch_tensors.copy_all(targets, values)
 
 
-def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:
-    """View codes ``[n, *room]`` and scales ``[n, S]`` in bytes ``[n, nbytes]``."""
-    numel = math.prod(room)
-    start = coding.scales_start(room)
-    end = start + coding.scale_count(room) * SCALE_DTYPE.itemsize
-    codes = rows[:, :numel].view(coding.dtype).unflatten(1, tuple(room))
-    return Codes(codes, rows[:, start:end].view(SCALE_DTYPE))
-
-
 def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     return buffer[start : start + numel * dtype.itemsize].view(dtype)
 
@@ -141,38 +131,35 @@ def cast_shards(
     layout: GatherLayout,
     rank: int,
 ) -> None:
-    """Fill the send buffer from the shard buffer, with one kernel per uncoded segment."""
-    _encode(shards, send, layout, rank)
+    """Fill the send buffer from the shard buffer, with one kernel per uncoded segment. Encode all
+    coded ones together."""
+    rows: list[Tensor] = []
+    targets: list[Tensor] = []
+    scales: list[Tensor] = []
+    how = layout.coding
+    out = None if how is None else Views(send, how)
     for segment in layout.segments:
-        if segment.is_coded:
+        if not segment.is_coded:
+            source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
+            typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
             continue
-        source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
-        typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
-
-
-def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
-    for how in layout.codings:
-        rows: list[Tensor] = []
-        targets: list[Tensor] = []
-        scales: list[Tensor] = []
-        out = Views(send, how)
-        for segment in layout.segments:
-            index = segment.indices[0]
-            item = layout.items[index]
-            shape = item.shard.shard_shape(rank)
-            if item.coding != how or not math.prod(shape):
-                continue
-            flat = typed(shards, segment.shard_start, math.prod(shape), item.storage_dtype).view(
-                how.scale_count(shape), -1
-            )
-            rows.append(flat)
-            room, start = item.room(rank), layout.send_offsets[index]
-            made = out.at(start, tuple(flat.shape), room)
-            targets.append(made.codes[0])
-            scales.append(made.scales[0])
-        if rows:
-            values, found = encode(rows, how)
-            torch_tensors.copy_all([*targets, *scales], [*values, *found])
+        index = segment.indices[0]
+        item = layout.items[index]
+        shape = item.shard.shard_shape(rank)
+        if not math.prod(shape):
+            continue
+        assert how is not None
+        assert out is not None
+        source = typed(shards, segment.shard_start, math.prod(shape), item.storage_dtype)
+        flat = source.view(how.scale_count(shape), -1)
+        made = out.at(layout.send_offsets[index], tuple(flat.shape), item.room(rank))
+        rows.append(flat)
+        targets.append(made.codes[0])
+        scales.append(made.scales[0])
+    if rows:
+        assert how is not None
+        values, found = encode(rows, how)
+        torch_tensors.copy_all([*targets, *scales], [*values, *found])
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
@@ -196,7 +183,7 @@ def gather_targets(
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
-        if item.shard.is_replicated or not item.lands_as_it_is:
+        if item.shard.dim is None or not item.lands_as_it_is:
             flat = typed(full, start, item.shard.numel, item.compute_dtype)
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:
@@ -236,13 +223,13 @@ def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor
     """Copy gathered rows of dealt parameters into ``targets`` (from ``dealt_targets``)."""
     plain: list[Tensor] = []
     sources: list[Tensor] = []
-    coded = Decoding(landing)
+    coded = Decoding(landing, layout.coding)
     flat = landing.view(torch.uint8)
     for (index, run, start), target in zip(layout.landing.copied, targets, strict=True):
         item = layout.items[index]
         shape, step = item.shard.shard_shape(run.first), layout.landing.pieces[run.first]
         if item.coding is not None:
-            coded.add(target, item.coding, start, shape, step)
+            coded.add(target, start, shape, step)
             continue
         size = (run.ranks, item.sent_nbytes(run.first))
         rows = flat.as_strided(size, (step, 1), flat.storage_offset() + start)
@@ -266,17 +253,13 @@ def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
     return targets
 
 
-def unpack(
-    gathered: Tensor,
-    layout: GatherLayout,
-    packed: Packed,
-    targets: list[Tensor],
-) -> None:
+def unpack(gathered: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
     """Copy the result of one all-gather, ``[W, C]``, into ``targets`` (from ``gather_targets``)."""
+    packed = layout.packed
     if packed.is_one_split:
         torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
         return
-    coded = Decoding(gathered)
+    coded = Decoding(gathered, layout.coding)
     for target, index in zip(targets, packed.order, strict=True):
         item, start = layout.items[index], layout.send_offsets[index]
         if item.shard.numel == 0:
@@ -285,7 +268,7 @@ def unpack(
             begin = start // gathered.dtype.itemsize
             target.copy_(gathered[: len(target), begin : begin + target.shape[1]])
         elif item.coding is not None:
-            coded.add_padded(target, item.coding, start, item.shard)
+            coded.add_padded(target, start, item.shard)
         else:
             rows = gathered.view(torch.uint8)[:, start : start + layout.padded_nbytes(index)]
             _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
@@ -309,38 +292,23 @@ def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
 class Decoding:
     """Collects encoded shards, to decode all of them together."""
 
-    def __init__(self, gathered: Tensor) -> None:
+    def __init__(self, gathered: Tensor, how: Coding | None) -> None:
         self._gathered = gathered
-        self._views: dict[Coding, Views] = {}
+        self._views = None if how is None else Views(gathered.view(torch.uint8), how)
         self._targets: list[Tensor] = []
         self._made: list[Codes] = []
 
-    def add(
-        self,
-        target: Tensor,
-        how: Coding,
-        start: int,
-        room: Sequence[int],
-        step: int,
-    ) -> None:
+    def add(self, target: Tensor, start: int, room: Sequence[int], step: int) -> None:
         """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, the first at ``start``."""
-        views = self._views.get(how)
-        if views is None:
-            views = self._views[how] = Views(self._gathered.view(torch.uint8), how)
+        assert self._views is not None
         self._targets.append(target)
-        self._made.append(views.at(start, target.shape[1:], room, len(target), step))
+        self._made.append(self._views.at(start, target.shape[1:], room, len(target), step))
 
-    def add_padded(
-        self,
-        target: Tensor,
-        how: Coding,
-        start: int,
-        shard: ShardLayout,
-    ) -> None:
+    def add_padded(self, target: Tensor, start: int, shard: ShardLayout) -> None:
         """Add all ranks' padded shards, each at byte ``start`` of its row of ``[W, C]``."""
         step = self._gathered.stride(0) * self._gathered.itemsize
         for first, part in _shards_in(target, shard):
-            self.add(part, how, start + first * step, shard.padded_shape, step)
+            self.add(part, start + first * step, shard.padded_shape, step)
 
     def run(self) -> None:
         if self._targets:
@@ -354,7 +322,11 @@ def decode_padded(
     how: Coding,
 ) -> None:
     """Decode all ranks' padded shards from bytes ``[W, nbytes]``, as part of a traced graph."""
-    codes, scales = parts(rows, how, shard.padded_shape)
+    room = shard.padded_shape
+    start = how.scales_start(room)
+    end = start + how.scale_count(room) * SCALE_DTYPE.itemsize
+    scales = rows[:, start:end].view(SCALE_DTYPE)
+    codes = rows[:, : shard.padded_numel].view(how.dtype).unflatten(1, room)
     for first, part in _shards_in(target, shard):
         count = how.scale_count(part.shape[1:])
         own = scales[first : first + len(part), :count]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._core.base import torch_autograd, torch_dtensor
 from fsdp2._core.base.errors import ConfigError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._core.params.layout import Coding, ShardLayout
+from fsdp2._core.params.layout import Coding, GatherItem, ShardLayout
 from fsdp2._core.params.parts import Part
 from fsdp2._core.params.placement import ParamPlacement
 from fsdp2._core.params.registration import Forms, ParamState, Registration, Site
@@ -179,6 +179,13 @@ class FSDPParam(Forms):
             return None
         keeps_values = coding.by_row and layout.dim == 0
         return coding if keeps_values or not is_again else None
+
+    def item_of(self, layout: ShardLayout, is_again: bool = False) -> GatherItem:
+        """Describe a shard for a gather. ``is_again``: a shard of gathered values."""
+        stored, coding = self.storage_dtype, self.coding_of(layout, is_again)
+        if is_again:
+            stored = self.compute_dtype
+        return GatherItem(layout, stored, self.compute_dtype, coding=coding)
 
     @property
     def _computed_dtype(self) -> torch.dtype:

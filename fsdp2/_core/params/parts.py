@@ -117,24 +117,24 @@ def to_send(shard: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
     return tuple(tensors[p.name].movedim(p.dim, 0) for p in parts if p.dim is not None)
 
 
-def whole_of(
-    shard: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor], shape: Sequence[int]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a full tensor and its sharded inner tensors, from ``gathered`` (sharded dim first)."""
-    tensors, rows = inside(shard), iter(gathered)
-    for part in parts:
-        if part.dim is not None:
-            one = next(rows).movedim(0, part.dim)
-            tensors[part.name] = one.contiguous()
-    divided = tuple(tensors[part.name] for part in parts if part.dim is not None)
-    return put_together(shard, tensors, shape), divided
-
-
-def fill_again(whole: Tensor, parts: Sequence[Part], gathered: Sequence[Tensor]) -> None:
-    """Refill the sharded inner tensors of a full tensor after their memory was freed."""
-    tensors, rows = inside(whole), iter(gathered)
-    for part in parts:
-        if part.dim is not None:
-            source, target = next(rows).movedim(0, part.dim), tensors[part.name]
-            if source.data_ptr() != target.data_ptr():
-                target.copy_(source)
+def rebuild(
+    shard: Tensor,
+    parts: Sequence[Part],
+    shape: Sequence[int],
+    gathered: Sequence[Tensor],
+    _metadata: Any,
+    _dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """Do what the post-gather method of an extension does. ``gathered``: sharded dim first. Return
+    a full tensor and its sharded inner tensors, or refill those of ``out`` (memory was freed)."""
+    divided = [part for part in parts if part.dim is not None]
+    moved = {p.name: one.movedim(0, p.dim) for p, one in zip(divided, gathered, strict=True)}  # type: ignore[arg-type]  # not None
+    if out is None:
+        made = {name: source.contiguous() for name, source in moved.items()}
+        return put_together(shard, inside(shard) | made, shape), tuple(made.values())
+    for name, source in moved.items():
+        target = getattr(torch_dtensor.local_part(out), name)
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    return None

@@ -139,46 +139,41 @@ def _place(
 ) -> ParamPlacement:
     if annotation is not None:
         param = annotation.placed(param)
-    local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
+    local = torch_dtensor.local_part(param)
+    mesh, roles, own, data_axes = _own_axes(param, fqn, data)
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
-    if SHARD not in own.roles:
+    if SHARD not in roles:
         dim = 0 if local.dim() else None  # every rank has all rows; dim 0 is cheapest
     # check the full parameter, so that tensor-parallel ranks agree even if their part is empty
-    if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
+    if SHARD not in roles or data.shard.size == 1 or not param.numel():
         deal = None
-    rest = iter(own.placements)
-    placements = [next(rest) if role == OWN else Replicate() for role in own.roles]
-    if SHARD in own.roles and dim is not None:
-        axis = own.roles.index(SHARD)
+    rest = iter(own)
+    placements = [next(rest) if role == OWN else Replicate() for role in roles]
+    if SHARD in roles and dim is not None:
+        axis = roles.index(SHARD)
         factor = 1  # axes to the right split the dim first
         for right in range(axis + 1, len(placements)):
             if torch_dtensor.shards_dim(placements[right], dim):
-                factor *= own.mesh.size(right)
+                factor *= mesh.size(right)
         placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
         if deal is not None:
-            is_divided = any(torch_dtensor.shards_dim(p, dim) for p in own.placements)
+            is_divided = any(torch_dtensor.shards_dim(p, dim) for p in own)
             if deal.owner is None and is_divided:
                 raise ConfigError(
                     "FS213",
                     f"{fqn} {deal.asked_by}, but tensor parallelism also shards its dim {dim} "
-                    f"({own.placements}). Align another dim, or return Shard({dim}).",
+                    f"({own}). Align another dim, or return Shard({dim}).",
                 )
             placements[axis] = torch_dealt.Dealt(dim, deal)
     shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
     layout = ShardLayout(shape, stride, dim, data.shard.size, deal)
     stride = stride if spec is None else tuple(param.stride())
     sharded, shape = tuple(placements), tuple(param.shape)
-    return ParamPlacement(layout, own.mesh, sharded, shape, stride, spec, own.data_axes, annotation)
+    return ParamPlacement(layout, mesh, sharded, shape, stride, spec, data_axes, annotation)
 
 
-@dataclass(frozen=True)
-class _OwnAxes:
-    """Mesh and axis roles of a sharded parameter, and placements on its own axes, in order."""
-
-    mesh: DeviceMesh
-    roles: tuple[str, ...]
-    placements: tuple[Placement, ...] = ()
-    data_axes: tuple[int, ...] = ()
+_OwnAxes = tuple[DeviceMesh, tuple[str, ...], tuple[Placement, ...], tuple[int, ...]]
+"""Mesh and axis roles of a sharded parameter, placements on its own axes, and its data axes."""
 
 
 def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
@@ -190,10 +185,10 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
                 f"{data.mesh} that are not data-parallel. Convert it to a DTensor first, with "
                 "torch.distributed.tensor.distribute_module or parallelize_module.",
             )
-        return _OwnAxes(data.mesh, data.roles)
+        return data.mesh, data.roles, (), ()
     if data.full is None or data.dims is None:
         roles = (*data.roles, *(OWN,) * param.device_mesh.ndim)
-        return _OwnAxes(_join(fqn, data.mesh, param.device_mesh), roles, tuple(param.placements))
+        return _join(fqn, data.mesh, param.device_mesh), roles, tuple(param.placements), ()
     if param.device_mesh != data.full:
         raise ConfigError(
             "FS219",
@@ -217,7 +212,7 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
                 f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
                 f"{placement}. Distribute it only over dims that are not in dp_mesh_dims.",
             )
-    return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
+    return data.mesh, data.roles, tuple(own), tuple(data_axes)
 
 
 def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
@@ -261,14 +256,22 @@ def claim_of(
     """Return the blocks to deal to ranks, or None to store rows in chunks (also for an aligned
     parameter if no chunk ends inside a block). ConfigError: the owner is not a rank of the axis.
     UnsupportedError: this torch version does not support dealt parameters."""
-    is_asked = isinstance(choice, Whole | Aligned)
-    if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
+    if not isinstance(choice, Whole | Aligned) or dim is None:
         return None
-    claim: Claim
+    if data.shard.size == 1 or not param.numel():
+        return None
+    shape, itemsize = tuple(param.shape), param.dtype.itemsize
     if isinstance(choice, Whole):
-        claim = _whole_claim(choice, param, fqn, data)
+        owner = choice.owner
+        if owner is not None and (type(owner) is not int or not 0 <= owner < data.shard.size):
+            raise ConfigError(
+                "FS213",
+                f"{fqn}: shard_placement_fn returned {choice!r}, but the mesh has "
+                f"{data.shard.size} ranks to shard over. Pass an owner from 0 to "
+                f"{data.shard.size - 1}, or no owner.",
+            )
+        claim = Claim(shape, itemsize, 0, EVERYTHING, owner)
     else:
-        assert isinstance(choice, Aligned)
         length, block, least = param.shape[dim], choice.multiple_of, choice.at_least
         if choice.dim is None:  # rows that contain full blocks of elements
             row = _row_numel(param)
@@ -279,7 +282,7 @@ def claim_of(
         block *= -(-least // block)
         if block >= length or (is_long and 2 * block > length):
             block, is_long = EVERYTHING, False
-        claim = Claim(tuple(param.shape), param.dtype.itemsize, dim, block, is_long=is_long)
+        claim = Claim(shape, itemsize, dim, block, is_long=is_long)
     if not torch_dtensor.asks_subclasses():
         raise UnsupportedError(
             "FS233",
@@ -297,22 +300,6 @@ def _row_numel(param: torch.Tensor) -> int:
         for axis, placement in enumerate(param.placements):
             parts *= 1 if placement.is_replicate() else param.device_mesh.size(axis)
     return 1 if numel % parts else numel // parts
-
-
-def _whole_claim(
-    choice: Whole,
-    param: torch.Tensor,
-    fqn: str,
-    data: DataMesh,
-) -> Claim:
-    owner = choice.owner
-    if owner is not None and (type(owner) is not int or not 0 <= owner < data.shard.size):
-        raise ConfigError(
-            "FS213",
-            f"{fqn}: shard_placement_fn returned {choice!r}, but the mesh has {data.shard.size} "
-            f"ranks to shard over. Pass an owner from 0 to {data.shard.size - 1}, or no owner.",
-        )
-    return Claim(tuple(param.shape), param.dtype.itemsize, 0, EVERYTHING, owner)
 
 
 def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:

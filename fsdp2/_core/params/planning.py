@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2._core.agreement.agreement import GATHER_STAMP_NUMEL, Signature
 from fsdp2._core.agreement.stamp import CollectiveIds, Stamp
 from fsdp2._core.base import torch_dtensor, torch_tensors
-from fsdp2._core.base.capabilities import ROW_NBYTES, capabilities
+from fsdp2._core.base.capabilities import ROW_NBYTES, ZeroCopy, capabilities
 from fsdp2._core.base.errors import ConfigError, StateError
 from fsdp2._core.base.policy import MixedPrecisionPolicy, Residence, Settings
-from fsdp2._core.comm.mesh import DataMesh
+from fsdp2._core.comm.mesh import DataMesh, MeshAxis
 from fsdp2._core.comm.wire import InFlight, Wire
 from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.buffers import FullBuffer, PostForward, ShardBuffer
@@ -93,27 +94,23 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
     )
 
 
+@dataclass(eq=False)
 class Buffers:
     """The buffers of a group. ``params`` is the group's own list, not a copy."""
 
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        data: DataMesh,
-        policy: MixedPrecisionPolicy,
-        residence: Residence,
-        ids: CollectiveIds,
-    ) -> None:
-        self._params = params
-        self._data = data
-        self._residence = residence
-        self._ids = ids
-        self._trims = capabilities(residence.compute).is_host
-        self.home: ShardBuffer | None = None  # the shards; None in a copied group until it plans
-        self.post_forward = PostForward()
-        self.full: FullBuffer | None = None  # unsharded parameters, made by the first gather
-        # data of extended parameters, sent after the other parameters
-        self.open_tail = ExtensionTail(data, policy, residence.compute)
+    _params: Sequence[FSDPParam]
+    _data: DataMesh
+    policy: InitVar[MixedPrecisionPolicy]
+    _residence: Residence
+    _ids: CollectiveIds
+    rule: ZeroCopy | None = None  # of the current plan; see ``rule_for``
+    home: ShardBuffer | None = None  # the shards; None in a copied group until it plans
+    post_forward: PostForward = field(default_factory=PostForward)
+    full: FullBuffer | None = None  # unsharded parameters, made by the first gather
+
+    def __post_init__(self, policy: MixedPrecisionPolicy) -> None:
+        self._trims = capabilities(self._residence.compute).is_host
+        self.compute_by(policy)
 
     @property
     def all(self) -> list[ShardBuffer]:
@@ -136,7 +133,14 @@ class Buffers:
     def lies_in(self, storage: torch.UntypedStorage) -> bool:
         return self.full is not None and self.full.number == torch_tensors.number_of(storage)
 
+    def rule_for(self, wire: Wire) -> ZeroCopy | None:
+        """Return the rule for gathering parameters separately. A custom all-gather, and one that
+        also sends the data of extensions, needs one packed buffer."""
+        is_extended = any(param.wrapped.is_extended for param in self._params)
+        return wire.zero_copy if wire.gathers_zero_copy and not is_extended else None
+
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
+        # data of extended parameters, sent after the other parameters
         self.open_tail = ExtensionTail(self._data, policy, self._residence.compute)
 
     @torch.inference_mode(False)
@@ -155,34 +159,23 @@ class Buffers:
                 "Move the entire module to one device.",
             )
         self._split([source for source, _ in sources])
+        self.rule = self.rule_for(wire)
         for param, (source, _) in zip(self._params, sources, strict=True):
             param.storage_dtype = source.dtype
-        items = [
-            GatherItem(
-                param.placement.layout,
-                param.storage_dtype,
-                param.compute_dtype,
-                coding=param.coding_of(param.placement.layout),
-            )
-            for param in self.flat_params
-        ]
-        smaller, stamp = self.post_forward.mesh, self._ids.gather
-        others = () if smaller is None else (smaller.shard.size,)
-        layout = self._layout_of(items, self._data.shard.size, others, stamp, wire)
-        if self.home is None or not layout.has_full_of(self.home.layout):
-            self.full = self.post_forward.buffer = None
+        items = [param.item_of(param.placement.layout) for param in self.flat_params]
         device, residence = devices.pop(), self._residence
         if residence.is_away and device.type != "meta":
             device = residence.storage
-        buffer = ShardBuffer(
-            layout,
+        buffer = self._buffer_of(
+            items,
             self._data.shard,
             device,
             compute=residence.compute if residence.is_away else None,
             pinned=residence.is_pinned and device.type == "cpu",
-            tail=stamp if len(layout.items) > len(items) else None,
         )
-        self._number(buffer, stamp, wire)
+        if self.home is None or not buffer.layout.has_full_of(self.home.layout):
+            self.full = self.post_forward.buffer = None
+        self._number(buffer, wire)
         if self.full is not None:
             self.full.bind(buffer)
         index = 0
@@ -197,24 +190,26 @@ class Buffers:
         self.open_tail.plan([param for param in self._params if param.wrapped.is_extended])
         self.home = buffer
 
-    def _layout_of(
-        self,
-        items: Sequence[GatherItem],
-        size: int,
-        others: tuple[int, ...],
-        stamp: Stamp | None,
-        wire: Wire,
-    ) -> GatherLayout:
+    def _stamp_of(self, axis: MeshAxis) -> Stamp | None:
+        return self._ids.gather if axis is self._data.shard else self._ids.gather_smaller
+
+    def _buffer_of(
+        self, items: Sequence[GatherItem], axis: MeshAxis, device: torch.device, **how: Any
+    ) -> ShardBuffer:
+        """Plan a buffer over the full axis or, between forward and backward, over the smaller."""
+        stamp, rank = self._stamp_of(axis), self._data.shard.rank
+        meshes = (self._data, self.post_forward.mesh)
+        others = tuple(m.shard.size for m in meshes if m is not None and m.shard is not axis)
         numel = 0 if stamp is None else GATHER_STAMP_NUMEL
-        # without dealt parameters, the plan does not depend on the rank
-        rank = self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0
-        return _plan_layout(tuple(items), size, numel, others, wire.zero_copy, rank, self._trims)
+        layout = _plan_layout(tuple(items), axis.size, others, self.rule, rank, self._trims, numel)
+        tail = stamp if len(layout.items) > len(items) else None
+        return ShardBuffer(layout, axis, device, tail=tail, **how)
 
     def _split(self, shards: Sequence[Tensor]) -> None:
         """Move extended parameters out of the flat buffer. On error, nothing changes."""
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
-        dealt = [p for p in self._params if p.placement.layout.is_dealt]
+        dealt = [p for p in self._params if p.placement.layout.deal is not None]
         if self.post_forward.mesh is not None:
             for param in (*some_extended, *dealt):
                 refuse_smaller(param.fqn, param.placement.layout.deal)
@@ -239,13 +234,12 @@ class Buffers:
 
     def number(self, wire: Wire) -> None:
         """Number the gathers by their current signatures, and register them for later checks."""
-        if self.home is not None:
-            self._number(self.home, self._ids.gather, wire)
-        if self.post_forward.buffer is not None:
-            self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
+        for buffer in self.all:
+            self._number(buffer, wire)
 
-    def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
+    def _number(self, buffer: ShardBuffer, wire: Wire) -> None:
         """Number a buffer's gather; none may be in flight. Extended data is checked separately."""
+        stamp = self._stamp_of(buffer.axis)
         buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
@@ -292,21 +286,12 @@ class Buffers:
         """Plan the shards over the smaller mesh; the full buffer keeps its layout."""
         placements = [shrink(param.placement, smaller) for param in self._params]
         items = [
-            GatherItem(
-                placement.layout,
-                param.compute_dtype,
-                param.compute_dtype,
-                coding=param.coding_of(placement.layout, is_again=True),
-            )
+            param.item_of(placement.layout, is_again=True)
             for placement, param in zip(placements, self._params, strict=True)
         ]
-        stamp, others = self._ids.gather_smaller, (self._data.shard.size,)
-        layout = self._layout_of(items, smaller.shard.size, others, stamp, wire)
-        tail = stamp if len(layout.items) > len(items) else None
-        device = self._residence.compute
-        buffer = ShardBuffer(layout, smaller.shard, device, is_freed=True, tail=tail)
+        buffer = self._buffer_of(items, smaller.shard, self._residence.compute, is_freed=True)
         self.post_forward.buffer = buffer
-        self._number(buffer, stamp, wire)
+        self._number(buffer, wire)
         for param, placement, local in zip(self._params, placements, buffer.shards, strict=False):
             param.set_post_forward(local, placement)
         self.post_forward.free()
@@ -317,7 +302,7 @@ class Buffers:
         tail.before()
         if buffer.open_tail_nbytes != tail.nbytes:
             buffer.open_tail_nbytes = tail.nbytes
-            self._number(buffer, self._ids.gather, wire)
+            self._number(buffer, wire)
         return buffer.gather(wire, async_op, tail.write)
 
     @torch.no_grad()
@@ -351,7 +336,7 @@ class Buffers:
 
 
 # equal blocks of a model share a plan
-_plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan_with_tail)
+_plan_layout = functools.lru_cache(maxsize=64)(GatherLayout.plan)
 
 
 # Plans of reductions.
@@ -397,7 +382,11 @@ class ReducePlan:
     dtypes: frozenset[torch.dtype]  # dtypes of the gradients of one backward
     codes: list[float]
     complete: Tensor
-    free: list[FSDPParam]  # members reduced in the dtype of their gradients
+
+    @cached_property
+    def free(self) -> list[FSDPParam]:
+        """Members reduced in the dtype of their gradients."""
+        return _reduced_in_any(self.members)
 
     @cached_property
     def is_annotated(self) -> bool:
@@ -420,46 +409,45 @@ class Unreduced:
         self.become(Unreduced())
 
 
+@dataclass(eq=False)
 class ReducePlanner:
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        data: DataMesh,
-        residence: Residence,
-        ids: CollectiveIds,
-        unreduced: Unreduced,
-    ) -> None:
-        self._params = params
-        self._data = data
-        self._residence = residence
-        self._ids = ids
-        self._unreduced = unreduced
-        # reset to None when an input of the plan changes
-        self.current: ReducePlan | None = None
-        self._layout: ReduceLayout | None = None  # layout of the last plan, and of a partial sum
-        # plan and settings for which the scale and the stamps are valid
-        self.prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
-        self.scale = GradientScale(1.0, 1.0)
-        # tails of the plan on a rank that has all gradients, keyed by the codes of the stamps
-        self._completes: dict[tuple[float, ...], Tensor] = {}
-        self._is_partial = False  # True: reductions exclude replicas, and have other numbers
+    """Plans the reductions of one group. ``Reducer`` carries them out."""
+
+    params: Sequence[FSDPParam]
+    data: DataMesh
+    _residence: Residence
+    ids: CollectiveIds
+    wire: Wire = field(default_factory=Wire)  # also used by the group's gathers
+    unreduced: Unreduced = field(default_factory=Unreduced)
+    current_plan: ReducePlan | None = None  # reset to None when an input of the plan changes
+    scale: GradientScale = GradientScale(1.0, 1.0)
+    _layout: ReduceLayout | None = None  # layout of the last plan, and of a partial sum
+    # plan and settings for which the scale and the stamps are valid
+    _prepared: tuple[ReducePlan | None, Settings | None] = (None, None)
+    # tails of the plan on a rank that has all gradients, keyed by the codes of the stamps
+    _completes: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
+    _is_partial: bool = False  # True: reductions exclude replicas, and have other numbers
 
     def see_dtypes(self) -> None:
         """Drop the plan if all-gather extensions returned unexpected dtypes."""
-        plan = self.current
+        plan = self.current_plan
         members = [] if plan is None else plan.members
         if plan is not None and members and plan.dtypes != {p.backward_dtype for p in members}:
-            self.current = None
+            self.current_plan = None
+
+    def plan(self) -> ReducePlan:
+        """Return the current plan, or make one. Plans are equal on all ranks."""
+        return self.current_plan or self._make()
 
     @torch.inference_mode(False)
-    def make(self, wire: Wire) -> ReducePlan:
-        indices = [i for i, param in enumerate(self._params) if param.trainable]
-        members = [self._params[i] for i in indices]
+    def _make(self) -> ReducePlan:
+        indices = [i for i, param in enumerate(self.params) if param.trainable]
+        members = [self.params[i] for i in indices]
         dtypes = {param.backward_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
         dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
-        size = self._data.shard.size
+        size, wire = self.data.shard.size, self.wire
         # a real wire dtype cannot represent imaginary parts
         chosen = None if dtype.is_complex else wire.gradient_dtype
         wire_dtype = dtype if size == 1 else chosen or dtype
@@ -470,41 +458,40 @@ class ReducePlanner:
             shards,
             size,
             dtype,
-            len(members) + self._ids.reductions.numel,
+            len(members) + self.ids.reductions.numel,
             wire_dtype,
             wire.zero_copy if as_it_is and wire.scatters_zero_copy else None,
             ROW_NBYTES,
-            self._data.shard.rank,
+            self.data.shard.rank,
             wire.adds_alike,
         )
-        is_renumbered = self._number(layout, wire)
-        codes = self._ids.reductions.codes
+        is_renumbered = self._number(layout)
+        codes = self.ids.reductions.codes
         complete = gradient_packing.tail(codes, layout, grad_dtype, self._residence.compute)
-        if self._unreduced.partial is not None:
+        if self.unreduced.partial is not None:
             old = self._layout or layout
-            self._unreduced.partial = _rearranged(self._unreduced.partial, old, layout)
+            self.unreduced.partial = _rearranged(self.unreduced.partial, old, layout)
         self._layout = layout
         self._completes = {tuple(codes): complete}
         if is_renumbered:
             self._erase_stamps()
-        free = _reduced_in_any(members)
-        plan = ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete, free)
-        self.current = plan
+        plan = ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
+        self.current_plan = plan
         return plan
 
     def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
         """Dtype of the reduction, wide enough for all members and an existing partial sum."""
         dtypes = {param.accumulated_dtype for param in members}
-        if self._unreduced.partial is not None and _reduced_in_any(members):
-            dtypes.add(self._unreduced.partial.dtype)  # may be wider, from an earlier backward
+        if self.unreduced.partial is not None and _reduced_in_any(members):
+            dtypes.add(self.unreduced.partial.dtype)  # may be wider, from an earlier backward
         return functools.reduce(torch.promote_types, dtypes)
 
-    def _number(self, layout: ReduceLayout, wire: Wire) -> bool:
+    def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by their signatures. Return True if a number changed."""
-        _, scatter = wire.custom
+        _, scatter = self.wire.custom
         members = (layout.members, [shard.signature for shard in layout.shards])
         tensors = tuple(
-            (self._params[i].fqn, shard.shape)
+            (self.params[i].fqn, shard.shape)
             for i, shard in zip(layout.members, layout.shards, strict=True)
         )
 
@@ -514,46 +501,44 @@ class ReducePlanner:
             alone, is_partial = len(layout.zero_copy), self._is_partial
             return Signature(members, alone, dtypes, is_custom, is_partial, tensors)
 
-        return self._ids.reductions.number(signature_of)
+        return self.ids.reductions.number(signature_of)
 
-    def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
-        """Update the scale and the stamps to match the settings, and return the plan."""
-        is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
+    def prepare(self, settings: Settings) -> ReducePlan:
+        """Update the scale and the stamps to match the settings, and return the current plan."""
+        plan, prepared = self.current_plan, self._prepared
+        if plan is not None and prepared[0] is plan and prepared[1] is settings:
+            return plan
+        is_partial = self.data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
-            if self.current is not None:
-                self.current = self._renumbered(self.current, wire)
-        plan = self.current or self.make(wire)
-        self.prepared = (plan, settings)
+            if self.current_plan is not None:
+                self.current_plan = self._renumbered(self.current_plan)
+        plan = self.plan()
+        self._prepared = (plan, settings)
         layout = plan.layout
-        self.scale = scale = self.scale_for(layout.wire_dtype, settings, wire)
-        joined = 1.0 if scale.op == ReduceOp.AVG else self._data.size * scale.before
-        stamps, sent_as = self._ids.reductions, layout.wire_dtype
+        self.scale = scale = self.scale_for(layout.wire_dtype, settings)
+        joined = 1.0 if scale.op == ReduceOp.AVG else self.data.size * scale.before
+        stamps, sent_as = self.ids.reductions, layout.wire_dtype
         stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
         *zero_copy, packed = [layout.numel] if layout.pieces else layout.output_sizes
-        wire.exact = layout.exact
-        scattered = [packed, *zero_copy] * self._data.rows_between
-        stamps.register(wire, scattered, sent_as, scale.op, layout.pieces)
+        self.wire.exact = layout.exact
+        scattered = [packed, *zero_copy] * self.data.rows_between
+        stamps.register(self.wire, scattered, sent_as, scale.op, layout.pieces)
         return plan
 
-    def scale_for(
-        self,
-        dtype: torch.dtype,
-        settings: Settings,
-        wire: Wire,
-    ) -> GradientScale:
-        only_sums = settings.only_sums or wire.only_sums
-        count = wire.summands(self._data.size)
+    def scale_for(self, dtype: torch.dtype, settings: Settings) -> GradientScale:
+        only_sums = settings.only_sums or self.wire.only_sums
+        count = self.wire.summands(self.data.size)
         return GradientScale.choose(count, dtype, settings.divide_by, only_sums)
 
     @torch.inference_mode(False)
-    def _renumbered(self, plan: ReducePlan, wire: Wire) -> ReducePlan:
+    def _renumbered(self, plan: ReducePlan) -> ReducePlan:
         """Return the plan with current stamp numbers, and otherwise unchanged."""
         layout = plan.layout
-        if not self._number(layout, wire):
+        if not self._number(layout):
             return plan
         self._erase_stamps()
-        codes = self._ids.reductions.codes
+        codes = self.ids.reductions.codes
         complete = self._completes.get(tuple(codes))  # making a tail blocks the host
         if complete is None:
             complete = gradient_packing.tail(
@@ -562,31 +547,31 @@ class ReducePlanner:
             self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
 
-    def follow(self, plan: ReducePlan, settings: Settings, wire: Wire) -> ReducePlan:
+    def follow(self, plan: ReducePlan, settings: Settings) -> ReducePlan:
         """Plan again if a gradient without a fixed dtype has a different dtype than planned."""
         for param in plan.free:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None and grad.dtype is not param.accumulated_dtype:
                 param.found_dtype = grad.dtype
-                self.current = None
+                self.current_plan = None
         if self._sum_dtype(plan.members) is not plan.layout.dtype:
-            self.current = None
-        return self.prepare(settings, wire)
+            self.current_plan = None
+        return self.prepare(settings)
 
-    def separate(self, enable: bool, wire: Wire) -> None:
+    def separate(self, enable: bool) -> None:
         """Reduce over a separate process group if ``enable``, else the gathers' one. Collective."""
-        data = self._data
+        data, wire = self.data, self.wire
         wire.is_separate = enable
         is_other = enable and data.shard.size > 1
         shard = data.shard.separate() if is_other else data.shard
         wire.scatter_group = shard.pg if is_other else None
-        self._ids.renew_reductions(replace(data, shard=shard))
+        self.ids.renew_reductions(replace(data, shard=shard))
         self._erase_stamps()
-        self.current = None
+        self.current_plan = None
 
     def refuse_toggle(self, params: Sequence[FSDPParam]) -> None:
         """Raise StateError, on every rank, if ``requires_grad`` must not change now."""
-        if self._unreduced.is_owed or self._unreduced.partial is not None:
+        if self.unreduced.is_owed or self.unreduced.partial is not None:
             raise StateError(
                 "FS312",
                 f"{params[0].fqn}: requires_grad changed while gradients of its group are "
@@ -596,8 +581,8 @@ class ReducePlanner:
 
     def _erase_stamps(self) -> None:
         """Erase the stamps in a partial sum, because the next reduction has different stamps."""
-        if self._unreduced.partial is not None:
-            self._ids.reductions.erase(self._unreduced.partial)
+        if self.unreduced.partial is not None:
+            self.ids.reductions.erase(self.unreduced.partial)
 
 
 def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:

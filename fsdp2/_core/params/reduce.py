@@ -39,6 +39,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -54,12 +55,12 @@ from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import Observable
 from fsdp2._core.base.policy import Residence, Settings
 from fsdp2._core.comm.mesh import DataMesh
-from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire, memory_of
+from fsdp2._core.comm.wire import InFlight, StepContext, Streams, memory_of
 from fsdp2._core.params import gradient_packing
 from fsdp2._core.params.gradients import add_to, as_gradient, local_gradient, mismatch
 from fsdp2._core.params.layout import ReduceLayout
 from fsdp2._core.params.param import FSDPParam
-from fsdp2._core.params.planning import ReducePlan, ReducePlanner, Unreduced
+from fsdp2._core.params.planning import ReducePlan, ReducePlanner
 
 AllReduceHook = Callable[[Tensor], None]
 
@@ -184,14 +185,12 @@ class GradientBuffer:
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
         """Copy reduced values ``[numel]`` to the gradients; return gradients for ``deliver``."""
-        for flat in self._flats.values():
-            if flat is not reduced:
-                narrows = reduced.is_complex() and not flat.is_complex()
-                flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
+        copies = [(flat, reduced) for flat in self._flats.values() if flat is not reduced]
         for local, position in self._sums:
-            total = gradient_packing.sum_of_slots(reduced, self.layout, position)
-            narrows = total.is_complex() and not local.is_complex()
-            local.copy_(total.real if narrows else total, non_blocking=True)
+            copies.append((local, gradient_packing.sum_of_slots(reduced, self.layout, position)))
+        for target, source in copies:
+            narrows = source.is_complex() and not target.is_complex()
+            target.copy_(source.real if narrows else source, non_blocking=True)
         return self._grads
 
     def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
@@ -206,25 +205,19 @@ may_hold: WeakValueDictionary[int, Reducer] = WeakValueDictionary()
 """Reducers that may hold unreduced gradients; each optimizer step checks them."""
 
 
-class Reducer(Observable):
+class Reducer(ReducePlanner, Observable):
     """Reduces the gradients of one group, and keeps those that are not reduced yet."""
 
     def __init__(
         self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
     ) -> None:
-        self.params = params
-        self._residence = residence
+        super().__init__(params, data, residence, ids)
         # on a device, user streams may read gradients
         self.has_streams = not capabilities(residence.storage).is_host
-        self.data = data
-        self.ids = ids
         self._buffer: GradientBuffer | None = None  # the last reduction's buffer, kept for reuse
-        self.wire = Wire()  # also used by the group's gathers
         self._memory = memory_of(data.shard)
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
-        self.unreduced = Unreduced()
-        self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
         self.has_waited = False  # sync was off in the last backward
         self.deliveries = 0  # number of reductions that set gradients or added to them
 
@@ -234,10 +227,10 @@ class Reducer(Observable):
 
     def toggle(self, params: list[FSDPParam], settings: Settings) -> None:
         """Apply a changed ``requires_grad`` to every form of each parameter."""
-        self.planner.refuse_toggle(params)
+        self.refuse_toggle(params)
         for param in params:
             param.toggle()
-        self.planner.current = None
+        self.current_plan = None
         self.prepare(settings)  # now: other ranks may issue placeholders for the new plan
 
     def forget(self, param: FSDPParam) -> None:
@@ -274,18 +267,6 @@ class Reducer(Observable):
         for param in self.params:
             self.forget(param)
 
-    def plan(self) -> ReducePlan:
-        """Return the current plan, or make one. Plans are equal on all ranks."""
-        return self.planner.current or self.planner.make(self.wire)
-
-    def prepare(self, settings: Settings) -> ReducePlan:
-        """Update the scale to match the settings, and return the current plan."""
-        planner = self.planner
-        plan = planner.current
-        if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
-            return plan
-        return planner.prepare(settings, self.wire)
-
     def begin_sums(self, settings: Settings) -> None:
         """Set the dtypes in which autograd accumulates the gradients of the next backward. Needed
         only if sync is off, or was off in the last backward: otherwise nothing accumulates."""
@@ -309,7 +290,7 @@ class Reducer(Observable):
             may_hold[id(self)] = self
         plan = self.prepare(settings)
         if plan.free:
-            plan = self.planner.follow(plan, settings, self.wire)
+            plan = self.follow(plan, settings)
         layout = plan.layout
         if not layout.members:
             return None
@@ -330,12 +311,12 @@ class Reducer(Observable):
         if self.data.shard.size > 1:
             # before packing: this may exchange numbers, and a wire lends one buffer at a time
             self.ids.reductions.before()
-        device, kept = self._residence.compute, None
-        if layout.cut is not None and device.type == "cpu" and self.wire.sends_kept:
+        kept = None
+        if layout.cut is not None and behind.is_cpu and self.wire.sends_kept:
             shape = layout.size, layout.packed_numel
             kept = self._memory.take("reduce", shape, layout.wire_dtype, layout.cut)
-        inputs = gradient_packing.inputs_of(
-            grads, layout, self.data.shard.rank, behind, self.wire.allocate, device, is_mixed, kept
+        inputs = gradient_packing.pack_gradients(
+            grads, layout, self.data.shard.rank, behind, self.wire.allocate, is_mixed, kept
         )
         if settings.reduce_unused or self.hook is not None:
             absent = []  # members without a gradient on any rank get zeros
@@ -430,26 +411,21 @@ def _are_plain(grads: Sequence[Tensor | None]) -> bool:
     return set(map(type, grads)) == {Tensor} and set(map(_layout_of, grads)) == {torch.strided}
 
 
+@dataclass(eq=False)
 class Reduction:
     """The reduction of one group's gradients. Call start, advance and finish in this order."""
 
-    def __init__(
-        self,
-        owner: Reducer,
-        plan: ReducePlan,
-        inputs: list[Tensor],
-        absent: Sequence[int],
-        all_reduce: bool,
-        streams: Streams,
-    ) -> None:
-        self.owner = owner
-        self._plan = plan
-        self._absent = absent  # members without a gradient on this rank
-        self._all_reduce = all_reduce
-        self._streams = streams
+    owner: Reducer
+    _plan: ReducePlan
+    _inputs: list[Tensor]
+    _absent: Sequence[int]  # members without a gradient on this rank
+    _all_reduce: bool
+    _streams: Streams
+
+    def __post_init__(self) -> None:
+        owner, plan, inputs, streams = self.owner, self._plan, self._inputs, self._streams
         self._packed_on = streams.current  # the stream that owns the memory of the inputs
-        self._scale = owner.planner.scale
-        self._inputs = inputs
+        self._scale = owner.scale
         device = inputs[0].device
         self._buffer = owner.acquire(plan)
         only = self._buffer.only  # target of the reduction if gradients keep the reduce dtype
@@ -462,7 +438,8 @@ class Reduction:
         self._held: Tensor | None = None  # previous partial sum, kept until compute waits
         # gradients to set, and the counts of ranks if this rank lacks a gradient
         self._filled: tuple[list[Tensor], Tensor | None] | None = None
-        self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
+        waits = bool(self._absent) or owner._residence.is_away
+        self._waits_for_copy = waits and not inputs[0].is_cpu
 
     @property
     def nbytes(self) -> int:
@@ -479,10 +456,6 @@ class Reduction:
     def _is_borrowed(self) -> bool:
         """Return True if the sum is in memory lent by the wire."""
         return self._reduced is not self._place
-
-    @property
-    def _sums_replicas(self) -> bool:
-        return self.owner.data.summed.size > 1 and self._all_reduce
 
     def start(self) -> None:
         if self._scale.before != 1.0:
@@ -651,18 +624,15 @@ class Reduction:
             self._deliver(*self._filled)
         reduced = self._reduced
         self._drop()
-        if reduced is not None and self._sums_replicas:
+        if reduced is not None and self.owner.data.summed.size > 1 and self._all_reduce:
             self.owner.ids.reductions.arrived_late(reduced)
 
-    def abandon(self) -> None:
-        """Wait, and free the buffers without setting the gradients, which are lost."""
+    def abandon(self, has_run: bool) -> None:
+        """Wait if device work uses the buffers, and free them. The gradients are lost."""
+        if not has_run:
+            self._flight = None
         if self._flight is not None:
             self._flight.wait()
-        self._drop()
-
-    def forget(self) -> None:
-        """Free the buffers without waiting: no device work uses them."""
-        self._flight = None
         self._drop()
 
     def _hold_back(self, flight: InFlight) -> None:
@@ -773,19 +743,13 @@ class ReductionQueue:
         self._running.clear()
         self.settle()
 
-    def forget(self) -> None:
-        """Drop reductions in flight without waiting: they were captured, but never ran."""
-        for reduction in (*self._returned, *self._running):
-            reduction.forget()
-        self._returned.clear()
-        self._running.clear()
-
-    def drop(self) -> None:
-        """Drop reductions in flight after waiting for them; their gradients are lost."""
+    def drop(self, has_run: bool = True) -> None:
+        """Drop reductions in flight; their gradients are lost. ``has_run``: False if they were
+        captured, and never ran."""
         self._returned.extend(self._running)
         self._running.clear()
         while self._returned:
-            self._returned.popleft().abandon()
+            self._returned.popleft().abandon(has_run)
 
 
 def _have_hooks(params: Sequence[torch.nn.Parameter]) -> bool:

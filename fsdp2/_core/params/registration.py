@@ -14,6 +14,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -152,14 +153,8 @@ class Serves(enum.Enum):
     FORWARDS = enum.auto()  # also any later forward
 
 
-@dataclass
-class OptimizerSteps:
-    """Number of optimizer steps so far; ranks that run the same program have equal counts."""
-
-    count: int = 0
-
-
-optimizer_steps = OptimizerSteps()
+optimizer_steps = SimpleNamespace(count=0)
+"""Number of optimizer steps so far; ranks that run the same program have equal counts."""
 
 _all: WeakValueDictionary[int, Registration] = WeakValueDictionary()
 
@@ -207,13 +202,12 @@ class Registration:
     def show(self, form_of: ParamState) -> None:
         """Register one form of every parameter. See [Note: what is registered]."""
         for param in self.params:
-            form = (
-                param.unsharded
-                if form_of is FORM_UNSHARDED
-                else param.sharded
-                if form_of is FORM_SHARDED
-                else param.post_forward
-            )
+            if form_of is FORM_UNSHARDED:
+                form = param.unsharded
+            elif form_of is FORM_SHARDED:
+                form = param.sharded
+            else:
+                form = param.post_forward
             shown, param.shown = param.shown, form
             for site in param.sites:
                 registered, name = site.module._parameters, site.name

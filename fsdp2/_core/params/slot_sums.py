@@ -11,7 +11,7 @@ missing operand of an addition counts as zero, like a rank's missing gradient in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +29,8 @@ from fsdp2._core.params.reduce import Reducer
 Gradients = list[Tensor | None]
 
 
-@dataclass
-class _Sum:
-    """The sum of the gradients of ``slots`` consecutive slots."""
-
-    slots: int
-    grads: Gradients
+Sum = tuple[int, Gradients]
+"""A number of consecutive slots, and the sum of their gradients."""
 
 
 class SlotSums:
@@ -43,7 +39,7 @@ class SlotSums:
     def __init__(self, reducer: Reducer, clock: SlotClock) -> None:
         self._reducer = reducer
         self._clock = clock
-        self._stack: list[_Sum] = []
+        self._stack: list[Sum] = []
         self._batch = -1  # number of the batch to which the sums belong
         reducer.observe(self)
 
@@ -81,7 +77,7 @@ class SlotSums:
         if self._batch != clock.batch:
             self._batch = clock.batch
             self._stack.clear()
-        count = sum(one.slots for one in self._stack)
+        count = sum(slots for slots, _ in self._stack)
         if count > clock.place or not clock.is_begun:
             raise StateError(
                 "FS329",
@@ -94,10 +90,8 @@ class SlotSums:
             clock.listener(self._reducer, plan.members, grads)
         dtype = self.dtype_of(plan)
         for _ in range(count, clock.place):  # slots without a backward of this group
-            self._join(_Sum(1, [None] * len(grads)), plan)
-        self._join(
-            _Sum(1, [None if grad is None else _rounded(grad, dtype) for grad in grads]), plan
-        )
+            self._join((1, [None] * len(grads)), plan)
+        self._join((1, [None if grad is None else _rounded(grad, dtype) for grad in grads]), plan)
 
     def dtype_of(self, plan: ReducePlan) -> torch.dtype:
         """Return the dtype to which every node of the tree is rounded."""
@@ -105,11 +99,11 @@ class SlotSums:
         node = wire.node_dtype if isinstance(wire, TreeWire) else None
         return node or plan.layout.dtype
 
-    def _join(self, one: _Sum, plan: ReducePlan) -> None:
+    def _join(self, one: Sum, plan: ReducePlan) -> None:
         stack, dtype = self._stack, self.dtype_of(plan)
-        while stack and stack[-1].slots == one.slots:
-            left, right = (self._operand(grads, plan) for grads in (stack.pop().grads, one.grads))
-            one = _Sum(2 * one.slots, _added(left, right, dtype))
+        while stack and stack[-1][0] == one[0]:
+            left, right = (self._operand(grads, plan) for _, grads in (stack.pop(), one))
+            one = 2 * one[0], _added(left, right, dtype)
         stack.append(one)
 
     def _operand(self, grads: Gradients, plan: ReducePlan) -> Gradients:
@@ -128,10 +122,10 @@ class SlotSums:
 
     def _pop(self, plan: ReducePlan) -> tuple[Gradients, int, bool]:
         """Return the total in the format of ``Reducer.take_gradients``."""
-        (total,) = self._stack
+        ((_, grads),) = self._stack
         self._stack.clear()
-        dtypes = {grad.dtype for grad in total.grads if grad is not None}
-        return total.grads, total.grads.count(None), not dtypes <= {plan.grad_dtype}
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        return grads, grads.count(None), not dtypes <= {plan.grad_dtype}
 
 
 def row_width(layout: ReduceLayout, shard: ShardLayout) -> int:

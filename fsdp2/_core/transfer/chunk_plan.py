@@ -18,7 +18,6 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import NamedTuple
 
 from fsdp2._core.base.rows import Deal, most_rows, rows_of
@@ -89,8 +88,8 @@ class Blocks:
     @cached_property
     def owners(self) -> Owners:
         """Axes on which a single rank has all elements, each paired with that rank."""
-        cuts = sorted((cut for cut in self.cuts if cut.owner is not None), key=itemgetter(0))
-        return tuple((c.axis, c.owner) for c in cuts if c.owner is not None and c.axis in self.axes)
+        owned = {c.axis: c.owner for c in self.cuts if c.owner is not None and c.axis in self.axes}
+        return tuple(sorted(owned.items()))
 
     @cached_property
     def count(self) -> int:
@@ -143,17 +142,17 @@ def within(block: Region, part: Region) -> Region:
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
     """Split a block, along dim 0 first, into chunks of 1 to ``most`` elements."""
     if math.prod(sizes) <= most or not sizes:
-        yield _whole(sizes)
+        yield whole_region(sizes)
         return
     row = math.prod(sizes[1:])
     rows = max(1, most // max(row, 1))
     for start in range(0, sizes[0], rows):
         count = min(rows, sizes[0] - start)
-        for rest in split(sizes[1:], most) if count == 1 else [_whole(sizes[1:])]:
+        for rest in split(sizes[1:], most) if count == 1 else [whole_region(sizes[1:])]:
             yield Region((start, *rest.starts), (count, *rest.sizes))
 
 
-def _whole(sizes: Sequence[int]) -> Region:
+def whole_region(sizes: Sequence[int]) -> Region:
     return Region((0,) * len(sizes), tuple(sizes))
 
 
@@ -182,12 +181,17 @@ class Chunk:
 
 @dataclass
 class Bucket:
-    """Chunks that are sent together, with ``nbytes`` per rank; ``owners`` as in ``Blocks``."""
+    """Chunks that are sent together, with ``nbytes`` per rank; ``axes`` as in ``Blocks``."""
 
     axes: tuple[int, ...]
     owners: dict[int, int]
     chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
+
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
+        """Axes over which several ranks have elements."""
+        return tuple(axis for axis in self.axes if axis not in self.owners)
 
 
 @dataclass
@@ -224,7 +228,7 @@ def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
         sent = item.copies * align(math.prod(sizes) * item.itemsize)
         if item.kept_nbytes + sent <= max_nbytes:
             batch = room_for(item.kept_nbytes + sent)
-            batch.add(index, item, _whole(sizes))
+            batch.add(index, item, whole_region(sizes))
             batch.nbytes += item.kept_nbytes
             batch.finished.append(index)
             continue

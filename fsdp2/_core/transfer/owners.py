@@ -15,6 +15,7 @@ other rank. The buffer has the total size of its parts: it is not padded to the 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from functools import cached_property
 import torch
 
 from fsdp2._core.params.layout import align
-from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap
+from fsdp2._core.transfer.chunk_plan import Blocks, Region, overlap, whole_region
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +53,6 @@ class Cut:
         if not 0 <= self.lead - block.starts[0] < block.sizes[0]:
             return None
         return Region(block.starts[1:], block.sizes[1:])
-
-    def row_of(self, rank: int) -> int:
-        """Return the index of this matrix in a rank's local batch; it may be out of range."""
-        assert self.lead is not None
-        return self.lead - self.blocks.block(self.places[rank]).starts[0]
 
     def sends(self, rank: int, owner: int) -> bool:
         """Return True if ``rank`` is the replica that sends its part to ``owner``."""
@@ -128,7 +124,7 @@ class Cargo:
         return self.cut.part(rank) if self.from_owner else self._of_owner(rank)
 
     def _of_owner(self, rank: int) -> Region | None:
-        return Region((0,) * len(self.cut.shape), self.cut.shape) if rank == self.owner else None
+        return whole_region(self.cut.shape) if rank == self.owner else None
 
     def travels(self, ranks: int) -> bool:
         box = self.target if self.from_owner else self.source
@@ -190,16 +186,13 @@ def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[lis
     queues: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):
         queues[cargos[index].owner].append(index)
-    layers = max((len(queue) for queue in queues), default=0)
-    order = [queue[layer] for layer in range(layers) for queue in queues if layer < len(queue)]
+    layers = itertools.zip_longest(*queues)
+    order = [index for layer in layers for index in layer if index is not None]
     used, batch = [0] * ranks, list[int]()
     for index in order:
         cargo = cargos[index]
-        added = [0] * ranks
-        for rank in range(ranks):
-            if cargo.cut.sends(rank, cargo.owner):
-                region = cargo.cut.part(rank)
-                added[rank] += 0 if region is None else region.numel * cargo.itemsize
+        sources = map(cargo.source, range(ranks))
+        added = [0 if box is None else box.numel * cargo.itemsize for box in sources]
         added[cargo.owner] += 2 * cargo.nbytes
         total = [one + more for one, more in zip(used, added, strict=True)]
         if batch and max(total) > max_nbytes:

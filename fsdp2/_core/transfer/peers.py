@@ -160,7 +160,7 @@ def part_of(cut: Cut, tensor: Tensor, rank: int) -> Tensor:
     local = torch_dtensor.local_part(tensor)
     if cut.lead is None:
         return local.detach()
-    row = cut.row_of(rank)
+    row = cut.lead - cut.blocks.block(cut.places[rank]).starts[0]
     is_here = 0 <= row < len(local)
     return local.detach()[row] if is_here else local.detach()[:0]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -331,10 +330,10 @@ class _Moves:
     def first(self, bucket: Bucket) -> LocalShard:
         return self.helds[bucket.chunks[0].index]
 
-    def buffer(self, bucket: Bucket, rows: int, axes: Sequence[int]) -> Tensor:
+    def buffer(self, bucket: Bucket, rows: int, axis: int) -> Tensor:
         """Return a buffer for the parts of ``rows`` ranks, on a device that the group supports."""
         first, nbytes = self.first(bucket), rows * bucket.nbytes
-        group = first.grid.axes[axes[0]].pg
+        group = first.grid.axes[axis].pg
         device = wire_device(group, first.local.device)
         if self._buffer.numel() < nbytes or self._buffer.device != device:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -378,7 +377,7 @@ class _Gathering(_Moves):
         if not bucket.axes or not bucket.nbytes or not is_there:
             return None
         rows = first.blocks.count if self.target.on_all else _rows_held(bucket, first.grid)
-        return self.buffer(bucket, rows, bucket.axes)
+        return self.buffer(bucket, rows, bucket.axes[0])
 
     def move(self, bucket: Bucket) -> None:
         first = self.first(bucket)
@@ -390,57 +389,49 @@ class _Gathering(_Moves):
         buffer = self._room(bucket)
         if buffer is None:
             return
-        own = _row_of(bucket, grid) if self.target.on_all else 0
+        own = 0  # index of this rank's row
+        for axis in bucket.cut if self.target.on_all else ():
+            own = own * grid.counts[axis] + grid.place[axis]
         row = buffer[own * bucket.nbytes : (own + 1) * bucket.nbytes]
         for index, held_at, _, memory in self.parts(bucket, grid.place, row):
             memory.copy_(self.helds[index].local[held_at])
-        if not _gather_axes(buffer, bucket, grid, self.target.on_all):
+        if not _gather_axes(buffer, own, bucket, grid, self.target.on_all):
             return
         for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
             for index, _, whole_at, memory in self.parts(bucket, place, row):
                 self.whole[index][whole_at].copy_(memory)
 
 
-def _row_of(bucket: Bucket, grid: Grid) -> int:
-    row = 0
-    for axis in bucket.axes:
-        if axis not in bucket.owners:
-            row = row * grid.counts[axis] + grid.place[axis]
-    return row
-
-
 def _rows_held(bucket: Bucket, grid: Grid) -> int:
     """Return the number of ranks whose chunks pass through this rank, to or from the first rank."""
     rows = 1
-    for axis in reversed(bucket.axes):
+    for axis in reversed(bucket.cut):
         if grid.place[axis]:
             break
-        rows *= 1 if axis in bucket.owners else grid.counts[axis]
+        rows *= grid.counts[axis]
     return rows
 
 
-def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
-    """Fill the rows of a buffer in place, last axis first. Return True on ranks with the result.
-    Allocates no memory: with gloo, it uses broadcasts, because gloo's all-gather and gather copy.
+def _gather_axes(buffer: Tensor, own: int, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
+    """Fill the rows of a buffer, which has row ``own``, in place, last axis first. Return True on
+    ranks with the result. Allocates no memory: with gloo, it uses broadcasts, because gloo's
+    all-gather and gather copy.
     """
-    own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
-    for index in reversed(bucket.axes):
+    count = 1  # rows that this rank has
+    for index in (*bucket.owners, *reversed(bucket.cut)):
         axis, owner = grid.axes[index], bucket.owners.get(index)
-        ranks = axis.size if owner is None else 1
-        start = own // (ranks * nbytes) * ranks * nbytes if on_all else 0
-        line = buffer[start : start + ranks * nbytes]
-        if owner is None and on_all:
-            _gather_line(line, axis)
-        elif owner is None:
-            _exchange(buffer, nbytes, axis, to_first=True)
-        elif on_all:
+        count *= axis.size if owner is None else 1
+        start = own // count * count
+        line = buffer[start * bucket.nbytes : (start + count) * bucket.nbytes]
+        if owner is not None:
             with carrying():
                 dist.broadcast(line, group=axis.pg, group_src=owner)
+        elif on_all:
+            _gather_line(line, axis)
         else:
-            _pass_on(line, axis, owner, 0)
+            _exchange(line, axis, to_first=True)
         if axis.rank != 0 and not on_all:
             return False
-        nbytes *= ranks
     return True
 
 
@@ -460,48 +451,14 @@ def _gather_line(line: Tensor, axis: MeshAxis) -> None:
             torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)
 
 
-_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
-    """Send a part from one rank of an axis to another. Collective over the axis."""
-    if sender == receiver:
-        return
-    if not (_goes_through_host(part, axis.pg) or part.is_cpu or axis.pg in _connected):
-        # NCCL creates a communicator in the first operation, which all ranks must call
-        with carrying():
-            dist.all_reduce(part.new_zeros(1), group=axis.pg)
-        _connected.add(axis.pg)
-    if axis.rank in (sender, receiver):
-        receives = axis.rank == receiver
-        peer = axis.global_ranks[sender if receives else receiver]
-        _send_or_receive(part.unsqueeze(0), [peer], axis.pg, receives)
-
-
-def _exchange(
-    buffer: Tensor,
-    nbytes: int,
-    axis: MeshAxis,
-    *,
-    to_first: bool,
-) -> None:
-    """Send parts to or from the first rank of an axis, whose buffer has the parts of all ranks."""
-    is_first, ranks = axis.rank == 0, axis.global_ranks
-    peers = ranks[1:] if is_first else ranks[:1]
-    start = nbytes if is_first else 0
-    parts = buffer[start : start + len(peers) * nbytes].view(len(peers), nbytes)
-    _send_or_receive(parts, peers, axis.pg, is_first is to_first)
-
-
-def _goes_through_host(tensor: Tensor, pg: dist.ProcessGroup) -> bool:
-    return not tensor.is_cpu and torch_comm.is_gloo(pg, tensor.device.type)
-
-
-def _send_or_receive(
-    parts: Tensor, peers: Sequence[int], pg: dist.ProcessGroup, receives: bool
-) -> None:
-    through_host = _goes_through_host(parts, pg)
-    carried = parts.cpu() if through_host else parts
+def _exchange(line: Tensor, axis: MeshAxis, *, to_first: bool) -> None:
+    """Send parts to or from the first rank of an axis, whose ``line`` has the parts of all ranks.
+    On the other ranks, ``line`` is the part itself."""
+    is_first, pg = axis.rank == 0, axis.pg
+    parts = line.view(axis.size, -1)[1:] if is_first else line.view(1, -1)
+    peers = axis.global_ranks[1:] if is_first else axis.global_ranks[:1]
+    through_host = not parts.is_cpu and torch_comm.is_gloo(pg, parts.device.type)
+    carried, receives = parts.cpu() if through_host else parts, is_first is to_first
     act = dist.irecv if receives else dist.isend
     with carrying():
         sent = [dist.P2POp(act, part, peer, pg) for part, peer in zip(carried, peers, strict=True)]
@@ -545,22 +502,17 @@ def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) ->
         for chunk in bucket.chunks:
             moves.helds[chunk.index].local.copy_(wholes[chunk.index])
         return
-    others = tuple(axis for axis in real if axis not in bucket.axes)
+    others = tuple(axis for axis in real if axis not in bucket.cut)
     is_on_line = grid.is_first_on(others)
-    buffer = moves.buffer(bucket, _rows_held(bucket, grid) if is_on_line else 1, real)
+    buffer = moves.buffer(bucket, _rows_held(bucket, grid) if is_on_line else 1, real[0])
     if grid.is_first:
         for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
             for index, _, whole_at, memory in moves.parts(bucket, place, row):
                 memory.copy_(wholes[index][whole_at])
-    for position, index in enumerate(bucket.axes) if is_on_line else ():
-        inner = bucket.axes[position + 1 :]
-        if grid.is_first_on(inner):
-            counted = [axis for axis in inner if axis not in bucket.owners]
-            nbytes = bucket.nbytes * math.prod(grid.counts[axis] for axis in counted)
-            if index in bucket.owners:
-                _pass_on(buffer[:nbytes], grid.axes[index], 0, bucket.owners[index])
-            else:
-                _exchange(buffer, nbytes, grid.axes[index], to_first=False)
+    for position, index in enumerate(bucket.cut) if is_on_line else ():
+        if grid.is_first_on(bucket.cut[position + 1 :]):
+            ranks = math.prod(grid.counts[axis] for axis in bucket.cut[position:])
+            _exchange(buffer[: ranks * bucket.nbytes], grid.axes[index], to_first=False)
     own = buffer[: bucket.nbytes]
     for position, index in enumerate(others):
         if grid.is_first_on(others[position + 1 :]):

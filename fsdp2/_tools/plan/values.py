@@ -180,10 +180,8 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     if buffer.tail is not None:
         return layout
     others = () if smaller is None else (smaller.shard.size,)
-    zero_copy = group.wire.zero_copy
-    return GatherLayout.plan_with_tail(
-        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy, layout.rank, layout.trims
-    )
+    how = others, group.buffers.rule, layout.rank, layout.trims
+    return GatherLayout.plan(layout.items, layout.size, *how, tail_numel=GATHER_STAMP_NUMEL)
 
 
 def describe(group: ParamGroup) -> GroupPlan:
