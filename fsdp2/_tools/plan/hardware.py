@@ -156,6 +156,10 @@ class Hardware:
             raise wrong_value(who, "values", f"the figures {', '.join(wanted)}", values) from error
 
 
+UNTIMED = Hardware("", {FP32: math.inf}, math.inf, math.inf, math.inf, device_type="cpu")
+"""Stands for the machine of a plan without times."""
+
+
 def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
     return machine.flops.get(dtype, machine.flops[FP32])
 

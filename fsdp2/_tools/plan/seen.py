@@ -78,7 +78,7 @@ class Seen:
         self,
         model: nn.Module,
         watch: MemoryWatch,
-        clock: AnyClock | None,
+        clock: AnyClock,
     ) -> None:
         self._units = units_below(model)
         self._groups = [group for unit in self._units for group in unit.own_groups]
@@ -94,8 +94,7 @@ class Seen:
         self._points.clear()
         self._running.clear()
         self._show()
-        if self._clock is not None:
-            self._clock.restart()
+        self._clock.restart()
         self._watch.take_highest()
         if isinstance(self._clock, LaneClock):  # gradients are released when a forward begins
             return self._watch.nbytes - self._watch.by_kind[GRADIENTS]
@@ -109,10 +108,9 @@ class Seen:
     def see(self, label: str) -> int:
         """Record the current memory, and return the peak since the last record."""
         highest = self._watch.take_highest()
-        mark = 0.0 if self._clock is None else self._clock.mark()
         kinds = tuple(self._watch.by_kind)
         point = MemoryPoint(label, 0.0, self._watch.nbytes, sum(highest), kinds, highest)
-        self._points.append((point, mark))
+        self._points.append((point, self._clock.mark()))
         return point.peak_nbytes
 
     @property
@@ -122,8 +120,7 @@ class Seen:
     def points(self) -> Iterator[MemoryPoint]:
         """Yield the records with their times. Call this after the clock's ``finish``."""
         for point, mark in self._points:
-            time = 0.0 if self._clock is None else self._clock.time_of(mark)  # type: ignore[arg-type]
-            yield replace(point, time=time)
+            yield replace(point, time=self._clock.time_of(mark))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def following_units(self) -> Iterator[None]:
@@ -171,5 +168,4 @@ class Seen:
         self._show()
 
     def _show(self) -> None:
-        if self._clock is not None:
-            self._clock.label = self._running[-1] if self._running else "outside of units"
+        self._clock.label = self._running[-1] if self._running else "outside of units"

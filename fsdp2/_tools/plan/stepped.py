@@ -26,7 +26,7 @@ OPTIMIZER_WANTED = "a class or function that creates an optimizer from parameter
 MakeOptimizer = Callable[..., Optimizer]
 
 
-def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock | None) -> None:
+def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock) -> None:
     """Connect an optimizer to simulated ranks, with which it exchanges matrices."""
 
     def peers_of(mesh: DeviceMesh) -> Peers:
@@ -48,9 +48,7 @@ def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock
     optimizer._peers_of = peers_of
 
 
-def _send(clock: AnyClock | None, nbytes: int, ranks: int, stride: int) -> Any:
-    if clock is None:
-        return None
+def _send(clock: AnyClock, nbytes: int, ranks: int, stride: int) -> Any:
     send = functools.partial(clock.send, "all_to_all", "matrices", nbytes, ranks, stride)
     if isinstance(clock, Clock):
         return send()
@@ -121,11 +119,11 @@ def make_stepped(
     optimizer: MakeOptimizer,
     parameters: Iterator[nn.Parameter],
     watch: MemoryWatch,
-    clock: AnyClock | None,
+    clock: AnyClock,
     is_away: bool,
 ) -> list[Stepped]:
     """Return an optimizer's members, after one step of each. Raise ConfigError if a step fails."""
-    is_on_device = clock is not None and clock.hardware.device_type != "cpu"
+    is_on_device = clock.hardware.device_type != "cpu"
     made = make_optimizer(optimizer, parameters)
     stepped: list[Stepped] = []
     for member, *_ in getattr(made, "_members", None) or [(made,)]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._core.base import torch_autograd, torch_dtensor, torch_tensors
-from fsdp2._tools.plan.clock import AnyClock, ComputeTime
+from fsdp2._tools.plan.clock import ComputeTime
 from fsdp2._tools.plan.stepped import Stepped
 from fsdp2._tools.plan.watch import MemoryWatch
 
@@ -270,37 +270,26 @@ class Replayed(torch.autograd.Function):
 
 
 class Replayer:
-    """Replaces the forwards of blocks with replays, in one run."""
+    """Replaces the forwards of blocks with replays, in one run. ``is_paused``: units run normally,
+    because a checkpoint counts saved tensors, and tracing would add more."""
 
     def __init__(
         self,
         traces: Traces,
         watch: MemoryWatch,
-        clock: AnyClock | None,
+        compute: ComputeTime,
     ) -> None:
-        self._traces, self._watch, self.clock = traces, watch, clock
-        self._is_again = False
-        self._checkpoints = 0  # nesting depth of checkpoints
+        self._traces, self._watch, self._compute = traces, watch, compute
+        self._is_again = self.is_paused = False
         self._forms: Counter[type] = Counter()  # number of traces of each class in this plan
-        self.compute: ComputeTime | None = None  # advances the clock during a step
-        self.is_in_backward = False
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
-        self._machine = None if clock is None else repr(clock.hardware)  # part of each trace's key
+        self._machine = repr(compute.clock.hardware)  # part of each trace's key
 
     def begin_plan(self, is_again: bool) -> None:
         """Start another plan. ``is_again``: activations are recomputed."""
         self._is_again = is_again
         self._forms.clear()
-
-    @contextmanager
-    def inside_a_checkpoint(self) -> Iterator[None]:
-        """Run units normally: a checkpoint counts saved tensors, and tracing would add more."""
-        self._checkpoints += 1
-        try:
-            yield
-        finally:
-            self._checkpoints -= 1
 
     def follow(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Replay ``blocks`` of a model from now on."""
@@ -315,7 +304,7 @@ class Replayer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._checkpoints:
+        if self.is_paused:
             return forward(*args, **kwargs)
         try:
             tensors, key = self._key_of(block, args, kwargs)
@@ -418,13 +407,9 @@ class Replayer:
             arriving = sum(one.nbytes for one in made if one.requires_grad)
             seeds = [torch.empty_like(end) for end in ends]
             del out, made, given
-            self.is_in_backward = True
-            try:
-                grads, second = self.timed(
-                    lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True), arriving
-                )
-            finally:
-                self.is_in_backward = False
+            grads, second = self.timed(
+                lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True), arriving
+            )
             found = iter([grad is not None for grad in grads])
         has_grad = tuple(one.requires_grad and next(found) for one in (*fresh, *parameters))
         held = tuple(place for place, is_held in enumerate(kept_inputs) if is_held)
@@ -437,7 +422,7 @@ class Replayer:
         watch, taken = self._watch, list[tuple[float, float]]()
         before, kinds = watch.nbytes, list(watch.by_kind)
         watch.take_highest()
-        with self._timed_by(taken):
+        with self._compute.aside(taken):
             made = run()
         highest = watch.take_highest()
         if any(now != then for now, then in zip(highest[:-2], kinds[:-2], strict=True)):
@@ -453,21 +438,17 @@ class Replayer:
         """Exclude the operations in this context from the peak memory and from the clock."""
         highest = self._watch.highest
         try:
-            with self._timed_by([]):
+            with self._compute.aside([]):
                 yield
         finally:
             self._watch.highest = highest
 
-    def _timed_by(self, taken: list[tuple[float, float]]) -> AbstractContextManager[None]:
-        """Record the times of operations without advancing the clock."""
-        return nullcontext() if self.compute is None else self.compute.aside(taken)
-
     def replay(self, phase: Phase) -> None:
         self._watch.rise(phase.peak_nbytes)
-        if self.clock is not None:
-            for seconds in phase.kernels:
-                self.clock.compute(seconds)
-            self.clock.products += phase.products
+        clock = self._compute.clock
+        for seconds in phase.kernels:
+            clock.compute(seconds)
+        clock.products += phase.products
 
     def optimizer(self, key: tuple[Any, ...]) -> tuple[Phase, int] | None:
         """Return the trace of an optimizer's step on these shards, if there is one."""
