@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from fsdp2._core.engine.tree import Runtime, Unit, Visit
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import SMALLER
 from fsdp2._tools.plan.clock import AnyClock
+from fsdp2._tools.plan.imagined import groups_of
 from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.values import Collective, GroupPlan, MemoryPoint
 from fsdp2._tools.plan.watch import GRADIENTS, MemoryWatch
@@ -72,7 +72,8 @@ def collectives_of(
 
 
 class Seen:
-    """The events and memory of one step; ``begin`` resets them."""
+    """The events and memory of one step, and the unit that is computing: the innermost one in its
+    forward or backward. ``begin`` resets them."""
 
     def __init__(
         self,
@@ -80,13 +81,16 @@ class Seen:
         watch: MemoryWatch,
         clock: AnyClock,
     ) -> None:
-        self._units = units_below(model)
-        self._groups = [group for unit in self._units for group in unit.own_groups]
+        self._groups = groups_of(model)
         self._watch, self._clock = watch, clock
         self._observed: set[Runtime] = set()
         self._running: list[str] = []  # names of running units, innermost last
         self._points: list[tuple[MemoryPoint, float]] = []  # each with a mark of the clock
         self.events: list[tuple[events.Event, Over]] = []
+        for unit in units_below(model):
+            for module in unit.modules:
+                module.register_forward_pre_hook(functools.partial(self._enter_forward, unit))
+                module.register_forward_hook(self._leave, always_call=True)
 
     def begin(self) -> int:
         """Reset, and return the memory at the start of a step, in bytes."""
@@ -121,21 +125,6 @@ class Seen:
         """Yield the records with their times. Call this after the clock's ``finish``."""
         for point, mark in self._points:
             yield replace(point, time=self._clock.time_of(mark))  # type: ignore[arg-type]
-
-    @contextlib.contextmanager
-    def following_units(self) -> Iterator[None]:
-        """Track the unit that is computing: the innermost one in its forward or backward."""
-        handles = []
-        for unit in self._units:
-            for module in unit.modules:
-                entered = functools.partial(self._enter_forward, unit)
-                handles.append(module.register_forward_pre_hook(entered))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter_forward(self, unit: Unit, *_: Any) -> None:
         runtime = unit.runtime

@@ -233,7 +233,7 @@ class StepRun:
         tensors = tensors_in(given)
         is_first = self._counted is None or len(self._counted) != len(tensors)
         steps = STEPS if is_first else 1
-        with watch.following_resizes(), seen.following_units():
+        with watch.following_resizes():
             self._tag_kept()
             for tensor, is_counted in zip(tensors, self._counted or (), strict=False):
                 if is_counted:  # as in earlier steps
