@@ -30,10 +30,10 @@ from fsdp2._tools.plan.hardware import UNTIMED, Hardware
 from fsdp2._tools.plan.imagined import Nowhere, groups_of
 from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.seen import Seen, collectives_of, with_stamps
-from fsdp2._tools.plan.stepped import LocalOptimizer, MakeOptimizer, Stepped, make_stepped
-from fsdp2._tools.plan.traced import Replayer, TracedOptimizer, Traces
+from fsdp2._tools.plan.stepped import KnownOptimizer, MakeOptimizer, Stepped, make_stepped, step_all
+from fsdp2._tools.plan.traced import Replayer, Traces
 from fsdp2._tools.plan.values import StepPlan, describe
-from fsdp2._tools.plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
+from fsdp2._tools.plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch, number_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
@@ -252,7 +252,7 @@ class StepRun:
             peak = seen.peak_nbytes
             highest = self._step_optimizer(self._stepped) if self._stepped else 0
             clock.finish()  # this also resolves the last mark
-        self._counted = tuple(map(watch.counts, tensors))
+        self._counted = tuple(watch.is_alive(number_of(tensor)) for tensor in tensors)
         sizes = {group.fqn: describe(group) for group in self.groups}
         exact = [(with_stamps(event, over, sizes), over) for event, over in seen.events]
         state_nbytes = sum(one.nbytes for one in self._stepped)
@@ -284,13 +284,13 @@ class StepRun:
         if key == self._optimizer_key:
             return False
         self._optimizer_key = key
-        trace = self._replayer.optimizer(key)
-        if trace is None:
+        nbytes = self._replayer.state_nbytes_of(key)
+        if nbytes is None:
             self._stepped = make_stepped(
                 optimizer, self.model.parameters(), self.watch, self.clock, any(is_away)
             )
         else:
-            self._stepped = [TracedOptimizer(trace, self._replayer, self.watch, any(is_away))]
+            self._stepped = [KnownOptimizer(nbytes, self.watch, any(is_away))]
         return True
 
     @property
@@ -392,11 +392,10 @@ class StepRun:
         clock.label = "optimizer"
         self._turn = int(clock.mark())
         with self._counting(is_timed):
-            if all(type(o) is LocalOptimizer for o in stepped):
-                self._replayer.step_optimizer(self._optimizer_key, stepped)
+            if any(type(one) is Stepped for one in stepped):  # it exchanges matrices
+                step_all(stepped)
             else:
-                for one in stepped:
-                    one.step()
+                self._replayer.step_optimizer(self._optimizer_key, stepped)
         here = 0
         if self._states_are_away and is_timed:
             assert isinstance(clock, LaneClock)  # see ``keep_states_away``

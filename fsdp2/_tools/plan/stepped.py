@@ -4,9 +4,10 @@ updates a rank's own shards, or full matrices."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,6 +88,14 @@ class Stepped:
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
 
+class KnownOptimizer(Stepped):
+    """An optimizer whose step was traced by another plan on the same shards."""
+
+    def __init__(self, nbytes: int, watch: MemoryWatch, is_away: bool) -> None:
+        self._state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.keep(self._state, watch, is_away)
+
+
 class LocalOptimizer(Stepped):
     """An optimizer that updates shards' local tensors, to use no memory for DTensor dispatch."""
 
@@ -136,6 +145,11 @@ def make_stepped(
             one = LocalOptimizer(member, watch, is_away, is_on_device)
         stepped.append(one)
     return stepped
+
+
+def step_all(stepped: Sequence[Stepped]) -> None:
+    for one in stepped:
+        one.step()
 
 
 def make_optimizer(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:

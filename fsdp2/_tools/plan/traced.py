@@ -25,9 +25,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._core.base import torch_autograd, torch_dtensor, torch_tensors
+from fsdp2._core.base.containers import map_tensors
 from fsdp2._tools.plan.clock import ComputeTime
-from fsdp2._tools.plan.stepped import Stepped
-from fsdp2._tools.plan.watch import MemoryWatch
+from fsdp2._tools.plan.stepped import Stepped, step_all
+from fsdp2._tools.plan.watch import MemoryWatch, number_of
 
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
@@ -128,16 +129,6 @@ def fresh_like(tensor: Tensor, into: list[Tensor]) -> Tensor:
     return made
 
 
-def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return replace(value)
-    if type(value) in (tuple, list):
-        return type(value)(replaced(one, replace) for one in value)
-    if type(value) is dict:
-        return {key: replaced(one, replace) for key, one in value.items()}
-    return value
-
-
 def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) -> Any:
     """Return a key for values; append their tensors to ``tensors``. ``names``: modules' names."""
     if isinstance(value, Tensor):
@@ -158,11 +149,7 @@ def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) ->
 
 def rebuilt(like: Any, tensors: Sequence[Tensor]) -> Any:
     left = iter(tensors)
-    return replaced(like, lambda _: next(left))
-
-
-def number_of_storage(tensor: Tensor) -> int:
-    return torch_tensors.number_of(tensor.untyped_storage())
+    return map_tensors(lambda _: next(left), like)
 
 
 def check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
@@ -359,12 +346,12 @@ class Replayer:
         accumulators = torch_autograd.accumulators_of(parameters)
         owners = [torch_tensors.owners_of(one) for one in parameters]
         fresh: list[Tensor] = []
-        given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
-        inputs = [number_of_storage(one) for one in fresh]
+        given = map_tensors(lambda t: fresh_like(t, fresh), (args, kwargs))
+        inputs = [number_of(one) for one in fresh]
         out = forward(*given[0], **given[1])
         made: list[Tensor] = []
         form_of(out, made)
-        outputs = [number_of_storage(one) for one in made]
+        outputs = [number_of(one) for one in made]
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
             raise Unsuited  # inputs and outputs share memory, or there is no output
         nodes = [one.grad_fn for one in made]
@@ -383,13 +370,13 @@ class Replayer:
     ) -> Trace:
         kept_inputs, kept_outputs, read = kept
         fresh: list[Tensor] = []
-        given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
+        given = map_tensors(lambda t: fresh_like(t, fresh), (args, kwargs))
         before = self._watch.nbytes
         out, first = self.timed(lambda: forward(*given[0], **given[1]))
         made: list[Tensor] = []
         form_of(out, made)
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        rebuild = functools.partial(rebuilt, replaced(out, lambda _: nothing))
+        rebuild = functools.partial(rebuilt, map_tensors(lambda _: nothing, out))
         sizes = [one.untyped_storage().nbytes() for one in made]
         if sizes != [one.nbytes for one in made]:
             raise Unsuited
@@ -450,36 +437,15 @@ class Replayer:
             clock.compute(seconds)
         clock.products += phase.products
 
-    def optimizer(self, key: tuple[Any, ...]) -> tuple[Phase, int] | None:
-        """Return the trace of an optimizer's step on these shards, if there is one."""
-        return self._traces.optimizers.get((self._machine, *key))
+    def state_nbytes_of(self, optimizer: tuple[Any, ...]) -> int | None:
+        """Return the size of an optimizer's state, if a step on these shards was traced."""
+        _, nbytes = self._traces.optimizers.get((self._machine, *optimizer), (None, None))
+        return nbytes
 
-    def step_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
+    def step_optimizer(self, optimizer: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
         """Run a step. The first one is traced; later ones are replayed."""
-        known = self.optimizer(key)
-        if known is None:
-
-            def steps() -> None:
-                for one in stepped:
-                    one.step()
-
-            _, phase = self.timed(steps)
-            known = phase, sum(one.nbytes for one in stepped)
-            place = (self._machine, *key)
-            self._traces.optimizers[place] = known
-        self.replay(known[0])
-
-
-class TracedOptimizer(Stepped):
-    """An optimizer whose step was traced by another plan on the same shards."""
-
-    def __init__(
-        self, trace: tuple[Phase, int], replayer: Replayer, watch: MemoryWatch, is_away: bool
-    ) -> None:
-        self._phase, nbytes = trace
-        self._replayer = replayer
-        self._state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.keep(self._state, watch, is_away)
-
-    def step(self) -> None:
-        self._replayer.replay(self._phase)
+        known, key = self._traces.optimizers, (self._machine, *optimizer)
+        if key not in known:
+            _, phase = self.timed(functools.partial(step_all, stepped))
+            known[key] = phase, sum(one.nbytes for one in stepped)
+        self.replay(known[key][0])
