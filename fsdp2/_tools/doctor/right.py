@@ -65,7 +65,7 @@ def measure_collectives(ranks: Ranks) -> Values:
     """Send known integers, and record the ranks whose data arrives corrupted."""
     bad: dict[str, list[int]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
     size, rank, device = ranks.size, ranks.rank, ranks.device
-    for numel in PATTERN_NUMELS if size > 1 else ():
+    for numel in PATTERN_NUMELS:
         gathered = torch.empty(size * numel, dtype=torch.float32, device=device)
         torch_comm.all_gather_single(gathered, _pattern(numel, rank, device))
         for one, part in enumerate(gathered.chunk(size)):
@@ -83,9 +83,6 @@ def measure_collectives(ranks: Ranks) -> Values:
 
 
 def judge_collectives(found: Sequence[Values]) -> Iterator[Verdict]:
-    if len(found) == 1:
-        yield _say("collectives", NOT_MEASURED, "requires at least two ranks")
-        return
     for kind in found[0]["bad"]:
         where = {rank: sorted(set(one["bad"][kind])) for rank, one in enumerate(found)}
         where = {rank: parts for rank, parts in where.items() if parts}
@@ -367,7 +364,7 @@ def judge_checkpoint(found: Sequence[Values]) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check(RIGHT, "collectives", measure_collectives, judge_collectives),
+    Check(RIGHT, "collectives", measure_collectives, judge_collectives, ranks=2),
     Check(RIGHT, "fp32", measure_training, judge_fp32),
     Check(RIGHT, "bf16", partial(measure_training, bf16=True), judge_bf16),
     Check(RIGHT, "HSDP", measure_hsdp, judge_hsdp),

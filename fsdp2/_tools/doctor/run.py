@@ -24,6 +24,7 @@ from fsdp2._tools.doctor.verdicts import (
     MACHINE,
     NOT_MEASURED,
     SET,
+    TOO_FEW,
     WARNING,
     WRONG,
     Check,
@@ -197,6 +198,10 @@ class Doctor:
         return self._finish()
 
     def _run_one(self, check: Check) -> None:
+        if self.ranks.size < check.ranks:
+            self._tell([Verdict(check.area, check.name, NOT_MEASURED, TOO_FEW)])
+            return
+
         def give_up(answers: list[Values] | LostRankError) -> None:
             """End this process, whose main thread is blocked by a collective that never returns."""
             if isinstance(answers, LostRankError):
