@@ -301,26 +301,18 @@ class StepRun:
 
     def _tag_kept(self) -> None:
         """Tag memory that exists between steps: shards, parameters outside of units, buffers."""
-        kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
             assert group.buffers.home is not None  # set by ``inspect``
             flat, is_away = group.buffers.home.flat, self._keeps_away(group)
             for param in group.params:
-                local = torch_dtensor.local_part(param.sharded)
                 # a real shard with a span is part of ``flat``; only a fake shard is separate
                 if is_away or param.span is not None:
-                    self.watch.leave_out(local)
-                else:
-                    kept.append(local)
+                    self.watch.leave_out(torch_dtensor.local_part(param.sharded))
             if is_away:
                 self.watch.leave_out(flat)
-            else:
-                kept.append(flat)
-        kept += self.model.buffers()
-        sharded = {param.sharded for group in self.groups for param in group.params}
-        kept += [param for param in self.model.parameters() if param not in sharded]
-        for tensor in kept:
+            self.watch.tag(flat, PARAMETERS)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
             self.watch.tag(torch_dtensor.local_part(tensor), PARAMETERS)
 
     def _tag_made(self) -> None:
@@ -328,13 +320,12 @@ class StepRun:
         for group in self.groups:
             if group.buffers.whole_memory is not None:
                 self.watch.tag(group.buffers.whole_memory, GATHERED)
-        for group in self.groups:
-            for grad in (param.sharded.grad for param in group.params):
-                if grad is not None and self._keeps_away(group):
-                    self.watch.leave_out(torch_dtensor.local_part(grad))
-        for param in self.model.parameters():
-            if param.grad is not None:
-                self.watch.tag(torch_dtensor.local_part(param.grad), GRADIENTS)
+            for param in group.params if self._keeps_away(group) else ():
+                if param.sharded.grad is not None:
+                    self.watch.leave_out(torch_dtensor.local_part(param.sharded.grad))
+        for tensor in self.model.parameters():
+            if tensor.grad is not None:
+                self.watch.tag(torch_dtensor.local_part(tensor.grad), GRADIENTS)
 
     def _keeps_away(self, group: ParamGroup) -> bool:
         """Return True if a group's shards are on the host, and compute is on a device."""
