@@ -31,11 +31,10 @@ from fsdp2._tools.plan.imagined import Nowhere, groups_of
 from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.seen import Seen, collectives_of, with_stamps
 from fsdp2._tools.plan.stepped import KnownOptimizer, MakeOptimizer, Stepped, make_stepped, step_all
-from fsdp2._tools.plan.traced import Replayer, Traces
+from fsdp2._tools.plan.traced import Arguments, Replayer, Traces
 from fsdp2._tools.plan.values import StepPlan, describe
 from fsdp2._tools.plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch, number_of
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
@@ -353,16 +352,12 @@ class StepRun:
                 if micro_batches > 1:
                     for unit in units_below(self.model):
                         unit.configure(**unit.settings.sharding.sync(left == 0))
-                self._run(*given, loss)
+                self._run(given, loss)
         self._seen.see("the end of backward")
         return start
 
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Loss,
-    ) -> None:
+    def _run(self, given: Arguments, loss: Loss) -> None:
+        args, kwargs = given
         try:
             loss(self.model(*args, **kwargs)).backward()
         except FSDPError:

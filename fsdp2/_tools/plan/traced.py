@@ -37,6 +37,7 @@ MOST_FORMS = 6
 """Maximum number of traces per class and plan: if all blocks differ, they run faster untraced."""
 
 Forward = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
 """For each input and output, whether a block's graph keeps it; indices of kept parameters."""
 
@@ -294,7 +295,7 @@ class Replayer:
         if self.is_paused:
             return forward(*args, **kwargs)
         try:
-            tensors, key = self._key_of(block, args, kwargs)
+            tensors, key = self._key_of(block, (args, kwargs))
         except Unsuited:
             return forward(*args, **kwargs)
         known = self._traces.known
@@ -303,7 +304,7 @@ class Replayer:
                 return forward(*args, **kwargs)
             self._forms[type(block)] += 1
             try:
-                known[key] = self._trace(block, forward, args, kwargs)
+                known[key] = self._trace(block, forward, (args, kwargs))
             except Unsuited:
                 known[key] = None
         trace = known[key]
@@ -312,50 +313,40 @@ class Replayer:
         made = Replayed.apply(trace, self, *tensors, *block.parameters())  # type: ignore[no-untyped-call]  # torch's own
         return trace.rebuild(made)
 
-    def _key_of(
-        self, block: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[list[Tensor], tuple[Any, ...]]:
+    def _key_of(self, block: nn.Module, given: Arguments) -> tuple[list[Tensor], tuple[Any, ...]]:
         tensors: list[Tensor] = []
-        form = form_of((args, kwargs), tensors, self._names)
+        form = form_of(given, tensors, self._names)
         if id(block) not in self._structures:
             self._structures[id(block)] = tuple(structure_of(block))
         own = tuple((p.shape, p.dtype, p.requires_grad) for p in block.parameters())
         where = (self._machine, self._is_again, torch.is_grad_enabled())
         return tensors, (self._structures[id(block)], own, form, where)
 
-    def _trace(
-        self,
-        block: nn.Module,
-        forward: Forward,
-        args: Any,
-        kwargs: Any,
-    ) -> Trace:
+    def _trace(self, block: nn.Module, forward: Forward, given: Arguments) -> Trace:
         with with_own_parameters(block) as parameters, self._aside():
             before, attributes = self._watch.nbytes, attributes_of(block)
-            held = self._keep_of(forward, args, kwargs, parameters)
-            found = self._measure(forward, args, kwargs, parameters, held)
+            held = self._keep_of(forward, given, parameters)
+            found = self._measure(forward, given, parameters, held)
             if self._watch.nbytes != before or attributes_of(block) != attributes:
                 raise Unsuited  # the block keeps a tensor for later
             return found
 
-    def _keep_of(
-        self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor]
-    ) -> Kept:
+    def _keep_of(self, forward: Forward, given: Arguments, parameters: Sequence[Tensor]) -> Kept:
         """Run a forward, release its inputs and outputs, and return which of them still exist."""
         # create these first: they also reference the parameters
         accumulators = torch_autograd.accumulators_of(parameters)
         owners = [torch_tensors.owners_of(one) for one in parameters]
         fresh: list[Tensor] = []
-        given = map_tensors(lambda t: fresh_like(t, fresh), (args, kwargs))
+        args, kwargs = map_tensors(lambda t: fresh_like(t, fresh), given)
         inputs = [number_of(one) for one in fresh]
-        out = forward(*given[0], **given[1])
+        out = forward(*args, **kwargs)
         made: list[Tensor] = []
         form_of(out, made)
         outputs = [number_of(one) for one in made]
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
             raise Unsuited  # inputs and outputs share memory, or there is no output
         nodes = [one.grad_fn for one in made]
-        given = out = None
+        args = kwargs = out = None
         fresh.clear()
         made.clear()
         alive = self._watch.is_alive
@@ -366,13 +357,13 @@ class Replayer:
         return kept
 
     def _measure(
-        self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor], kept: Kept
+        self, forward: Forward, given: Arguments, parameters: Sequence[Tensor], kept: Kept
     ) -> Trace:
         kept_inputs, kept_outputs, read = kept
         fresh: list[Tensor] = []
-        given = map_tensors(lambda t: fresh_like(t, fresh), (args, kwargs))
+        args, kwargs = map_tensors(lambda t: fresh_like(t, fresh), given)
         before = self._watch.nbytes
-        out, first = self.timed(lambda: forward(*given[0], **given[1]))
+        out, first = self.timed(functools.partial(forward, *args, **kwargs))
         made: list[Tensor] = []
         form_of(out, made)
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -393,7 +384,7 @@ class Replayer:
             check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
             arriving = sum(one.nbytes for one in made if one.requires_grad)
             seeds = [torch.empty_like(end) for end in ends]
-            del out, made, given
+            del out, made, args, kwargs
             grads, second = self.timed(
                 lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True), arriving
             )
