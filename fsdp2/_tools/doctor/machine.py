@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -42,14 +43,12 @@ _say = partial(Verdict, MACHINE)
 
 def seconds_of(ranks: Ranks, run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
     """Return the seconds that each run took, except the first. Ranks start each run together."""
-    times = []
-    for _ in range(repeats + 1):
-        ranks.barrier()
-        begun = time.perf_counter()
+
+    def complete() -> None:
         run()
         ranks.synchronize()
-        times.append(time.perf_counter() - begun)
-    return times[1:]
+
+    return timeit.repeat(complete, ranks.barrier, number=1, repeat=repeats + 1)[1:]
 
 
 def measure_links(ranks: Ranks) -> Values:

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,7 @@ def _pattern_sum(
     device: torch.device,
     start: int = 0,
 ) -> Tensor:
-    total = torch.zeros(numel, dtype=torch.float32, device=device)
-    for rank in range(size):
-        total += _pattern(numel, rank, device, start)
-    return total
+    return reduce(torch.add, (_pattern(numel, rank, device, start) for rank in range(size)))
 
 
 def measure_collectives(ranks: Ranks) -> Values:
@@ -280,8 +277,8 @@ def judge_hsdp(found: Sequence[Values]) -> Iterable[Verdict]:
 def measure_checkpoint(ranks: Ranks) -> Values:
     """Save to a shared folder, load from it, and compare every bit."""
     (name, *_) = ranks.exchange(f"fsdp2-doctor-{uuid.uuid4().hex[:8]}")
-    folder = Path(ranks.options.folder).absolute() / name
-    found: Values = {"folder": str(ranks.options.folder), "error_number": 0, "says": ""}
+    folder = ranks.options.checkpoint.absolute() / name
+    found: Values = {"folder": str(ranks.options.checkpoint), "error_number": 0, "says": ""}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank-{ranks.rank}").write_bytes(os.urandom(1 << 16))

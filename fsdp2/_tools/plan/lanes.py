@@ -218,9 +218,6 @@ class ImaginedCopies(CopyLanes):
     def wait_event(self, mark: int) -> None:
         self._clock.hold_back(KERNELS, mark)
 
-    def send_out(self, source: Tensor, buffer: HostBuffer) -> Any:
-        return self.move(OUT, source.numel())
-
     def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> Any:
         return self.move(OUT, tensor.untyped_storage().nbytes())
 

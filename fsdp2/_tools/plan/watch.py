@@ -53,15 +53,13 @@ class MemoryWatch(DispatchMode):
             self._change(COMMUNICATION, copied)
             self._change(COMMUNICATION, -copied)
         made = func(*args, **(kwargs or {}))
-        visit_tensors(self._see_made, made)
+        visit_tensors(self.see, made)
         return made
-
-    def _see_made(self, tensor: Tensor) -> None:
-        if not tensor.is_meta:  # DTensor uses meta tensors only to compute shapes
-            self.see(tensor)
 
     def see(self, tensor: Tensor, kind: int = ACTIVATIONS) -> None:
         """Count a tensor's storage from now on, until it is freed."""
+        if tensor.is_meta:  # DTensor uses meta tensors only to compute shapes
+            return
         storage = tensor.untyped_storage()
         key = torch_tensors.number_of(storage)
         if key not in self._sizes:
