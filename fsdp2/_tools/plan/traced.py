@@ -38,8 +38,9 @@ MOST_FORMS = 6
 
 Forward = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""For each input and output, whether a block's graph keeps it; indices of kept parameters."""
+Kept = tuple[tuple[int, ...], set[int], tuple[int, ...]]
+"""Indices of the inputs, outputs and parameters that a block's graph keeps. Those of parameters
+follow those of inputs."""
 
 
 class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
@@ -196,14 +197,13 @@ class Trace:
     backward needs. ``has_grad``: whether each input and parameter gets a gradient."""
 
     forward: Phase
-    backward: Phase | None
+    backward: Phase
     outputs: tuple[Made, ...]
     rebuild: Callable[[Sequence[Tensor]], Any]
     kept_nbytes: int
     held: tuple[int, ...]
     read: tuple[int, ...]
     has_grad: tuple[bool, ...]
-    parameters: int
 
 
 @dataclass
@@ -235,8 +235,7 @@ class Replayed(torch.autograd.Function):
         ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
         ctx.held = [given[place] for place in trace.held]
         # the engine checks whether a graph references parameters, as the block's graph does
-        own = given[len(given) - trace.parameters :]
-        ctx.save_for_backward(*(own[place] for place in trace.read))
+        ctx.save_for_backward(*(given[place] for place in trace.read))
         ctx.held += [one.detach() for one, how in pairs if how.is_kept]
         if trace.kept_nbytes > 0:
             ctx.held.append(torch.empty(trace.kept_nbytes, dtype=torch.uint8, device=device))
@@ -246,8 +245,7 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         trace: Trace = ctx.trace
-        if trace.backward is not None:
-            ctx.replayer.replay(trace.backward)
+        ctx.replayer.replay(trace.backward)
         ctx.held.clear()
         device = grads[0].device
         made = [
@@ -349,17 +347,19 @@ class Replayer:
         args = kwargs = out = None
         fresh.clear()
         made.clear()
-        alive = self._watch.is_alive
+        held, kept = (
+            [place for place, number in enumerate(numbers) if self._watch.is_alive(number)]
+            for numbers in (inputs, outputs)
+        )
         more = [torch_tensors.owners_of(one) for one in parameters]
-        read = tuple(place for place, before in enumerate(owners) if more[place] > before)
-        kept = tuple(map(alive, inputs)), tuple(map(alive, outputs)), read
+        read = [place for place, before in enumerate(owners) if more[place] > before]
         del nodes, accumulators
-        return kept
+        return tuple(held), set(kept), tuple(len(inputs) + place for place in read)
 
     def _measure(
         self, forward: Forward, given: Arguments, parameters: Sequence[Tensor], kept: Kept
     ) -> Trace:
-        kept_inputs, kept_outputs, read = kept
+        held, kept_outputs, read = kept
         fresh: list[Tensor] = []
         args, kwargs = map_tensors(lambda t: fresh_like(t, fresh), given)
         before = self._watch.nbytes
@@ -372,13 +372,13 @@ class Replayer:
         if sizes != [one.nbytes for one in made]:
             raise Unsuited
         outputs = tuple(
-            Made(one.shape, one.stride(), one.dtype, one.requires_grad, is_kept)
-            for one, is_kept in zip(made, kept_outputs, strict=True)
+            Made(one.shape, one.stride(), one.dtype, one.requires_grad, place in kept_outputs)
+            for place, one in enumerate(made)
         )
         kept_nbytes = self._watch.nbytes - before - sum(sizes)
         ends = [End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
         wanted = [one for one in (*fresh, *parameters) if one.requires_grad]
-        second: Phase | None = None
+        second = Phase((), 0, 0.0)
         found: Iterator[bool] = iter(())
         if ends and wanted:
             check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
@@ -390,9 +390,7 @@ class Replayer:
             )
             found = iter([grad is not None for grad in grads])
         has_grad = tuple(one.requires_grad and next(found) for one in (*fresh, *parameters))
-        held = tuple(place for place, is_held in enumerate(kept_inputs) if is_held)
-        costs = (first, second, outputs, rebuild, kept_nbytes)
-        return Trace(*costs, held, read, has_grad, len(parameters))
+        return Trace(first, second, outputs, rebuild, kept_nbytes, held, read, has_grad)
 
     def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
         """Call ``run``, and return its result and cost. Raise Unsuited if it allocates anything but
