@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -183,21 +183,20 @@ class StepRun:
     ) -> Any:
         if not self._is_again:
             return forward(*args, **kwargs)
-        computed = functools.partial(self._compute, forward)
-        return checkpoint(computed, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
-    def _compute(
-        self,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a forward inside a checkpoint. During backward, this forward is a recomputation."""
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of a checkpoint's forward and of its recomputation."""
+        return self._inside_a_checkpoint(), self._inside_a_checkpoint()
+
+    @contextmanager
+    def _inside_a_checkpoint(self) -> Iterator[None]:
+        """Surround a forward inside a checkpoint. During backward, it is a recomputation."""
         replayer, clock = self._replayer, self.clock
         was_paused, replayer.is_paused = replayer.is_paused, True
         clock.counts_products = torch_autograd.graph_task_id() == -1
         try:
-            return forward(*args, **kwargs)
+            yield
         finally:
             clock.counts_products = True
             replayer.is_paused = was_paused
