@@ -192,14 +192,11 @@ class StepRun:
     @contextmanager
     def _inside_a_checkpoint(self) -> Iterator[None]:
         """Surround a forward inside a checkpoint. During backward, it is a recomputation."""
-        replayer, clock = self._replayer, self.clock
-        was_paused, replayer.is_paused = replayer.is_paused, True
-        clock.counts_products = torch_autograd.graph_task_id() == -1
+        self.clock.counts_products = torch_autograd.graph_task_id() == -1
         try:
             yield
         finally:
-            clock.counts_products = True
-            replayer.is_paused = was_paused
+            self.clock.counts_products = True
 
     def keep_activations_away(self) -> None:
         """Offload the tensors that units below the root save, except those of the last unit."""

@@ -256,8 +256,7 @@ class Replayed(torch.autograd.Function):
 
 
 class Replayer:
-    """Replaces the forwards of blocks with replays, in one run. ``is_paused``: units run normally,
-    because a checkpoint counts saved tensors, and tracing would add more."""
+    """Replaces the forwards of blocks with replays, in one run."""
 
     def __init__(
         self,
@@ -266,7 +265,7 @@ class Replayer:
         compute: ComputeTime,
     ) -> None:
         self._traces, self._watch, self._compute = traces, watch, compute
-        self._is_again = self.is_paused = False
+        self._is_again = False
         self._forms: Counter[type] = Counter()  # number of traces of each class in this plan
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
@@ -290,7 +289,7 @@ class Replayer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self.is_paused:
+        if torch_autograd.is_in_checkpoint():  # it counts saved tensors; tracing would add more
             return forward(*args, **kwargs)
         try:
             tensors, key = self._key_of(block, (args, kwargs))
