@@ -149,7 +149,6 @@ class StepRun:
         self._is_again = False
         self._counted: tuple[bool, ...] | None = None  # per batch tensor: True if counted
         self._activations: lanes.ImaginedActivations | None = None
-        self._turn = 0  # the clock's mark at the end of backward
         self._states_are_away = False
         if isinstance(self.clock, LaneClock):
             streams = lanes.ImaginedLanes(self.clock)
@@ -372,7 +371,7 @@ class StepRun:
         # if the host runs the step, its duration is unknown
         is_timed = self._is_timed and not any(map(self._keeps_away, self.groups))
         clock.label = "optimizer"
-        self._turn = int(clock.mark())
+        turn = int(clock.mark())  # the end of backward
         with self._counting(is_timed):
             if any(type(one) is Stepped for one in stepped):  # it exchanges matrices
                 step_all(stepped)
@@ -381,16 +380,16 @@ class StepRun:
         here = 0
         if self._states_are_away and is_timed:
             assert isinstance(clock, LaneClock)  # see ``keep_states_away``
-            here = self._move_states(sum(one.nbytes for one in stepped), clock)
+            here = self._move_states(sum(one.nbytes for one in stepped), clock, turn)
         clock.finish()
         return self._seen.see("the optimizer's step") + here
 
-    def _move_states(self, nbytes: int, clock: LaneClock) -> int:
+    def _move_states(self, nbytes: int, clock: LaneClock, turn: int) -> int:
         """Overlap transfers of states with the step; return the peak device memory of states."""
         sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
         unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
         copies = lanes.ImaginedCopies(clock)
-        first = copies.move(lanes.BACK, unit, after=self._turn)
+        first = copies.move(lanes.BACK, unit, after=turn)
         copies.move(lanes.BACK, nbytes - unit, after=first)
         copies.wait_event(copies.move(lanes.OUT, nbytes, after=first))
         return min(UNITS_OF_STATES * unit, nbytes)
