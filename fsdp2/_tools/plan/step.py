@@ -278,7 +278,7 @@ class StepRun:
         if key == self._optimizer_key:
             return False
         self._optimizer_key = key
-        nbytes = self._replayer.state_nbytes_of(key)
+        nbytes = self._replayer.state_nbytes_of(key) if self._replayer.is_used else None
         if nbytes is None:
             self._stepped = make_stepped(
                 optimizer, self.model.parameters(), self.watch, self.clock, any(is_away)
@@ -373,10 +373,11 @@ class StepRun:
         clock.label = "optimizer"
         turn = int(clock.mark())  # the end of backward
         with self._counting(is_timed):
-            if any(type(one) is Stepped for one in stepped):  # it exchanges matrices
-                step_all(stepped)
-            else:
+            # an optimizer that exchanges matrices is not replayed
+            if self._replayer.is_used and all(type(one) is not Stepped for one in stepped):
                 self._replayer.step_optimizer(self._optimizer_key, stepped)
+            else:
+                step_all(stepped)
         here = 0
         if self._states_are_away and is_timed:
             assert isinstance(clock, LaneClock)  # see ``keep_states_away``

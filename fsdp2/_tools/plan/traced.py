@@ -256,7 +256,8 @@ class Replayed(torch.autograd.Function):
 
 
 class Replayer:
-    """Replaces the forwards of blocks with replays, in one run."""
+    """Replaces the forwards of blocks with replays, in one run. ``is_used``: False if they and the
+    optimizer run normally."""
 
     def __init__(
         self,
@@ -265,7 +266,7 @@ class Replayer:
         compute: ComputeTime,
     ) -> None:
         self._traces, self._watch, self._compute = traces, watch, compute
-        self._is_again = False
+        self._is_again = self.is_used = False
         self._forms: Counter[type] = Counter()  # number of traces of each class in this plan
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
@@ -278,6 +279,7 @@ class Replayer:
 
     def follow(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Replay ``blocks`` of a model from now on."""
+        self.is_used = True
         self._names = {id(module): name for name, module in model.named_modules()}
         for block in blocks:
             block.forward = functools.partial(self._call, block, block.forward)
