@@ -52,6 +52,14 @@ def test_states_leave_the_device() -> None:
     assert away.seconds > kept.seconds
 
 
+def test_states_stay_where_shards_are_on_the_host() -> None:
+    """The host runs the optimizer's step, so nothing of it takes memory or time of the device."""
+    offload = fsdp2.CPUOffloadPolicy()
+    one, both = (step_of(offload_policy=offload, offload_states=on) for on in (False, True))
+    assert both.host_nbytes == both.optimizer_nbytes == one.optimizer_nbytes
+    assert (both.seconds, both.memory) == (one.seconds, one.memory)
+
+
 def test_on_a_cpu_all_stays() -> None:
     both = {"offload_activations": True, "offload_states": True}
     assert step_of(None, **both) == step_of(None)

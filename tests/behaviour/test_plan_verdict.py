@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import ConfigError
@@ -230,6 +231,26 @@ def test_what_no_node_can_stand_for_runs_as_it_is(
             found.append(None)
         monkeypatch.setattr(traced, "MOST_FORMS", 0)
     assert found[0] == found[1]
+
+
+class Outer(nn.Module):
+    """A checkpoint around a block that is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_checkpoints_of_the_model_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint counts what is saved, so a block inside of it is not traced."""
+    build = lambda: nn.Sequential(nn.Linear(32, 32), *(Outer() for _ in range(3)))  # noqa: E731  # short
+    given: dict[str, Any] = {"mesh": 2, "policy": {Block}, "batch": torch.zeros(4, 32)}
+    one = fsdp2.plan(build(), **given).step
+    monkeypatch.setattr(traced, "MOST_FORMS", 0)
+    assert one == fsdp2.plan(build(), **given).step
 
 
 def test_capacities_are_those_that_torch_reports() -> None:

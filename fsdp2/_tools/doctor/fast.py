@@ -23,7 +23,7 @@ from fsdp2._core.base import torch_comm, torch_modules
 from fsdp2._core.base.names import nbytes_text
 from fsdp2._tools.doctor.machine import seconds_of
 from fsdp2._tools.doctor.ranks import Ranks, Values
-from fsdp2._tools.doctor.verdicts import FAST, NOT_MEASURED, OK, WARNING, Check, Verdict
+from fsdp2._tools.doctor.verdicts import FAST, NOT_MEASURED, OK, TOO_FEW, WARNING, Check, Verdict
 
 OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's FSDP2", "unsharded", "without communication"
 LOW, FASTEST, PACKED = "set_memory('low')", "set_memory('fast')", "set_copy_free_min_bytes(None)"
@@ -301,7 +301,7 @@ def judge_steps(found: Sequence[Values]) -> Iterator[Verdict]:
 def _exposed(found: Sequence[Values], ours: Sequence[float], silent: Sequence[float]) -> Verdict:
     name = "exposed communication"
     if found[0]["ranks"] == 1:
-        return Verdict(FAST, name, NOT_MEASURED, "requires at least two ranks")
+        return Verdict(FAST, name, NOT_MEASURED, TOO_FEW)
     exposed = statistics.median(a - b for a, b in zip(ours, silent, strict=True))
     share = exposed / statistics.median(ours)
     said = f"{_ms(max(exposed, 0.0))}, {max(share, 0.0):.0%} of the step"
@@ -340,8 +340,6 @@ def measure_plan(ranks: Ranks) -> Values:
     if 1 < hosts < ranks.size:
         each = ranks.size // hosts
         machine = replace(machine, ranks_per_node=each, near=_near(ranks, hosts, each))
-    if ranks.size == 1:
-        return {"hardware": None}
     words = batch(size, 1, torch.device("cpu"))
     keywords: dict[str, Any] = {"mesh": ranks.size, "policy": {Block}, "hardware": machine}
     if ranks.device.type != "cpu":
@@ -371,9 +369,6 @@ def _near(ranks: Ranks, hosts: int, each: int) -> float:
 
 def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:
     one = found[0]
-    if one["hardware"] is None:
-        yield Verdict(FAST, "plan", NOT_MEASURED, "requires at least two ranks")
-        return
     said = f"predicts {_ms(one['seconds'])} per step (including {_ms(one['waits'])} of waiting), "
     said += f"{nbytes_text(one['peak'])} of memory, and {one['collectives']} collectives"
     yield Verdict(FAST, "plan", OK, said)
@@ -381,5 +376,5 @@ def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:
 
 CHECKS = (
     Check(FAST, "steps", measure_steps, judge_steps, limit_s=600.0),
-    Check(FAST, "plan", measure_plan, judge_plan),
+    Check(FAST, "plan", measure_plan, judge_plan, ranks=2),
 )

@@ -232,7 +232,7 @@ def _cores() -> float:
 
 
 def measure_limits(ranks: Ranks) -> Values:
-    folder = ranks.options.folder
+    folder = ranks.options.checkpoint
     shm = Path("/dev/shm")
     return {
         "host": ranks.hosts[ranks.rank],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -42,21 +43,19 @@ _say = partial(Verdict, MACHINE)
 
 def seconds_of(ranks: Ranks, run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
     """Return the seconds that each run took, except the first. Ranks start each run together."""
-    times = []
-    for _ in range(repeats + 1):
-        ranks.barrier()
-        begun = time.perf_counter()
+
+    def complete() -> None:
         run()
         ranks.synchronize()
-        times.append(time.perf_counter() - begun)
-    return times[1:]
+
+    return timeit.repeat(complete, ranks.barrier, number=1, repeat=repeats + 1)[1:]
 
 
 def measure_links(ranks: Ranks) -> Values:
     """Time all-gathers and reduce-scatters over all ranks, by size."""
     found: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
     sizes = SIZES_OF_DEVICE if ranks.is_large else SIZES
-    for nbytes in sizes if ranks.size > 1 else ():
+    for nbytes in sizes:
         part = torch.ones(nbytes // 4, dtype=torch.float32, device=ranks.device)
         whole = part.repeat(ranks.size)
         for kind, run in (
@@ -69,9 +68,6 @@ def measure_links(ranks: Ranks) -> Values:
 
 def judge_links(found: Sequence[Values]) -> Iterator[Verdict]:
     others = len(found) - 1
-    if not others:
-        yield _say("bandwidth", NOT_MEASURED, "requires at least two ranks")
-        return
     for kind in found[0]["seconds"]:
         said = []
         for index, nbytes in enumerate(found[0]["sizes"]):
@@ -109,9 +105,6 @@ def judge_pairs(found: Sequence[Values]) -> Iterator[Verdict]:
     rates: dict[tuple[int, int], float] = {}
     for rank, one in enumerate(found):
         rates |= {(int(source), rank): rate for source, rate in one["rates"].items()}
-    if not rates:
-        yield _say("links", NOT_MEASURED, "requires at least two ranks")
-        return
     for is_near, where in ((True, "within a host"), (False, "between hosts")):
         same = {p: r for p, r in rates.items() if (hosts[p[0]] == hosts[p[1]]) is is_near}
         if same:
@@ -164,9 +157,7 @@ def judge_compute(found: Sequence[Values]) -> Iterator[Verdict]:
             WRONG if times > VERY_SLOW else WARNING,
             f"rank {rank} takes {times:.2g} times as long as others for the same matrix products",
         )
-    if len(own) == 1:
-        yield _say("slow rank", NOT_MEASURED, "requires at least two ranks")
-    elif not slow:
+    if not slow:
         said = f"the same matrix products take {min(own) * 1e3:.3g} to {max(own) * 1e3:.3g} ms"
         yield _say("slow rank", OK, said)
 
@@ -195,9 +186,6 @@ def measure_clocks(ranks: Ranks) -> Values:
 
 def judge_clocks(found: Sequence[Values]) -> Iterator[Verdict]:
     offsets = found[0]["offsets"]
-    if not offsets:
-        yield _say("clocks", NOT_MEASURED, "requires at least two ranks")
-        return
     off = {int(rank): off for rank, (way, off) in offsets.items() if abs(off) > CLOCK_S + way}
     for rank, offset in off.items():
         said = f"the clock of rank {rank} differs from rank 0's by {offset:+.3g} s"
@@ -239,9 +227,9 @@ def judge_memory(found: Sequence[Values]) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check(MACHINE, "clocks", measure_clocks, judge_clocks),
-    Check(MACHINE, "slow rank", measure_compute, judge_compute),
-    Check(MACHINE, "bandwidth", measure_links, judge_links),
-    Check(MACHINE, "links", measure_pairs, judge_pairs),
+    Check(MACHINE, "clocks", measure_clocks, judge_clocks, ranks=2),
+    Check(MACHINE, "slow rank", measure_compute, judge_compute, ranks=2),
+    Check(MACHINE, "bandwidth", measure_links, judge_links, ranks=2),
+    Check(MACHINE, "links", measure_pairs, judge_pairs, ranks=2),
     Check(MACHINE, "memory", measure_memory, judge_memory),
 )

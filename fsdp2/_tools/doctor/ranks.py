@@ -13,11 +13,11 @@ import os
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +30,8 @@ from fsdp2._core.comm.mesh import default_device_type
 
 Values = dict[str, Any]
 """One rank's measurements: JSON values, so that they can be exchanged and saved."""
-GRACE_S = 5.0
-"""Seconds to wait for an answer in addition to the timeout of a collective."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command's options. ``seconds`` is the budget for all repeated measurements."""
-
-    seconds: float = 60.0
-    timeout_s: float = 60.0
-    folder: Path = Path()
-    hsdp: bool = False
+GRACE = timedelta(seconds=5)
+"""Time to wait for an answer in addition to the timeout of a collective."""
 
 
 class LostRankError(RuntimeError):
@@ -51,18 +41,19 @@ class LostRankError(RuntimeError):
 
 
 class Ranks:
-    """This rank and its connection to the other ranks. ``hosts``: the host number of each rank."""
+    """This rank and its connection to the other ranks. ``options``: of the command. ``patience``:
+    the time limit of a collective. ``hosts``: the host number of each rank."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Namespace) -> None:
         self.options = options
+        self.patience = timedelta(seconds=options.timeout)
         self.device = torch.device(default_device_type())
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:  # started without a launcher
             self.rank, self.size = 0, 1
             self._store: Any = HashStore()
         else:
-            patience = timedelta(seconds=options.timeout_s)
-            self._store, self.rank, self.size = next(rendezvous("env://", timeout=patience))
-            self._store.set_timeout(patience)
+            self._store, self.rank, self.size = next(rendezvous("env://", timeout=self.patience))
+            self._store.set_timeout(self.patience)
         if self.device.type == "cuda":
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
@@ -96,7 +87,7 @@ class Ranks:
             store=PrefixStore(f"doctor-{self._generation}", self._store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=self.options.timeout_s),
+            timeout=self.patience,
         )
         if not self.hosts:
             names = self.exchange(os.environ.get("GROUP_RANK", "") + "@" + socket.gethostname())
@@ -108,7 +99,7 @@ class Ranks:
         names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
         made = init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
         for name in names:  # the groups of a mesh do not inherit the default group's timeout
-            made.get_group(name).set_timeout(timedelta(seconds=self.options.timeout_s))
+            made.get_group(name).set_timeout(self.patience)
         return made
 
     def barrier(self) -> None:
@@ -150,7 +141,7 @@ class Ranks:
         keys = [f"answer-{topic}-{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], mine)
         with suppress(dist.DistStoreError):  # the conclusion shows which ranks are missing
-            self._store.wait(keys, timedelta(seconds=self.options.timeout_s + GRACE_S))
+            self._store.wait(keys, self.patience + GRACE)
         found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
         offer = json.dumps({rank: self._store.get(key).decode() for rank, key in found.items()})
         agreed = self._store.compare_set(f"conclusion-{topic}", "", offer)
@@ -161,17 +152,19 @@ class Ranks:
         self,
         measure: Callable[[Ranks], Values],
         limit_s: float,
-        give_up: Callable[[list[Values] | LostRankError], None],
+        give_up: Callable[[Callable[[], list[Values]]], None],
     ) -> list[Values]:
         """Run ``measure`` and return every rank's result, which has ``error`` if the rank raised.
         If ``measure`` hangs, for example in a collective on a device, another thread calls
-        ``give_up`` with the answers after ``limit_s`` plus the collective timeout and budget. Raise
-        LostRankError if a rank did not answer; collectives then no longer work."""
+        ``give_up`` after ``limit_s`` plus the collective timeout and budget; its argument returns
+        the answers. Raise LostRankError, as this argument does, if a rank did not answer;
+        collectives then no longer work."""
         self._asked, self._exchanges = self._asked + 1, 0
-        limit = limit_s + self.options.timeout_s + self.options.seconds
+        limit = limit_s + self.options.timeout + self.options.seconds
         begun = time.monotonic()
         hung = {"error": f"did not return within {limit:.0f} s", "after_s": limit}
-        timer = threading.Timer(limit, lambda: give_up(self._answers_of_others(hung)))
+        topic = str(self._asked)
+        timer = threading.Timer(limit, give_up, [partial(self._conclude, topic, hung)])
         timer.daemon = True
         timer.start()
         try:
@@ -181,13 +174,7 @@ class Ranks:
             mine = {"error": said, "after_s": time.monotonic() - begun}
         finally:
             timer.cancel()
-        return self._conclude(f"{self._asked}", mine)
-
-    def _answers_of_others(self, mine: Values) -> list[Values] | LostRankError:
-        try:
-            return self._conclude(f"{self._asked}", mine)
-        except LostRankError as error:
-            return error
+        return self._conclude(topic, mine)
 
     def wait_for_teller(self, tells: bool) -> None:
         """Wait for the rank that prints: when one rank exits, a launcher terminates the others."""
@@ -195,7 +182,7 @@ class Ranks:
             if tells:
                 self._store.set("told", "")
             else:
-                self._store.wait(["told"], timedelta(seconds=GRACE_S))
+                self._store.wait(["told"], GRACE)
 
     def leave(self) -> None:
         """Destroy the process group on all ranks together, once no rank needs it."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,14 @@ def _pattern_sum(
     device: torch.device,
     start: int = 0,
 ) -> Tensor:
-    total = torch.zeros(numel, dtype=torch.float32, device=device)
-    for rank in range(size):
-        total += _pattern(numel, rank, device, start)
-    return total
+    return reduce(torch.add, (_pattern(numel, rank, device, start) for rank in range(size)))
 
 
 def measure_collectives(ranks: Ranks) -> Values:
     """Send known integers, and record the ranks whose data arrives corrupted."""
     bad: dict[str, list[int]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
     size, rank, device = ranks.size, ranks.rank, ranks.device
-    for numel in PATTERN_NUMELS if size > 1 else ():
+    for numel in PATTERN_NUMELS:
         gathered = torch.empty(size * numel, dtype=torch.float32, device=device)
         torch_comm.all_gather_single(gathered, _pattern(numel, rank, device))
         for one, part in enumerate(gathered.chunk(size)):
@@ -83,9 +80,6 @@ def measure_collectives(ranks: Ranks) -> Values:
 
 
 def judge_collectives(found: Sequence[Values]) -> Iterator[Verdict]:
-    if len(found) == 1:
-        yield _say("collectives", NOT_MEASURED, "requires at least two ranks")
-        return
     for kind in found[0]["bad"]:
         where = {rank: sorted(set(one["bad"][kind])) for rank, one in enumerate(found)}
         where = {rank: parts for rank, parts in where.items() if parts}
@@ -283,8 +277,8 @@ def judge_hsdp(found: Sequence[Values]) -> Iterable[Verdict]:
 def measure_checkpoint(ranks: Ranks) -> Values:
     """Save to a shared folder, load from it, and compare every bit."""
     (name, *_) = ranks.exchange(f"fsdp2-doctor-{uuid.uuid4().hex[:8]}")
-    folder = Path(ranks.options.folder).absolute() / name
-    found: Values = {"folder": str(ranks.options.folder), "error_number": 0, "says": ""}
+    folder = ranks.options.checkpoint.absolute() / name
+    found: Values = {"folder": str(ranks.options.checkpoint), "error_number": 0, "says": ""}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank-{ranks.rank}").write_bytes(os.urandom(1 << 16))
@@ -367,7 +361,7 @@ def judge_checkpoint(found: Sequence[Values]) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check(RIGHT, "collectives", measure_collectives, judge_collectives),
+    Check(RIGHT, "collectives", measure_collectives, judge_collectives, ranks=2),
     Check(RIGHT, "fp32", measure_training, judge_fp32),
     Check(RIGHT, "bf16", partial(measure_training, bf16=True), judge_bf16),
     Check(RIGHT, "HSDP", measure_hsdp, judge_hsdp),

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import _exit as end_now  # runs no exit handlers, which might wait for other ranks
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from fsdp2._core.base.names import printable
 from fsdp2._tools.doctor import advice, fast, installed, machine, right
 from fsdp2._tools.doctor.advice import last_word
-from fsdp2._tools.doctor.ranks import LostRankError, Options, Ranks, Values
+from fsdp2._tools.doctor.ranks import LostRankError, Ranks, Values
 from fsdp2._tools.doctor.verdicts import (
     AREAS,
     MACHINE,
     NOT_MEASURED,
     SET,
+    TOO_FEW,
     WARNING,
     WRONG,
     Check,
@@ -168,10 +169,9 @@ def _seconds(text: str) -> float:
 
 
 class Doctor:
-    def __init__(self, ranks: Ranks, page: Path | None, file: Path | None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.findings = Findings()
-        self._page, self._file = page, file
         self._lost: tuple[int, ...] = ()
         self._over = ""  # the reason why collectives no longer work
         self._told_area = ""
@@ -197,13 +197,18 @@ class Doctor:
         return self._finish()
 
     def _run_one(self, check: Check) -> None:
-        def give_up(answers: list[Values] | LostRankError) -> None:
+        if self.ranks.size < check.ranks:
+            self._tell([Verdict(check.area, check.name, NOT_MEASURED, TOO_FEW)])
+            return
+
+        def give_up(conclude: Callable[[], list[Values]]) -> None:
             """End this process, whose main thread is blocked by a collective that never returns."""
-            if isinstance(answers, LostRankError):
-                self._lose(answers, check.name)
-            else:
+            try:
+                failure = _failure(check, conclude())
                 self._over = f"{check.name} did not return"
-                self._tell([_failure(check, answers)])
+                self._tell([failure])
+            except LostRankError as error:
+                self._lose(error, check.name)
             self._finish()
 
         try:
@@ -236,7 +241,7 @@ class Doctor:
 
     def _lose(self, error: LostRankError, where: str) -> None:
         self._lost, self._over = error.ranks, f"lost {ranks_text(error.ranks)}"
-        said = f"did not answer within {self.ranks.options.timeout_s:g} s in {where}"
+        said = f"did not answer within {self.ranks.options.timeout:g} s in {where}"
         self._tell([Verdict(MACHINE, "ranks", WRONG, f"{ranks_text(self._lost)} {said}")])
 
     def _tell(self, verdicts: Iterable[Verdict]) -> None:
@@ -256,16 +261,16 @@ class Doctor:
         for line in lines_of_settings(self.findings):
             self._print(line)
         self._print(verdict_line(self.findings))
-        status = exit_status(self.findings.verdicts)
+        status, options = exit_status(self.findings.verdicts), self.ranks.options
         if self._tells:
             try:
-                device = self.ranks.device.type
-                write(self.findings, self.ranks.size, device, self._page, self._file)
+                device, files = self.ranks.device.type, (options.html, options.json)
+                write(self.findings, self.ranks.size, device, *files)
             except OSError as error:
                 print(f"python -m fsdp2 doctor: {error}", file=sys.stderr)
                 status = 1
             else:
-                for path in filter(None, (self._page, self._file)):
+                for path in filter(None, files):
                     self._print(f"wrote {path}")
         if self._over:  # destroying a process group may block if a rank is lost
             self.ranks.wait_for_teller(self._tells)
@@ -296,11 +301,10 @@ def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
             made.error(f"the folder of {path} does not exist")
     # otherwise torch kills the process at a collective's timeout, before the doctor can report it
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
     try:
-        ranks = Ranks(options)
+        ranks = Ranks(given)
     except dist.DistError as error:
         said = f"no rendezvous within {given.timeout:g} s: {error}".partition("\n")[0]
         print(f"python -m fsdp2 doctor: {said}", file=sys.stderr)
         return 1
-    return Doctor(ranks, given.html, given.json).run(checks)
+    return Doctor(ranks).run(checks)

@@ -9,6 +9,7 @@ from typing import Any
 from fsdp2._tools.doctor.ranks import Ranks, Values
 
 OK, NOT_MEASURED, WARNING, WRONG = "ok", "not measured", "warning", "wrong"
+TOO_FEW = "requires at least two ranks"
 RIGHT, FAST, MACHINE, SET = "right", "fast", "machine", "set"
 AREAS = {
     RIGHT: "Correctness",
@@ -42,13 +43,14 @@ class Setting:
 class Check:
     """A check. Every rank runs ``measure``, and calls ``judge`` with the results of all ranks, in
     rank order, so all ranks reach the same verdicts. ``limit_s`` is the maximum time of ``measure``
-    on a healthy machine."""
+    on a healthy machine. ``ranks`` is the minimum number of ranks."""
 
     area: str
     name: str
     measure: Callable[[Ranks], Values]
     judge: Callable[[Sequence[Values]], Iterable[Verdict]]
     limit_s: float = 60.0
+    ranks: int = 1
 
 
 @dataclass

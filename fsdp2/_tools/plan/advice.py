@@ -17,9 +17,9 @@ from fsdp2._core.base.names import nbytes_text, seconds_text
 from fsdp2._core.base.policy import MixedPrecisionPolicy
 from fsdp2._tools.pages.content import Advice
 from fsdp2._tools.plan.budget import MEMORY, search_of
-from fsdp2._tools.plan.hardware import bandwidth_of, flops_of, seconds_of
+from fsdp2._tools.plan.hardware import flops_of, seconds_of
 from fsdp2._tools.plan.setup import Prediction
-from fsdp2._tools.plan.values import ParamPlan, StepPlan
+from fsdp2._tools.plan.values import ParamPlan
 
 TINY_NBYTES = 1 << 20
 """If no hardware is given, a gather with fewer bytes is small."""
@@ -218,7 +218,7 @@ def _memory_setting(plan: Prediction, budget: int | None) -> Iterator[Advice]:
     fitting = {name: one for name, one in others.items() if _fits(one, budget)}
     if not fitting:
         return
-    memory, other = min(fitting.items(), key=lambda item: _step_of(item[1]).seconds or 0.0)
+    memory, other = min(fitting.items(), key=lambda item: item[1].step_for("advice").seconds or 0.0)
     if _saves(plan, other):
         yield Advice(
             "slow",
@@ -292,9 +292,8 @@ def _is_tiny(nbytes: int, plan: Prediction) -> bool:
     machine, ranks = plan.hardware, plan.mesh[-1]
     if machine is None:
         return nbytes < TINY_NBYTES
-    took = seconds_of(machine, "all_gather", nbytes, ranks, 1)
-    moving = nbytes * (ranks - 1) / ranks / bandwidth_of(machine, ranks, 1)
-    return took > 0 and (took - moving) / took > LATENCY_SHARE
+    took, latency = (seconds_of(machine, "all_gather", sent, ranks, 1) for sent in (nbytes, 1))
+    return latency > LATENCY_SHARE * took
 
 
 def _tried(plan: Prediction, **changes: Any) -> Prediction | None:
@@ -306,17 +305,12 @@ def _tried(plan: Prediction, **changes: Any) -> Prediction | None:
         return None
 
 
-def _step_of(plan: Prediction) -> StepPlan:
-    assert plan.step is not None  # a batch was given
-    return plan.step
-
-
 def _fits(plan: Prediction, budget: int | None) -> bool:
-    return budget is None or _step_of(plan).highest_nbytes <= budget
+    return budget is None or plan.step_for("advice").highest_nbytes <= budget
 
 
 def _saves(plan: Prediction, other: Prediction) -> bool:
-    before, after = _step_of(plan).seconds, _step_of(other).seconds
+    before, after = (one.step_for("advice").seconds for one in (plan, other))
     return before is not None and after is not None and after < (1 - GAIN_SHARE) * before
 
 

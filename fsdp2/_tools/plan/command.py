@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn as nn
@@ -191,7 +191,7 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
         if not advice:
             _print("\nno advice: no known problem was found")
     if given.budget is not None or given.suggest:
-        search = search_of(found, given.budget, lambda one: _say(f"  {one}"))
+        search = search_of(found, given.budget, lambda one: _print(f"  {one}", sys.stderr))
         _print("")
         for one in search.run():
             _print(str(one))
@@ -200,12 +200,8 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
         _print(f"\nwrote {given.html}")
 
 
-def _print(text: str) -> None:
-    print(in_terminal(text), flush=True)  # flushed, so that the user sees results early
-
-
-def _say(text: str) -> None:
-    print(in_terminal(text), file=sys.stderr, flush=True)
+def _print(text: str, file: TextIO | None = None) -> None:
+    print(in_terminal(text), file=file, flush=True)  # flushed, so that the user sees results early
 
 
 class _Reporter:
@@ -220,11 +216,11 @@ class _Reporter:
         if what:
             self._started = time.monotonic()
             if self._expected >= 1.0:
-                _say(f"planning {what}: about {self._expected:.0f} s")
+                _print(f"planning {what}: about {self._expected:.0f} s", sys.stderr)
             return
         took = time.monotonic() - self._started
         if self._expected >= 1.0:
-            _say(f"  planned in {took:.1f} s")
+            _print(f"  planned in {took:.1f} s", sys.stderr)
         self._expected = took
 
 

@@ -19,7 +19,7 @@ Items then start in the order of their earliest possible start; a wait advances 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,11 +69,10 @@ class DeviceClock:
         self._issued = 0
         self._recorded: set[int] = set()
         self._queues: dict[int, deque[Ran]] = {}
-        self._free_at: dict[int, float] = {}  # keyed by stream
+        # times at which streams (numbers), groups and links (pairs) become idle
+        self._free_at: defaultdict[object, float] = defaultdict(float)
         self._moments: dict[int, float] = {}  # keyed by mark
         self._in_order: dict[int, deque[int]] = {}  # by group: collectives that have not started
-        self._group_free_at: dict[int, float] = {}
-        self._link_free_at: dict[float, float] = {}
         self._kernels: dict[int, Ran] = {}  # by stream: the most recently started kernel
 
     def work(self, seconds: float) -> None:
@@ -111,7 +110,7 @@ class DeviceClock:
         streams = self._queues if stream is None else [stream]
         while any(self._queues.get(one) for one in streams) and self._start_next():
             pass
-        self._wait_until(max((self._free_at.get(one, 0.0) for one in streams), default=0.0))
+        self._wait_until(max((self._free_at[one] for one in streams), default=0.0))
 
     def finish(self) -> float:
         """Simulate all items. Return the time at which the device and the host have finished."""
@@ -158,7 +157,7 @@ class DeviceClock:
             self._kernels[best.stream] = best
         else:
             self._in_order[best.group].popleft()
-            self._group_free_at[best.group] = self._link_free_at[best.link] = best.end
+            self._free_at["group", best.group] = self._free_at["link", best.link] = best.end
         return True
 
     def _settle_events(self) -> None:
@@ -169,27 +168,27 @@ class DeviceClock:
             for stream, queue in self._queues.items():
                 while queue and queue[0].mark >= 0:
                     item = queue[0]
-                    free_at = max(self._free_at.get(stream, 0.0), item.issued)
+                    free_at = max(self._free_at[stream], item.issued)
                     if item.waits:
                         moment = self._moments.get(item.mark)
                         if moment is None:
                             break
-                        self._free_at[stream] = max(self._free_at.get(stream, 0.0), moment)
+                        self._free_at[stream] = max(self._free_at[stream], moment)
                     else:
                         self._moments[item.mark] = free_at
                     queue.popleft()
                     goes_on = True
 
     def _start_of(self, item: Ran) -> float:
-        start = max(self._free_at.get(item.stream, 0.0), item.issued)
+        start = max(self._free_at[item.stream], item.issued)
         if item.group < 0:
             return start
         if self._in_order[item.group][0] != item.number:
             return math.inf
         start = max(
             start + self._straggler,
-            self._group_free_at.get(item.group, 0.0),
-            self._link_free_at.get(item.link, 0.0),
+            self._free_at["group", item.group],
+            self._free_at["link", item.link],
         )
         if not self._is_urgent(item.stream):
             for stream, kernel in self._kernels.items():

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -26,8 +26,6 @@ from fsdp2._core.base.errors import (
     wrong_value,
 )
 from fsdp2._core.comm.mesh import default_device_type
-
-__all__ = ["HARDWARE", "Hardware", "hardware_for", "measure"]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FILE = "a file written by the doctor, or Hardware.to_values() as JSON"
@@ -154,6 +152,10 @@ class Hardware:
             return cls(**given | {"flops": dict(zip(dtypes, rates.values(), strict=True))})
         except TypeError as error:
             raise wrong_value(who, "values", f"the figures {', '.join(wanted)}", values) from error
+
+
+UNTIMED = Hardware("", {FP32: math.inf}, math.inf, math.inf, math.inf, device_type="cpu")
+"""Stands for the machine of a plan without times."""
 
 
 def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
@@ -301,11 +303,10 @@ def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the minimum time of a few runs, after one warm-up run."""
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
+
+    def complete() -> None:
         run()
         if device.type != "cpu":
             torch.get_device_module(device.type).synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+
+    return min(timeit.repeat(complete, number=1, repeat=REPEATS + 1)[1:])

@@ -57,7 +57,7 @@ class Nowhere(Wire):
                 return None  # sent peer to peer, without a buffer
             return self._holding(torch.empty_like(output))  # the buffer that gloo gathers into
         self._copy(sent)
-        return self._send("all_gather", output.nbytes, axis, SHARD)
+        return self._send("all_gather", output.nbytes, axis)
 
     def reduce_scatter(
         self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
@@ -65,9 +65,7 @@ class Nowhere(Wire):
         self._tag_reduced(output, sent)
         if self._clock is None:
             return self._holding(torch.empty_like(sent))  # gloo reduces a copy
-        is_outer = self._group.data.layers is not None and axis is self._group.data.summed
-        role = REPLICATE if is_outer else SHARD
-        work = self._send("reduce_scatter", sent.nbytes, axis, role)
+        work = self._send("reduce_scatter", sent.nbytes, axis)
         self._copy(output)
         return work
 
@@ -75,7 +73,7 @@ class Nowhere(Wire):
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:  # received in place
         nbytes = sum(output.nbytes for output in outputs)
-        return self._send("all_gather", nbytes, axis, SHARD, axis.size)
+        return self._send("all_gather", nbytes, axis, axis.size)
 
     def reduce_scatter_uneven(
         self,
@@ -89,7 +87,7 @@ class Nowhere(Wire):
         self._tag_reduced(output, sent)
         if self._clock is None:
             return self._holding(output.new_empty((axis.size, output.numel())))
-        return self._send("reduce_scatter", sent.nbytes, axis, SHARD, axis.size)
+        return self._send("reduce_scatter", sent.nbytes, axis, axis.size)
 
     def _copy(self, shard: Tensor) -> None:
         """Advance the clock by the duration of copying a shard between host and device."""
@@ -112,7 +110,7 @@ class Nowhere(Wire):
         axis: MeshAxis,
         async_op: bool,
     ) -> Any:
-        return self._send("all_reduce", tensor.nbytes, axis, REPLICATE)
+        return self._send("all_reduce", tensor.nbytes, axis)
 
     def all_gather_each(
         self, pairs: Sequence[tuple[Tensor, Tensor]], axis: MeshAxis, async_op: bool
@@ -133,22 +131,17 @@ class Nowhere(Wire):
         yield
         pieces, self._pieces = self._pieces, None
         if pieces:
-            self._send(kind, sum(pieces), axis, SHARD, len(pieces))
+            self._send(kind, sum(pieces), axis, len(pieces))
 
-    def _send(
-        self,
-        kind: str,
-        nbytes: int,
-        axis: MeshAxis,
-        role: str,
-        pieces: int = 1,
-    ) -> Any:
+    def _send(self, kind: str, nbytes: int, axis: MeshAxis, pieces: int = 1) -> Any:
         if self._clock is None:
             return None
         if self._pieces is not None:
             self._pieces.append(nbytes)
             return None
-        stride = self._strides[role]
+        data = self._group.data
+        is_outer = kind == "all_reduce" or (data.layers is not None and axis is data.summed)
+        stride = self._strides[REPLICATE if is_outer else SHARD]
         return self._clock.send(kind, self._group.fqn, nbytes, axis.size, stride, pieces)
 
 

@@ -131,7 +131,7 @@ def _joined(ran: list[Ran]) -> Iterator[Span]:
 
 
 class LaneFlight(InFlight):
-    __slots__ = ("_clock", "_place")
+    __slots__ = ("_clock", "_mark")
 
     def __init__(
         self,
@@ -140,21 +140,19 @@ class LaneFlight(InFlight):
         mark: int,
     ) -> None:
         super().__init__(buffers)
-        self._clock, self._place = clock, mark
+        self._clock, self._mark = clock, mark
 
-    @property
-    def is_done(self) -> bool:
-        return False
+    is_done = False
 
     def wait(self) -> None:
-        self._clock.hold_back(self._clock.stream, self._place)
+        self.delay(self._clock.stream)
 
     def synchronize(self) -> None:
         self.wait()
-        self._clock.wait_for(self._place)
+        self._clock.wait_for(self._mark)
 
     def delay(self, stream: int) -> None:
-        self._clock.hold_back(stream, self._place)
+        self._clock.hold_back(stream, self._mark)
 
 
 class ImaginedLanes(Streams):
@@ -219,9 +217,6 @@ class ImaginedCopies(CopyLanes):
 
     def wait_event(self, mark: int) -> None:
         self._clock.hold_back(KERNELS, mark)
-
-    def send_out(self, source: Tensor, buffer: HostBuffer) -> Any:
-        return self.move(OUT, source.numel())
 
     def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> Any:
         return self.move(OUT, tensor.untyped_storage().nbytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from fsdp2._core.engine.tree import Runtime, Unit, Visit
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import SMALLER
 from fsdp2._tools.plan.clock import AnyClock
+from fsdp2._tools.plan.imagined import groups_of
 from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.values import Collective, GroupPlan, MemoryPoint
 from fsdp2._tools.plan.watch import GRADIENTS, MemoryWatch
@@ -72,21 +72,25 @@ def collectives_of(
 
 
 class Seen:
-    """The events and memory of one step; ``begin`` resets them."""
+    """The events and memory of one step, and the unit that is computing: the innermost one in its
+    forward or backward. ``begin`` resets them."""
 
     def __init__(
         self,
         model: nn.Module,
         watch: MemoryWatch,
-        clock: AnyClock | None,
+        clock: AnyClock,
     ) -> None:
-        self._units = units_below(model)
-        self._groups = [group for unit in self._units for group in unit.own_groups]
+        self._groups = groups_of(model)
         self._watch, self._clock = watch, clock
         self._observed: set[Runtime] = set()
         self._running: list[str] = []  # names of running units, innermost last
         self._points: list[tuple[MemoryPoint, float]] = []  # each with a mark of the clock
         self.events: list[tuple[events.Event, Over]] = []
+        for unit in units_below(model):
+            for module in unit.modules:
+                module.register_forward_pre_hook(functools.partial(self._enter_forward, unit))
+                module.register_forward_hook(self._leave, always_call=True)
 
     def begin(self) -> int:
         """Reset, and return the memory at the start of a step, in bytes."""
@@ -94,8 +98,7 @@ class Seen:
         self._points.clear()
         self._running.clear()
         self._show()
-        if self._clock is not None:
-            self._clock.restart()
+        self._clock.restart()
         self._watch.take_highest()
         if isinstance(self._clock, LaneClock):  # gradients are released when a forward begins
             return self._watch.nbytes - self._watch.by_kind[GRADIENTS]
@@ -109,10 +112,9 @@ class Seen:
     def see(self, label: str) -> int:
         """Record the current memory, and return the peak since the last record."""
         highest = self._watch.take_highest()
-        mark = 0.0 if self._clock is None else self._clock.mark()
         kinds = tuple(self._watch.by_kind)
         point = MemoryPoint(label, 0.0, self._watch.nbytes, sum(highest), kinds, highest)
-        self._points.append((point, mark))
+        self._points.append((point, self._clock.mark()))
         return point.peak_nbytes
 
     @property
@@ -122,23 +124,7 @@ class Seen:
     def points(self) -> Iterator[MemoryPoint]:
         """Yield the records with their times. Call this after the clock's ``finish``."""
         for point, mark in self._points:
-            time = 0.0 if self._clock is None else self._clock.time_of(mark)  # type: ignore[arg-type]
-            yield replace(point, time=time)
-
-    @contextlib.contextmanager
-    def following_units(self) -> Iterator[None]:
-        """Track the unit that is computing: the innermost one in its forward or backward."""
-        handles = []
-        for unit in self._units:
-            for module in unit.modules:
-                entered = functools.partial(self._enter_forward, unit)
-                handles.append(module.register_forward_pre_hook(entered))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            yield replace(point, time=self._clock.time_of(mark))  # type: ignore[arg-type]
 
     def _enter_forward(self, unit: Unit, *_: Any) -> None:
         runtime = unit.runtime
@@ -171,5 +157,4 @@ class Seen:
         self._show()
 
     def _show(self) -> None:
-        if self._clock is not None:
-            self._clock.label = self._running[-1] if self._running else "outside of units"
+        self._clock.label = self._running[-1] if self._running else "outside of units"

@@ -116,11 +116,11 @@ class Template:
         if not self.is_sharded:
             policy = (lambda _: False) if setup.policy is None else setup.policy
             shard_model(model, policy, **{"mesh": mesh, **setup.fully_shard_kwargs})
-        run = StepRun(model, setup.hardware)
+        run = StepRun(model, setup.hardware, self._traces)
         if setup.offload_activations:
             run.keep_activations_away()  # do not replay: a replay does not save tensors to offload
         elif setup.micro_batches == 1:  # several micro-batches add to existing gradients
-            run.replay(self._traces)
+            run.replay()
         if setup.offload_states:
             run.keep_states_away()
         return run

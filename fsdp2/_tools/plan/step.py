@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2._core.base import events, torch_dtensor
+from fsdp2._core.base import events, torch_autograd, torch_dtensor
 from fsdp2._core.base.capabilities import capabilities
 from fsdp2._core.base.containers import map_tensors
 from fsdp2._core.base.errors import ConfigError, FSDPError, wrong_type
@@ -26,16 +26,15 @@ from fsdp2._core.params.group import ParamGroup
 from fsdp2._tools.pages.content import KINDS
 from fsdp2._tools.plan import lanes
 from fsdp2._tools.plan.clock import AnyClock, Clock, ComputeTime, tensors_in
-from fsdp2._tools.plan.hardware import Hardware
+from fsdp2._tools.plan.hardware import UNTIMED, Hardware
 from fsdp2._tools.plan.imagined import Nowhere, groups_of
 from fsdp2._tools.plan.lanes import LaneClock
 from fsdp2._tools.plan.seen import Seen, collectives_of, with_stamps
-from fsdp2._tools.plan.stepped import LocalOptimizer, MakeOptimizer, Stepped, make_stepped
-from fsdp2._tools.plan.traced import Replayer, TracedOptimizer, Traces
+from fsdp2._tools.plan.stepped import KnownOptimizer, MakeOptimizer, Stepped, make_stepped, step_all
+from fsdp2._tools.plan.traced import Arguments, Replayer, Traces
 from fsdp2._tools.plan.values import StepPlan, describe
-from fsdp2._tools.plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
+from fsdp2._tools.plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch, number_of
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
 STEPS, MOST_STEPS = 2, 5
@@ -133,16 +132,16 @@ class _RMSNorm(torch.autograd.Function):
 class StepRun:
     """Runs steps of a sharded copy of a model with fake tensors. Use it in the copy's fake mode."""
 
-    def __init__(self, model: nn.Module, hardware: Hardware | None) -> None:
+    def __init__(self, model: nn.Module, hardware: Hardware | None, traces: Traces) -> None:
         self.model = model
         self.watch = MemoryWatch()
-        self.clock: AnyClock | None = None
-        if hardware is not None:
-            self.clock = (Clock if hardware.device_type == "cpu" else LaneClock)(hardware)
+        self._is_timed = hardware is not None
+        machine = hardware or UNTIMED
+        self.clock: AnyClock = (Clock if machine.device_type == "cpu" else LaneClock)(machine)
+        self._compute_time = ComputeTime(self.clock)
+        self._replayer = Replayer(traces, self.watch, self._compute_time)
         self.groups: list[ParamGroup] = groups_of(model)
         self._seen = Seen(model, self.watch, self.clock)
-        self._is_in_backward = False
-        self._replayer: Replayer | None = None
         self._optimizer_key: tuple[Any, ...] = ()
         self.watch.vocabularies = vocabularies_of(model)
         self._stepped: list[Stepped] = []
@@ -150,7 +149,6 @@ class StepRun:
         self._is_again = False
         self._counted: tuple[bool, ...] | None = None  # per batch tensor: True if counted
         self._activations: lanes.ImaginedActivations | None = None
-        self._turn = 0  # the clock's mark at the end of backward
         self._states_are_away = False
         if isinstance(self.clock, LaneClock):
             streams = lanes.ImaginedLanes(self.clock)
@@ -163,17 +161,17 @@ class StepRun:
         for module in self._below:  # ``choose`` decides whether activations are recomputed
             module.forward = functools.partial(self._forward, module.forward)
         for group in self.groups:
-            group.reducer.wire = Nowhere(group, self.watch, self.clock, self._keeps_away(group))
+            clock = self.clock if self._is_timed else None
+            group.reducer.wire = Nowhere(group, self.watch, clock, self._keeps_away(group))
             group.rewire()
             if hardware is not None:
                 device = torch.device(hardware.device_type)
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
-    def replay(self, traces: Traces) -> None:
+    def replay(self) -> None:
         """Trace units without inner units, once per form, and replay the traces from then on."""
         own = set(self._below)
         blocks = [m for m in own if not any(part in own for part in m.modules() if part is not m)]
-        self._replayer = Replayer(traces, self.watch, self.clock)
         self._replayer.follow(self.model, blocks)
 
     def _forward(
@@ -184,28 +182,20 @@ class StepRun:
     ) -> Any:
         if not self._is_again:
             return forward(*args, **kwargs)
-        computed = functools.partial(self._compute, forward)
-        return checkpoint(computed, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
-    def _compute(
-        self,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a forward inside a checkpoint. During backward, this forward is a recomputation."""
-        replayer, clock = self._replayer, self.clock
-        with contextlib.ExitStack() as inside:
-            if replayer is not None:
-                inside.enter_context(replayer.inside_a_checkpoint())
-            if clock is None:
-                return forward(*args, **kwargs)
-            is_traced = replayer is not None and replayer.is_in_backward
-            clock.counts_products = not (self._is_in_backward or is_traced)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                clock.counts_products = True
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of a checkpoint's forward and of its recomputation."""
+        return self._inside_a_checkpoint(), self._inside_a_checkpoint()
+
+    @contextmanager
+    def _inside_a_checkpoint(self) -> Iterator[None]:
+        """Surround a forward inside a checkpoint. During backward, it is a recomputation."""
+        self.clock.counts_products = torch_autograd.graph_task_id() == -1
+        try:
+            yield
+        finally:
+            self.clock.counts_products = True
 
     def keep_activations_away(self) -> None:
         """Offload the tensors that units below the root save, except those of the last unit."""
@@ -227,8 +217,7 @@ class StepRun:
             self.model.set_memory(memory)  # type: ignore[operator]  # the model is sharded
         self._memory, self._is_again = memory, is_again
         self.watch.loss_chunks = loss_chunks
-        if self._replayer is not None:
-            self._replayer.begin_plan(is_again)
+        self._replayer.begin_plan(is_again)
 
     def predict(
         self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
@@ -238,7 +227,7 @@ class StepRun:
         tensors = tensors_in(given)
         is_first = self._counted is None or len(self._counted) != len(tensors)
         steps = STEPS if is_first else 1
-        with watch.following_resizes(), seen.following_units():
+        with watch.following_resizes():
             self._tag_kept()
             for tensor, is_counted in zip(tensors, self._counted or (), strict=False):
                 if is_counted:  # as in earlier steps
@@ -252,15 +241,12 @@ class StepRun:
                         steps = STEPS
                 if number >= steps and (self._is_steady or number >= MOST_STEPS):
                     break
-            products = 0.0
-            if clock is not None:
-                clock.finish()
-                products = clock.products * clock.hardware.compute_share
+            clock.finish()
+            products = clock.products * clock.hardware.compute_share
             peak = seen.peak_nbytes
             highest = self._step_optimizer(self._stepped) if self._stepped else 0
-            if clock is not None:
-                clock.finish()  # this also resolves the last mark
-        self._counted = tuple(map(watch.counts, tensors))
+            clock.finish()  # this also resolves the last mark
+        self._counted = tuple(watch.is_alive(number_of(tensor)) for tensor in tensors)
         sizes = {group.fqn: describe(group) for group in self.groups}
         exact = [(with_stamps(event, over, sizes), over) for event, over in seen.events]
         state_nbytes = sum(one.nbytes for one in self._stepped)
@@ -275,8 +261,8 @@ class StepRun:
             optimizer_nbytes=state_nbytes,
             optimizer_peak_nbytes=highest,
             host_nbytes=offloaded + (state_nbytes if self._states_are_away else 0),
-            seconds=None if clock is None else clock.seconds,
-            spans=() if clock is None else tuple(clock.spans),
+            seconds=clock.seconds if self._is_timed else None,
+            spans=tuple(clock.spans) if self._is_timed else (),
             product_seconds=products,
             tokens=tokens_of(given),
         )
@@ -292,14 +278,13 @@ class StepRun:
         if key == self._optimizer_key:
             return False
         self._optimizer_key = key
-        replayer = self._replayer
-        trace = None if replayer is None else replayer.optimizer(key)
-        if trace is None or replayer is None:
+        nbytes = self._replayer.state_nbytes_of(key) if self._replayer.is_used else None
+        if nbytes is None:
             self._stepped = make_stepped(
                 optimizer, self.model.parameters(), self.watch, self.clock, any(is_away)
             )
         else:
-            self._stepped = [TracedOptimizer(trace, replayer, self.watch, any(is_away))]
+            self._stepped = [KnownOptimizer(nbytes, self.watch, any(is_away))]
         return True
 
     @property
@@ -310,26 +295,18 @@ class StepRun:
 
     def _tag_kept(self) -> None:
         """Tag memory that exists between steps: shards, parameters outside of units, buffers."""
-        kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
             assert group.buffers.home is not None  # set by ``inspect``
             flat, is_away = group.buffers.home.flat, self._keeps_away(group)
             for param in group.params:
-                local = torch_dtensor.local_part(param.sharded)
                 # a real shard with a span is part of ``flat``; only a fake shard is separate
                 if is_away or param.span is not None:
-                    self.watch.leave_out(local)
-                else:
-                    kept.append(local)
+                    self.watch.leave_out(torch_dtensor.local_part(param.sharded))
             if is_away:
                 self.watch.leave_out(flat)
-            else:
-                kept.append(flat)
-        kept += self.model.buffers()
-        sharded = {param.sharded for group in self.groups for param in group.params}
-        kept += [param for param in self.model.parameters() if param not in sharded]
-        for tensor in kept:
+            self.watch.tag(flat, PARAMETERS)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
             self.watch.tag(torch_dtensor.local_part(tensor), PARAMETERS)
 
     def _tag_made(self) -> None:
@@ -337,29 +314,24 @@ class StepRun:
         for group in self.groups:
             if group.buffers.whole_memory is not None:
                 self.watch.tag(group.buffers.whole_memory, GATHERED)
-        for group in self.groups:
-            for grad in (param.sharded.grad for param in group.params):
-                if grad is not None and self._keeps_away(group):
-                    self.watch.leave_out(torch_dtensor.local_part(grad))
-        for param in self.model.parameters():
-            if param.grad is not None:
-                self.watch.tag(torch_dtensor.local_part(param.grad), GRADIENTS)
+            for param in group.params if self._keeps_away(group) else ():
+                if param.sharded.grad is not None:
+                    self.watch.leave_out(torch_dtensor.local_part(param.sharded.grad))
+        for tensor in self.model.parameters():
+            if tensor.grad is not None:
+                self.watch.tag(torch_dtensor.local_part(tensor.grad), GRADIENTS)
 
     def _keeps_away(self, group: ParamGroup) -> bool:
         """Return True if a group's shards are on the host, and compute is on a device."""
-        machine = None if self.clock is None else self.clock.hardware
-        if machine is None or machine.device_type == "cpu":
-            return False
-        return isinstance(group.residence.offload, CPUOffloadPolicy)
+        is_on_device = self.clock.hardware.device_type != "cpu"
+        return is_on_device and isinstance(group.residence.offload, CPUOffloadPolicy)
 
     @contextmanager
-    def _counting(self, clock: AnyClock | None) -> Iterator[contextlib.ExitStack]:
-        """Count the memory of operations in this context, and their time if there is a clock."""
+    def _counting(self, is_timed: bool) -> Iterator[contextlib.ExitStack]:
+        """Count the memory of operations in this context, and their time if ``is_timed``."""
         with contextlib.ExitStack() as modes:
-            if clock is not None:
-                compute = modes.enter_context(ComputeTime(clock))
-                if self._replayer is not None:
-                    self._replayer.compute = compute
+            if is_timed:
+                modes.enter_context(self._compute_time)
             modes.enter_context(self.watch)
             yield modes
 
@@ -367,7 +339,7 @@ class StepRun:
         """Run forwards and backwards; return the memory at the start of the step, in bytes."""
         self.model.zero_grad()
         start = self._seen.begin()
-        with self._counting(self.clock) as modes:
+        with self._counting(self._is_timed) as modes:
             if isinstance(self.clock, LaneClock):
                 modes.enter_context(kernels_of_a_device())
             modes.enter_context(events.listen(self._seen.see_event))
@@ -375,20 +347,14 @@ class StepRun:
                 if micro_batches > 1:
                     for unit in units_below(self.model):
                         unit.configure(**unit.settings.sharding.sync(left == 0))
-                self._run(*given, loss)
+                self._run(given, loss)
         self._seen.see("the end of backward")
         return start
 
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Loss,
-    ) -> None:
+    def _run(self, given: Arguments, loss: Loss) -> None:
+        args, kwargs = given
         try:
-            made = loss(self.model(*args, **kwargs))
-            self._is_in_backward = True
-            made.backward()
+            loss(self.model(*args, **kwargs)).backward()
         except FSDPError:
             raise
         except Exception as error:
@@ -398,37 +364,33 @@ class StepRun:
                 f"({type(error).__name__}: {error}). Pass the inputs of one rank's forward: a "
                 "tensor, a tuple of arguments or a dict of keywords.",
             ) from error
-        finally:
-            self._is_in_backward = False
 
     def _step_optimizer(self, stepped: list[Stepped]) -> int:
         """Run the optimizer's step on this rank's shards; return its peak memory in bytes."""
         clock = self.clock
-        if any(self._keeps_away(group) for group in self.groups):
-            clock = None  # the host runs the step; its duration is unknown
-        if clock is not None:
-            clock.label = "optimizer"
-            self._turn = int(clock.mark())
-        with self._counting(clock):
-            if self._replayer is not None and all(type(o) is LocalOptimizer for o in stepped):
+        # if the host runs the step, its duration is unknown
+        is_timed = self._is_timed and not any(map(self._keeps_away, self.groups))
+        clock.label = "optimizer"
+        turn = int(clock.mark())  # the end of backward
+        with self._counting(is_timed):
+            # an optimizer that exchanges matrices is not replayed
+            if self._replayer.is_used and all(type(one) is not Stepped for one in stepped):
                 self._replayer.step_optimizer(self._optimizer_key, stepped)
             else:
-                for one in stepped:
-                    one.step()
+                step_all(stepped)
         here = 0
-        if self._states_are_away:
-            assert isinstance(clock, LaneClock)
-            here = self._move_states(sum(one.nbytes for one in stepped), clock)
-        if clock is not None:
-            clock.finish()
+        if self._states_are_away and is_timed:
+            assert isinstance(clock, LaneClock)  # see ``keep_states_away``
+            here = self._move_states(sum(one.nbytes for one in stepped), clock, turn)
+        clock.finish()
         return self._seen.see("the optimizer's step") + here
 
-    def _move_states(self, nbytes: int, clock: LaneClock) -> int:
+    def _move_states(self, nbytes: int, clock: LaneClock, turn: int) -> int:
         """Overlap transfers of states with the step; return the peak device memory of states."""
         sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
         unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
         copies = lanes.ImaginedCopies(clock)
-        first = copies.move(lanes.BACK, unit, after=self._turn)
+        first = copies.move(lanes.BACK, unit, after=turn)
         copies.move(lanes.BACK, nbytes - unit, after=first)
         copies.wait_event(copies.move(lanes.OUT, nbytes, after=first))
         return min(UNITS_OF_STATES * unit, nbytes)

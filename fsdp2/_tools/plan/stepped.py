@@ -4,9 +4,10 @@ updates a rank's own shards, or full matrices."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,7 @@ OPTIMIZER_WANTED = "a class or function that creates an optimizer from parameter
 MakeOptimizer = Callable[..., Optimizer]
 
 
-def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock | None) -> None:
+def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock) -> None:
     """Connect an optimizer to simulated ranks, with which it exchanges matrices."""
 
     def peers_of(mesh: DeviceMesh) -> Peers:
@@ -48,9 +49,7 @@ def imagine_peers(optimizer: WholeOptimizer, watch: MemoryWatch, clock: AnyClock
     optimizer._peers_of = peers_of
 
 
-def _send(clock: AnyClock | None, nbytes: int, ranks: int, stride: int) -> Any:
-    if clock is None:
-        return None
+def _send(clock: AnyClock, nbytes: int, ranks: int, stride: int) -> Any:
     send = functools.partial(clock.send, "all_to_all", "matrices", nbytes, ranks, stride)
     if isinstance(clock, Clock):
         return send()
@@ -89,6 +88,14 @@ class Stepped:
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
 
+class KnownOptimizer(Stepped):
+    """An optimizer whose step was traced by another plan on the same shards."""
+
+    def __init__(self, nbytes: int, watch: MemoryWatch, is_away: bool) -> None:
+        self._state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.keep(self._state, watch, is_away)
+
+
 class LocalOptimizer(Stepped):
     """An optimizer that updates shards' local tensors, to use no memory for DTensor dispatch."""
 
@@ -121,11 +128,11 @@ def make_stepped(
     optimizer: MakeOptimizer,
     parameters: Iterator[nn.Parameter],
     watch: MemoryWatch,
-    clock: AnyClock | None,
+    clock: AnyClock,
     is_away: bool,
 ) -> list[Stepped]:
     """Return an optimizer's members, after one step of each. Raise ConfigError if a step fails."""
-    is_on_device = clock is not None and clock.hardware.device_type != "cpu"
+    is_on_device = clock.hardware.device_type != "cpu"
     made = make_optimizer(optimizer, parameters)
     stepped: list[Stepped] = []
     for member, *_ in getattr(made, "_members", None) or [(made,)]:
@@ -138,6 +145,11 @@ def make_stepped(
             one = LocalOptimizer(member, watch, is_away, is_on_device)
         stepped.append(one)
     return stepped
+
+
+def step_all(stepped: Sequence[Stepped]) -> None:
+    for one in stepped:
+        one.step()
 
 
 def make_optimizer(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._core.base import torch_autograd, torch_dtensor, torch_tensors
-from fsdp2._tools.plan.clock import AnyClock, ComputeTime
-from fsdp2._tools.plan.stepped import Stepped
-from fsdp2._tools.plan.watch import MemoryWatch
+from fsdp2._core.base.containers import map_tensors
+from fsdp2._tools.plan.clock import ComputeTime
+from fsdp2._tools.plan.stepped import Stepped, step_all
+from fsdp2._tools.plan.watch import MemoryWatch, number_of
 
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
@@ -36,8 +37,10 @@ MOST_FORMS = 6
 """Maximum number of traces per class and plan: if all blocks differ, they run faster untraced."""
 
 Forward = Callable[..., Any]
-Kept = tuple[tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]
-"""For each input and output, whether a block's graph keeps it; indices of kept parameters."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Kept = tuple[tuple[int, ...], set[int], tuple[int, ...]]
+"""Indices of the inputs, outputs and parameters that a block's graph keeps. Those of parameters
+follow those of inputs."""
 
 
 class Unsuited(Exception):  # noqa: N818  # not an error: the block runs normally
@@ -128,16 +131,6 @@ def fresh_like(tensor: Tensor, into: list[Tensor]) -> Tensor:
     return made
 
 
-def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return replace(value)
-    if type(value) in (tuple, list):
-        return type(value)(replaced(one, replace) for one in value)
-    if type(value) is dict:
-        return {key: replaced(one, replace) for key, one in value.items()}
-    return value
-
-
 def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) -> Any:
     """Return a key for values; append their tensors to ``tensors``. ``names``: modules' names."""
     if isinstance(value, Tensor):
@@ -158,11 +151,7 @@ def form_of(value: Any, tensors: list[Tensor], names: Mapping[int, str] = {}) ->
 
 def rebuilt(like: Any, tensors: Sequence[Tensor]) -> Any:
     left = iter(tensors)
-    return replaced(like, lambda _: next(left))
-
-
-def number_of_storage(tensor: Tensor) -> int:
-    return torch_tensors.number_of(tensor.untyped_storage())
+    return map_tensors(lambda _: next(left), like)
 
 
 def check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
@@ -208,14 +197,13 @@ class Trace:
     backward needs. ``has_grad``: whether each input and parameter gets a gradient."""
 
     forward: Phase
-    backward: Phase | None
+    backward: Phase
     outputs: tuple[Made, ...]
     rebuild: Callable[[Sequence[Tensor]], Any]
     kept_nbytes: int
     held: tuple[int, ...]
     read: tuple[int, ...]
     has_grad: tuple[bool, ...]
-    parameters: int
 
 
 @dataclass
@@ -247,8 +235,7 @@ class Replayed(torch.autograd.Function):
         ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
         ctx.held = [given[place] for place in trace.held]
         # the engine checks whether a graph references parameters, as the block's graph does
-        own = given[len(given) - trace.parameters :]
-        ctx.save_for_backward(*(own[place] for place in trace.read))
+        ctx.save_for_backward(*(given[place] for place in trace.read))
         ctx.held += [one.detach() for one, how in pairs if how.is_kept]
         if trace.kept_nbytes > 0:
             ctx.held.append(torch.empty(trace.kept_nbytes, dtype=torch.uint8, device=device))
@@ -258,8 +245,7 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         trace: Trace = ctx.trace
-        if trace.backward is not None:
-            ctx.replayer.replay(trace.backward)
+        ctx.replayer.replay(trace.backward)
         ctx.held.clear()
         device = grads[0].device
         made = [
@@ -270,40 +256,30 @@ class Replayed(torch.autograd.Function):
 
 
 class Replayer:
-    """Replaces the forwards of blocks with replays, in one run."""
+    """Replaces the forwards of blocks with replays, in one run. ``is_used``: False if they and the
+    optimizer run normally."""
 
     def __init__(
         self,
         traces: Traces,
         watch: MemoryWatch,
-        clock: AnyClock | None,
+        compute: ComputeTime,
     ) -> None:
-        self._traces, self._watch, self.clock = traces, watch, clock
-        self._is_again = False
-        self._checkpoints = 0  # nesting depth of checkpoints
+        self._traces, self._watch, self._compute = traces, watch, compute
+        self._is_again = self.is_used = False
         self._forms: Counter[type] = Counter()  # number of traces of each class in this plan
-        self.compute: ComputeTime | None = None  # advances the clock during a step
-        self.is_in_backward = False
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
-        self._machine = None if clock is None else repr(clock.hardware)  # part of each trace's key
+        self._machine = repr(compute.clock.hardware)  # part of each trace's key
 
     def begin_plan(self, is_again: bool) -> None:
         """Start another plan. ``is_again``: activations are recomputed."""
         self._is_again = is_again
         self._forms.clear()
 
-    @contextmanager
-    def inside_a_checkpoint(self) -> Iterator[None]:
-        """Run units normally: a checkpoint counts saved tensors, and tracing would add more."""
-        self._checkpoints += 1
-        try:
-            yield
-        finally:
-            self._checkpoints -= 1
-
     def follow(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Replay ``blocks`` of a model from now on."""
+        self.is_used = True
         self._names = {id(module): name for name, module in model.named_modules()}
         for block in blocks:
             block.forward = functools.partial(self._call, block, block.forward)
@@ -315,10 +291,10 @@ class Replayer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._checkpoints:
+        if torch_autograd.is_in_checkpoint():  # it counts saved tensors; tracing would add more
             return forward(*args, **kwargs)
         try:
-            tensors, key = self._key_of(block, args, kwargs)
+            tensors, key = self._key_of(block, (args, kwargs))
         except Unsuited:
             return forward(*args, **kwargs)
         known = self._traces.known
@@ -327,7 +303,7 @@ class Replayer:
                 return forward(*args, **kwargs)
             self._forms[type(block)] += 1
             try:
-                known[key] = self._trace(block, forward, args, kwargs)
+                known[key] = self._trace(block, forward, (args, kwargs))
             except Unsuited:
                 known[key] = None
         trace = known[key]
@@ -336,100 +312,86 @@ class Replayer:
         made = Replayed.apply(trace, self, *tensors, *block.parameters())  # type: ignore[no-untyped-call]  # torch's own
         return trace.rebuild(made)
 
-    def _key_of(
-        self, block: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[list[Tensor], tuple[Any, ...]]:
+    def _key_of(self, block: nn.Module, given: Arguments) -> tuple[list[Tensor], tuple[Any, ...]]:
         tensors: list[Tensor] = []
-        form = form_of((args, kwargs), tensors, self._names)
+        form = form_of(given, tensors, self._names)
         if id(block) not in self._structures:
             self._structures[id(block)] = tuple(structure_of(block))
         own = tuple((p.shape, p.dtype, p.requires_grad) for p in block.parameters())
         where = (self._machine, self._is_again, torch.is_grad_enabled())
         return tensors, (self._structures[id(block)], own, form, where)
 
-    def _trace(
-        self,
-        block: nn.Module,
-        forward: Forward,
-        args: Any,
-        kwargs: Any,
-    ) -> Trace:
+    def _trace(self, block: nn.Module, forward: Forward, given: Arguments) -> Trace:
         with with_own_parameters(block) as parameters, self._aside():
             before, attributes = self._watch.nbytes, attributes_of(block)
-            held = self._keep_of(forward, args, kwargs, parameters)
-            found = self._measure(forward, args, kwargs, parameters, held)
+            held = self._keep_of(forward, given, parameters)
+            found = self._measure(forward, given, parameters, held)
             if self._watch.nbytes != before or attributes_of(block) != attributes:
                 raise Unsuited  # the block keeps a tensor for later
             return found
 
-    def _keep_of(
-        self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor]
-    ) -> Kept:
+    def _keep_of(self, forward: Forward, given: Arguments, parameters: Sequence[Tensor]) -> Kept:
         """Run a forward, release its inputs and outputs, and return which of them still exist."""
         # create these first: they also reference the parameters
         accumulators = torch_autograd.accumulators_of(parameters)
         owners = [torch_tensors.owners_of(one) for one in parameters]
         fresh: list[Tensor] = []
-        given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
-        inputs = [number_of_storage(one) for one in fresh]
-        out = forward(*given[0], **given[1])
+        args, kwargs = map_tensors(lambda t: fresh_like(t, fresh), given)
+        inputs = [number_of(one) for one in fresh]
+        out = forward(*args, **kwargs)
         made: list[Tensor] = []
         form_of(out, made)
-        outputs = [number_of_storage(one) for one in made]
+        outputs = [number_of(one) for one in made]
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
             raise Unsuited  # inputs and outputs share memory, or there is no output
         nodes = [one.grad_fn for one in made]
-        given = out = None
+        args = kwargs = out = None
         fresh.clear()
         made.clear()
-        alive = self._watch.is_alive
+        held, kept = (
+            [place for place, number in enumerate(numbers) if self._watch.is_alive(number)]
+            for numbers in (inputs, outputs)
+        )
         more = [torch_tensors.owners_of(one) for one in parameters]
-        read = tuple(place for place, before in enumerate(owners) if more[place] > before)
-        kept = tuple(map(alive, inputs)), tuple(map(alive, outputs)), read
+        read = [place for place, before in enumerate(owners) if more[place] > before]
         del nodes, accumulators
-        return kept
+        return tuple(held), set(kept), tuple(len(inputs) + place for place in read)
 
     def _measure(
-        self, forward: Forward, args: Any, kwargs: Any, parameters: Sequence[Tensor], kept: Kept
+        self, forward: Forward, given: Arguments, parameters: Sequence[Tensor], kept: Kept
     ) -> Trace:
-        kept_inputs, kept_outputs, read = kept
+        held, kept_outputs, read = kept
         fresh: list[Tensor] = []
-        given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
+        args, kwargs = map_tensors(lambda t: fresh_like(t, fresh), given)
         before = self._watch.nbytes
-        out, first = self.timed(lambda: forward(*given[0], **given[1]))
+        out, first = self.timed(functools.partial(forward, *args, **kwargs))
         made: list[Tensor] = []
         form_of(out, made)
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        rebuild = functools.partial(rebuilt, replaced(out, lambda _: nothing))
+        rebuild = functools.partial(rebuilt, map_tensors(lambda _: nothing, out))
         sizes = [one.untyped_storage().nbytes() for one in made]
         if sizes != [one.nbytes for one in made]:
             raise Unsuited
         outputs = tuple(
-            Made(one.shape, one.stride(), one.dtype, one.requires_grad, is_kept)
-            for one, is_kept in zip(made, kept_outputs, strict=True)
+            Made(one.shape, one.stride(), one.dtype, one.requires_grad, place in kept_outputs)
+            for place, one in enumerate(made)
         )
         kept_nbytes = self._watch.nbytes - before - sum(sizes)
         ends = [End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
         wanted = [one for one in (*fresh, *parameters) if one.requires_grad]
-        second: Phase | None = None
+        second = Phase((), 0, 0.0)
         found: Iterator[bool] = iter(())
         if ends and wanted:
             check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
             arriving = sum(one.nbytes for one in made if one.requires_grad)
             seeds = [torch.empty_like(end) for end in ends]
-            del out, made, given
-            self.is_in_backward = True
-            try:
-                grads, second = self.timed(
-                    lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True), arriving
-                )
-            finally:
-                self.is_in_backward = False
+            del out, made, args, kwargs
+            grads, second = self.timed(
+                lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True), arriving
+            )
             found = iter([grad is not None for grad in grads])
         has_grad = tuple(one.requires_grad and next(found) for one in (*fresh, *parameters))
-        held = tuple(place for place, is_held in enumerate(kept_inputs) if is_held)
-        costs = (first, second, outputs, rebuild, kept_nbytes)
-        return Trace(*costs, held, read, has_grad, len(parameters))
+        return Trace(first, second, outputs, rebuild, kept_nbytes, held, read, has_grad)
 
     def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
         """Call ``run``, and return its result and cost. Raise Unsuited if it allocates anything but
@@ -437,7 +399,7 @@ class Replayer:
         watch, taken = self._watch, list[tuple[float, float]]()
         before, kinds = watch.nbytes, list(watch.by_kind)
         watch.take_highest()
-        with self._timed_by(taken):
+        with self._compute.aside(taken):
             made = run()
         highest = watch.take_highest()
         if any(now != then for now, then in zip(highest[:-2], kinds[:-2], strict=True)):
@@ -453,52 +415,27 @@ class Replayer:
         """Exclude the operations in this context from the peak memory and from the clock."""
         highest = self._watch.highest
         try:
-            with self._timed_by([]):
+            with self._compute.aside([]):
                 yield
         finally:
             self._watch.highest = highest
 
-    def _timed_by(self, taken: list[tuple[float, float]]) -> AbstractContextManager[None]:
-        """Record the times of operations without advancing the clock."""
-        return nullcontext() if self.compute is None else self.compute.aside(taken)
-
     def replay(self, phase: Phase) -> None:
         self._watch.rise(phase.peak_nbytes)
-        if self.clock is not None:
-            for seconds in phase.kernels:
-                self.clock.compute(seconds)
-            self.clock.products += phase.products
+        clock = self._compute.clock
+        for seconds in phase.kernels:
+            clock.compute(seconds)
+        clock.products += phase.products
 
-    def optimizer(self, key: tuple[Any, ...]) -> tuple[Phase, int] | None:
-        """Return the trace of an optimizer's step on these shards, if there is one."""
-        return self._traces.optimizers.get((self._machine, *key))
+    def state_nbytes_of(self, optimizer: tuple[Any, ...]) -> int | None:
+        """Return the size of an optimizer's state, if a step on these shards was traced."""
+        _, nbytes = self._traces.optimizers.get((self._machine, *optimizer), (None, None))
+        return nbytes
 
-    def step_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
+    def step_optimizer(self, optimizer: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
         """Run a step. The first one is traced; later ones are replayed."""
-        known = self.optimizer(key)
-        if known is None:
-
-            def steps() -> None:
-                for one in stepped:
-                    one.step()
-
-            _, phase = self.timed(steps)
-            known = phase, sum(one.nbytes for one in stepped)
-            place = (self._machine, *key)
-            self._traces.optimizers[place] = known
-        self.replay(known[0])
-
-
-class TracedOptimizer(Stepped):
-    """An optimizer whose step was traced by another plan on the same shards."""
-
-    def __init__(
-        self, trace: tuple[Phase, int], replayer: Replayer, watch: MemoryWatch, is_away: bool
-    ) -> None:
-        self._phase, nbytes = trace
-        self._replayer = replayer
-        self._state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.keep(self._state, watch, is_away)
-
-    def step(self) -> None:
-        self._replayer.replay(self._phase)
+        known, key = self._traces.optimizers, (self._machine, *optimizer)
+        if key not in known:
+            _, phase = self.timed(functools.partial(step_all, stepped))
+            known[key] = phase, sum(one.nbytes for one in stepped)
+        self.replay(known[key][0])

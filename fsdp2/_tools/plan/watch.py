@@ -19,6 +19,11 @@ PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS, LOGITS =
 """Indices into ``KINDS``. Untagged tensors are activations, or logits if their shape matches."""
 
 
+def number_of(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage."""
+    return torch_tensors.number_of(tensor.untyped_storage())
+
+
 class MemoryWatch(DispatchMode):
     """Counts the storages that are created in this mode, and those that are registered explicitly.
     ``by_kind``: current bytes, in the order of ``KINDS``. ``highest``: total bytes, and bytes by
@@ -48,15 +53,13 @@ class MemoryWatch(DispatchMode):
             self._change(COMMUNICATION, copied)
             self._change(COMMUNICATION, -copied)
         made = func(*args, **(kwargs or {}))
-        visit_tensors(self._see_made, made)
+        visit_tensors(self.see, made)
         return made
-
-    def _see_made(self, tensor: Tensor) -> None:
-        if not tensor.is_meta:  # DTensor uses meta tensors only to compute shapes
-            self.see(tensor)
 
     def see(self, tensor: Tensor, kind: int = ACTIVATIONS) -> None:
         """Count a tensor's storage from now on, until it is freed."""
+        if tensor.is_meta:  # DTensor uses meta tensors only to compute shapes
+            return
         storage = tensor.untyped_storage()
         key = torch_tensors.number_of(storage)
         if key not in self._sizes:
@@ -70,20 +73,20 @@ class MemoryWatch(DispatchMode):
     def leave_out(self, tensor: Tensor) -> None:
         """Stop counting a storage, because it is in host memory and not in device memory."""
         self.see(tensor)
-        key = torch_tensors.number_of(tensor.untyped_storage())
+        key = number_of(tensor)
         self._set(key, 0)
         self._elsewhere.add(key)
 
     def tag(self, tensor: Tensor, kind: int) -> None:
         self.see(tensor, kind)
-        key = torch_tensors.number_of(tensor.untyped_storage())
+        key = number_of(tensor)
         nbytes = self._sizes[key]
         self.by_kind[self._kinds[key]] -= nbytes
         self.by_kind[kind] += nbytes
         self._kinds[key] = kind
 
     def kind_of(self, tensor: Tensor) -> int:
-        key = torch_tensors.number_of(tensor.untyped_storage())
+        key = number_of(tensor)
         return self._kinds.get(key, ACTIVATIONS)
 
     def take_highest(self) -> tuple[int, ...]:
@@ -94,9 +97,6 @@ class MemoryWatch(DispatchMode):
 
     def is_alive(self, key: int) -> bool:
         return key in self._sizes
-
-    def counts(self, tensor: Tensor) -> bool:
-        return torch_tensors.number_of(tensor.untyped_storage()) in self._sizes
 
     def rise(self, nbytes: int) -> None:
         """Count activations that are allocated and then freed."""
