@@ -110,19 +110,16 @@ class _Saved:
     tensor: Tensor
 
 
+@dataclass(eq=False)
 class SavedByHooks:
     """Saved-tensor hooks for one forward of a unit, active from construction until ``end``. They
     call ``read`` before unpacking a parameter. ``around``: the hooks of the enclosing forward."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        read: Callable[[], None],
-        around: SavedByHooks | None,
-    ) -> None:
-        self._unit = unit
-        self._read = read
-        self._around = around
+    unit: Unit
+    read: Callable[[], None]
+    around: SavedByHooks | None
+
+    def __post_init__(self) -> None:
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self.pack, _unpack)
         self._hooks.__enter__()
 
@@ -131,7 +128,7 @@ class SavedByHooks:
         assert self._hooks is not None
         self._hooks.__exit__()
         self._hooks = None  # the hooks refer to the call, which must not outlive its graph
-        return self._around
+        return self.around
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
@@ -139,9 +136,9 @@ class SavedByHooks:
             tensor = tensor.detach()
         hooks: SavedByHooks | None = self
         while hooks is not None:
-            if hooks._unit.holds(tensor):
-                return _Saved(hooks._read, tensor)
-            hooks = hooks._around
+            if hooks.unit.holds(tensor):
+                return _Saved(hooks.read, tensor)
+            hooks = hooks.around
         return tensor
 
 
@@ -160,35 +157,20 @@ _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGI
 Comes = Callable[[tuple[Tensor | None, ...]], None]  # called when backward reaches an output
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """The marks of one forward of a unit. Owned by autograd's graph."""
 
-    __slots__ = (
-        "__weakref__",
-        "first_node",
-        "given",
-        "has_leaf",
-        "is_marked",
-        "last_marked",
-        "runtime",
-        "saved_by_hooks",
-        "saves",
-        "views",
-        "visit",
-    )
-
-    def __init__(self, visit: Visit, runtime: Runtime) -> None:
-        self.visit = visit
-        self.runtime = runtime
-        self.is_marked = False
-        # nodes of the module have this sequence number or a higher one
-        self.first_node = torch_autograd.sequence_number()
-        self.last_marked = self.first_node - 1
-        self.given: Any = None  # the arguments, during the forward
-        self.has_leaf = False  # an output is a leaf or does not require grad
-        self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
-        self.saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
-        self.saved_by_hooks = False  # our hooks saved the parameters of this forward
+    visit: Visit
+    runtime: Runtime
+    given: Any  # the arguments, during the forward
+    first_node: int  # nodes of the module have this sequence number or a higher one
+    last_marked: int  # number of the youngest marked node; ``first_node - 1`` before any
+    is_marked: bool = False
+    has_leaf: bool = False  # an output is a leaf or does not require grad
+    views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
+    saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
+    saved_by_hooks: bool = False  # our hooks saved the parameters of this forward
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
@@ -217,10 +199,7 @@ class Call:
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number != visit.closed_in:
-            self._arrive(is_in_order=False)
-
-    def _arrive(self, is_in_order: bool) -> None:
-        _aside(self.runtime.arrive, self.visit, is_in_order)
+            _aside(runtime.arrive, visit, False)  # not in order
 
     def _follow_gradients(self) -> None:
         """Make the module's nodes, from the running one on, mark the gradients they compute."""
@@ -285,7 +264,7 @@ class Call:
         if visit.opened_in != runtime.backward.number:
             if visit.unit.precision.policy is not visit.policy:
                 self._refuse_policy()
-            self._arrive(is_in_order=True)
+            _aside(runtime.arrive, visit)
 
     def let_go(self) -> None:
         """Drop all tensors, because they own the graph, which owns the call."""
@@ -303,17 +282,13 @@ class Call:
         else:
             visit_tensors(mark, output)
 
-    @property
-    def goes_on(self) -> bool:
-        """Return True if the forward created nodes younger than those of all marked outputs."""
-        return torch_autograd.sequence_number() > self.last_marked + 1
-
     def mark_hidden(self, output: Any) -> bool:
         """Mark hidden outputs; return True if there may be more. See [Note: hidden outputs]."""
         visit_tensors(self._mark_own, [self.given, *(value for *_, value in self._attributes())])
         seen: list[Tensor] = []
         visit_tensors(seen.append, output)
-        return self.goes_on and (self.is_marked or not seen)
+        has_younger = torch_autograd.sequence_number() > self.last_marked + 1
+        return has_younger and (self.is_marked or not seen)
 
     def mark_kept(self) -> None:
         """Mark tensors in the attributes that held outputs after the first forward."""
@@ -434,9 +409,12 @@ def pre_forward(
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     call = None
     if torch.is_grad_enabled() and unit.groups:
-        order = runtime.order if runtime.context.phase is FORWARD else None
-        call = Call(Visit(unit, order, runtime.context.streams.current), runtime)
-        call.given = args, kwargs
+        visit = Visit(unit, unit.precision.policy, runtime.context.streams.current)
+        if runtime.context.phase is FORWARD:
+            visit.order, visit.entered = runtime.order, len(runtime.order.events)
+            runtime.order.events.append(visit)
+        first = torch_autograd.sequence_number()
+        call = Call(visit, runtime, (args, kwargs), first, first - 1)
         if unit.calls.saves_by_hooks and not runtime.is_recomputing:
             call.save_by_hooks()
     unit.calls.running.append(call)
@@ -546,11 +524,7 @@ def _end_unrecorded(
             around.mark_outputs(outputs)
     output = _without_parameters(output, unit, None, recomputing)
     if with_grad and runtime.forward_root is unit and not _has_layers():
-        begins = Beginning(runtime)
-        if type(output) is Tensor:
-            begins.mark(output)
-        else:
-            visit_tensors(begins.mark, output)
+        visit_tensors(Beginning(runtime).mark, output)
     return output
 
 

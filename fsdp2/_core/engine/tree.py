@@ -267,35 +267,30 @@ class Calls:
         self.open = self.active = 0
 
 
+@dataclass(eq=False, repr=False)
 class Unit:
     """The modules, groups and settings of one ``fully_shard`` call."""
 
-    def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        precision: Precision,
-        settings: Settings,
-        device: torch.device,
-        conditional: bool = False,
-    ) -> None:
-        self.modules = modules
-        self.precision = precision
-        self.settings = settings
-        self.device = device  # compute device of the unit, if it has parameters
-        self.conditional = conditional
-        self.own_groups: list[ParamGroup] = []
+    modules: tuple[nn.Module, ...]
+    precision: Precision
+    settings: Settings
+    device: torch.device  # compute device of the unit, if it has parameters
+    conditional: bool = False
+    own_groups: list[ParamGroup] = field(default_factory=list)
+    fqn: str = ""  # name in the tree, set by the first forward
+    owner: Unit | None = None  # the owning unit, if this one is conditional
+    runtime: Runtime | None = None  # set by the first forward
+    streams: Streams | None = None  # for the runtime, if chosen before the first forward
+    post_optim_event: torch.Event | None = None  # the root's next forward waits for it
+    calls: Calls = field(default_factory=Calls)
+    may_lose_gradients: bool = False  # see ``note_unsynced_backward``
+    runner: Runner | None = None  # replaces the hooks
+    # in summon_full_params: the ranks with full parameters ("all" or "first"); otherwise ""
+    summoned_on: str = ""
+
+    def __post_init__(self) -> None:
         # groups that the unit's hooks manage; ``attach`` adds those of conditional units
         self.groups: list[ParamGroup] = self.own_groups
-        self.owner: Unit | None = None  # the owning unit, if this one is conditional
-        self.fqn = ""  # name in the tree, set by the first forward
-        self.runtime: Runtime | None = None  # set by the first forward
-        self.streams: Streams | None = None  # for the runtime, if chosen before the first forward
-        self.post_optim_event: torch.Event | None = None  # the root's next forward waits for it
-        self.calls = Calls()
-        self.may_lose_gradients = False  # see ``note_unsynced_backward``
-        self.runner: Runner | None = None  # replaces the hooks
-        # in summon_full_params: the ranks with full parameters ("all" or "first"); otherwise ""
-        self.summoned_on = ""
 
     @property
     def trains(self) -> bool:
@@ -398,11 +393,8 @@ class Unit:
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        first = state["modules"], state["precision"], state["settings"], state["device"]
-        self.__init__(*first)  # type: ignore[misc]  # __init__ of an existing object
-        vars(self).update(state)
+        self.__init__(**state)  # type: ignore[misc]  # __init__ of an existing object
         self.precision.choose_input_dtype(is_root=False)
-        self.groups = self.own_groups
 
 
 @torch_compiler.always_eager
@@ -416,82 +408,50 @@ class Schedule:
 
     def __init__(self) -> None:
         self._recorded: dict[int, list[Unit]] = {}
-        self._expected: list[Unit] = []
+        self._expected: list[Unit] = []  # empty: no prediction
         self._running: list[Unit] = []
         self._entry: int | None = None
-        self._on_track = False
 
     def begin(self, entry: Unit) -> None:
         self._entry = id(entry)
         self._expected = self._recorded.get(self._entry, [])
         self._running = []
-        self._on_track = bool(self._expected)
 
-    def visit(self, unit: Unit) -> Unit | None:
-        """Record a unit's forward; return the predicted next unit."""
-        position = len(self._running)
-        self._running.append(unit)
-        expected = self._expected
-        if not self._on_track:
-            return None
-        if position >= len(expected) or expected[position] is not unit:
-            self._on_track = False
-            return None
-        return expected[position + 1] if position + 1 < len(expected) else None
-
-    def upcoming(self, count: int) -> list[Unit]:
-        """Return up to ``count`` units that are predicted after the last visited one."""
-        if not self._on_track:
+    def visit(self, unit: Unit, count: int) -> list[Unit]:
+        """Record a unit's forward; return up to ``count`` units that are predicted after it."""
+        expected, running = self._expected, self._running
+        running.append(unit)
+        place = len(running)
+        if place > len(expected) or expected[place - 1] is not unit:
+            self._expected = []
             return []
-        position = len(self._running)
-        return self._expected[position : position + count]
+        return expected[place : place + count]
 
     def end(self) -> None:
         if self._entry is not None:
             self._recorded[self._entry] = self._running
-        self._entry, self._running = None, []
+        self.abandon()
 
     def abandon(self) -> None:
-        self._entry, self._running, self._on_track = None, [], False
+        self._entry, self._running, self._expected = None, [], []
 
 
+@dataclass(eq=False, slots=True)
 class Visit:
     """One forward of a unit, and the state of backward through it."""
 
-    __slots__ = (
-        "closed_by",
-        "closed_in",
-        "entered",
-        "left",
-        "marks_input",
-        "opened_in",
-        "order",
-        "policy",
-        "previous",
-        "stream",
-        "unit",
-    )
-
-    def __init__(
-        self,
-        unit: Unit,
-        order: Order | None,
-        stream: torch.Stream | None,
-    ) -> None:
-        self.unit = unit
-        self.policy: MixedPrecisionPolicy = unit.precision.policy
-        # units whose forwards ended before this one, latest first
-        self.previous: tuple[Unit, ...] = ()
-        self.marks_input = False  # an input has a mark, at which backward leaves the unit
-        self.opened_in = 0  # number of the backward that is inside this visit; 0: none
-        self.closed_in = 0  # number of the last backward that left this visit
-        self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
-        self.stream = stream  # stream of the forward, and thus of its backward
-        self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in order; left is -1 if no backward can reach it
-        if order is not None:
-            self.entered = len(order.events)
-            order.events.append(self)
+    unit: Unit
+    policy: MixedPrecisionPolicy  # the unit's, in this forward
+    stream: torch.Stream | None  # stream of the forward, and thus of its backward
+    order: Order | None = None  # None for a recomputation
+    # positions in order; left is -1 if no backward can reach it
+    entered: int = -1
+    left: int = -1
+    previous: tuple[Unit, ...] = ()  # units whose forwards ended before this one, latest first
+    marks_input: bool = False  # an input has a mark, at which backward leaves the unit
+    opened_in: int = 0  # number of the backward that is inside this visit; 0: none
+    closed_in: int = 0  # number of the last backward that left this visit
+    closed_by: int = -1  # id of the autograd run that closed it; runs may be nested
 
     def was_passed(self) -> bool:
         """Return True if the current autograd run has closed this visit. If another gradient
@@ -598,17 +558,10 @@ class Prefetches(Observable):
 
     def forward(self, unit: Unit) -> None:
         """Unshard the units after ``unit``, overlapped with its compute."""
-        expected = self._schedule.visit(unit)
         settings = unit.settings
-        depth = settings.overlap.prefetch
-        following: Iterable[Unit]
-        if settings.prefetch.forward is not None:
-            following = settings.prefetch.forward
-        elif depth == 1:
-            following = () if expected is None else (expected,)
-        else:
-            following = self._schedule.upcoming(depth)
-        for other in following:
+        expected = self._schedule.visit(unit, settings.overlap.prefetch)
+        chosen = settings.prefetch.forward
+        for other in expected if chosen is None else chosen:
             self.gather(other)
 
     def backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
@@ -764,6 +717,7 @@ class Runtime(Observable):
         self.forward_root = None
         self.prefetches.end()
         self.context.streams.drain("gather")
+        is_recorded = False
         for unit in self.units:
             if unit.calls.ran:  # only some of its modules ran in this forward
                 unit.calls.ran.clear()
@@ -771,8 +725,6 @@ class Runtime(Observable):
                     unit.keep()
                 else:
                     unit.reshard()
-        is_recorded = False
-        for unit in self.units:
             if unit.calls.recorded:
                 is_recorded = True
             else:  # no backward can reach it
