@@ -133,9 +133,8 @@ def shard_model(
         kwargs = {**kwargs, "mesh": default_mesh()}
     taken = ignored.modules
     for module in (*order, model):  # check all before changing any
-        given = {**DEFAULTS, **kwargs, **chosen.get(module, {}), "taken": taken}
         with _naming(names[module]):
-            check_call([module], **given)
+            check_call([module], {**DEFAULTS, **kwargs, **chosen.get(module, {})}, taken)
         taken |= {module}
     for module in (*order, model):
         with _naming(names[module]):

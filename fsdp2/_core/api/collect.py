@@ -46,12 +46,11 @@ from fsdp2._core.base.policy import (
     Settings,
     Sharding,
 )
-from fsdp2._core.base.rows import Deal
 from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.engine.tree import Unit, unit_of
-from fsdp2._core.params.deals import Claim, deal_blocks, give, given_so_far
+from fsdp2._core.params.deals import Claim, deal_blocks, given_so_far
 from fsdp2._core.params.extension import check_extension, needs_extension, refuse_smaller
 from fsdp2._core.params.param import SUMMONED, FSDPParam, OwnerMark
 from fsdp2._core.params.placement import ParamPlacement, claim_of, place, shard_dim, shard_mesh
@@ -249,14 +248,16 @@ class BufferSite(NamedTuple):
             self.module._buffers[self.name] = buffer.to(device)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Taken:
     """A parameter that a ``fully_shard`` call shards."""
 
     fqn: str
-    sites: list[Site]
     data: DataMesh
-    placement: ParamPlacement
+    sites: list[Site] = field(default_factory=list)
+    dim: int | None = None
+    claim: Claim | None = None  # blocks to deal to ranks
+    placement: ParamPlacement = field(init=False)
     releases_gathered: bool | None = None
 
 
@@ -284,7 +285,6 @@ def collect(
 ) -> Collected:
     """Find, check and place the parameters of ``modules`` that do not belong to a unit yet."""
     collected = Collected([data], set(ignored.tensors))
-    found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
     giving: set[nn.Module] = set()  # members of `modules` with a parameter to shard
     for top, prefix, module in _managed(modules, ignored, collected.left_alone):
         for name, param in module._parameters.items():
@@ -293,7 +293,7 @@ def collect(
             fqn = f"{prefix}.{name}" if prefix else name
             site, owner = Site(module, name), OwnerMark.owner_of(param)
             if owner is None:
-                found.setdefault(param, (fqn, []))[1].append(site)
+                collected.own.setdefault(param, Taken(fqn, data)).sites.append(site)
             elif any(s.module is module and s.name == name for s in owner.sites):
                 collected.shared.setdefault(owner, []).append(top)  # module is in two units
                 continue
@@ -305,27 +305,26 @@ def collect(
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer not in ignored
         ]
-    choices: dict[nn.Parameter, tuple[int | None, DataMesh]] = {}
-    claims: dict[DataMesh, dict[nn.Parameter, Claim]] = {}
-    for param, (fqn, _) in found.items():
-        _check_param(param, fqn, data)
+    for param, taken in collected.own.items():
+        _check_param(param, taken.fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
-        choice, chosen = shard_mesh(choice, fqn, data)
-        dim = shard_dim(choice, param, fqn)
-        choices[param] = dim, chosen
-        claim = claim_of(choice, param, dim, fqn, chosen)
-        if claim is not None:
-            claims.setdefault(chosen, {})[param] = claim
-        if chosen not in collected.meshes:
-            collected.meshes.append(chosen)
-    deals = _deal(claims)
-    for param, (fqn, sites) in found.items():
-        dim, chosen = choices[param]
-        releases = check_extension(param, fqn, by_rows=dim == 0 and param not in deals)
-        placement = place(param, fqn, chosen, dim, deals.get(param))
-        collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
-    on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
-    if 0 < len(on_meta) < len(found):
+        choice, taken.data = shard_mesh(choice, taken.fqn, data)
+        taken.dim = shard_dim(choice, param, taken.fqn)
+        taken.claim = claim_of(choice, param, taken.dim, taken.fqn, taken.data)
+        if taken.data not in collected.meshes:
+            collected.meshes.append(taken.data)
+    for used in collected.meshes:
+        members = [(param, one) for param, one in collected.own.items() if one.data == used]
+        claims = [taken.claim for _, taken in members if taken.claim is not None]
+        shard = used.shard
+        deals = iter(deal_blocks(claims, given_so_far(shard.pg, shard.size)) if claims else ())
+        for param, taken in members:
+            deal = None if taken.claim is None else next(deals)
+            by_rows = taken.dim == 0 and deal is None
+            taken.releases_gathered = check_extension(param, taken.fqn, by_rows)
+            taken.placement = place(param, taken.fqn, used, taken.dim, deal)
+    on_meta = [taken.fqn for param, taken in collected.own.items() if param.is_meta]
+    if 0 < len(on_meta) < len(collected.own):
         raise ConfigError(
             "FS207",
             f"fully_shard: found parameters on the meta device ({', '.join(on_meta)}) in a group "
@@ -334,26 +333,6 @@ def collect(
     _refuse_inside(collected.shared, giving)
     _find_escaped(collected, modules)
     return collected
-
-
-def _deal(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Parameter, Deal]:
-    deals: dict[nn.Parameter, Deal] = {}
-    for used, of_mesh in claims.items():
-        loads = given_so_far(used.shard.pg, used.shard.size)
-        chosen = deal_blocks(list(of_mesh.values()), loads)
-        deals.update(zip(of_mesh, chosen, strict=True))
-    return deals
-
-
-def count_dealt(collected: Collected) -> None:
-    """Add this call's dealt blocks to each rank's load, for later calls. See ``deals``."""
-    for param, taken in collected.own.items():
-        layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # count the full shape, which is equal on all ranks
-            assert layout.dim is not None
-            shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
-            claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
-            give(axis.pg, claim, layout.deal, axis.size)
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Module]) -> None:

@@ -6,7 +6,7 @@ A call validates arguments, collects parameters, shards them, and then installs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -26,7 +26,6 @@ from fsdp2._core.api.collect import (
     check_sharding,
     check_smaller,
     collect,
-    count_dealt,
     find_parts,
     take_ties,
 )
@@ -58,6 +57,7 @@ from fsdp2._core.engine.tree import (
     unit_of,
 )
 from fsdp2._core.params.buffers import Readers
+from fsdp2._core.params.deals import give
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.param import FSDPParam, leave_alone
 
@@ -211,20 +211,20 @@ def fully_shard(
     modules = check_modules(module)
     mp_policy = ours(mp_policy)
     offload_policy = OffloadPolicy() if offload_policy is None else ours(offload_policy)
-    collected = check_call(
-        modules,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
-        conditional=conditional,
-        ignored_states=ignored_states,
-        shard=shard,
-        shard_outer=shard_outer,
-    )
+    keywords = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "dp_mesh_dims": dp_mesh_dims,
+        "conditional": conditional,
+        "ignored_states": ignored_states,
+        "shard": shard,
+        "shard_outer": shard_outer,
+    }
+    collected = check_call(modules, keywords)
     classes = [sharded_class(type(target)) for target in modules]
     # drop the user's function, which may not be picklable
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)
@@ -321,54 +321,43 @@ def _install(
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
             known.take_names(names)
-    count_dealt(collected)
+    for taken in collected.own.values():  # add dealt blocks to each rank's load: see ``deals``
+        deal, axis = taken.placement.layout.deal, taken.data.shard
+        if taken.claim is not None and deal is not None:
+            give(axis.pg, taken.claim, deal, axis.size)
 
 
 def check_call(
     modules: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh | None,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: ShardPlacementFn | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy | None,
-    ignored_params: set[nn.Parameter] | None,
-    dp_mesh_dims: DataParallelMeshDims | None,
-    conditional: bool,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None,
-    shard: str,
-    shard_outer: str | None,
+    asked: Mapping[str, Any],
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
-    """Check the arguments of ``fully_shard`` and collect the parameters to shard. Parameters of
+    """Check the keywords of ``fully_shard`` and collect the parameters to shard. Parameters of
     modules in ``taken`` are excluded: other calls will shard them first."""
-    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
-    dp_mesh_dims = ours(dp_mesh_dims)
-    check_policies(mp_policy, offload_policy)
-    sharding = check_sharding(shard, shard_outer, reshard_after_forward, offload_policy)
+    mesh, outer, choice = asked["mesh"], asked["shard_outer"], asked["reshard_after_forward"]
+    offload_policy, dims = ours(asked["offload_policy"]), ours(asked["dp_mesh_dims"])
+    check_policies(ours(asked["mp_policy"]), offload_policy)
+    sharding = check_sharding(asked["shard"], outer, choice, offload_policy)
     with named("fully_shard"), carrying():  # creating process groups is collective
-        is_named = dp_mesh_dims is not None
-        checked = check_mesh(
-            default_mesh() if mesh is None and not is_named else mesh, dp_mesh_dims
-        )
-        if shard_outer is not None:
-            check_layers(checked, dp_mesh_dims)
+        checked = check_mesh(default_mesh() if mesh is None and dims is None else mesh, dims)
+        if outer is not None:
+            check_layers(checked, dims)
             data = DataMesh.layered(checked)
-        elif dp_mesh_dims is not None:
-            data = DataMesh.named(checked, dp_mesh_dims)
+        elif dims is not None:
+            data = DataMesh.named(checked, dims)
         else:
             data = DataMesh.of(checked)
-    check_reshard(reshard_after_forward, data)
+    check_reshard(choice, data)
     expected = "a function of a parameter or None"
-    check_function("fully_shard", "shard_placement_fn", shard_placement_fn, expected)
-    check_flag("fully_shard", "conditional", conditional)
-    ignored = Ignored.of(ignored_params, ignored_states)
+    check_function("fully_shard", "shard_placement_fn", asked["shard_placement_fn"], expected)
+    check_flag("fully_shard", "conditional", asked["conditional"])
+    ignored = Ignored.of(asked["ignored_params"], asked["ignored_states"])
     left = Ignored(ignored.tensors, ignored.modules | taken)
-    collected = collect(modules, data, shard_placement_fn, left)
+    collected = collect(modules, data, asked["shard_placement_fn"], left)
     for used in collected.meshes:
-        size = check_reshard(reshard_after_forward, used)
+        size = check_reshard(choice, used)
         collected.smaller[used] = size if used.layers is None else used.layers.shard.size
-    choice = False if sharding.keeps_whole else reshard_after_forward
+    choice = False if sharding.keeps_whole else choice
     if any(collected.smaller.values()):
         check_smaller(collected)
     elif choice is not None:  # 1 means False, and the full size means True

@@ -23,7 +23,6 @@ from fsdp2._core.base import torch_autograd, torch_modules
 from fsdp2._core.base.errors import ConfigError, StateError, check_flag, check_mapping
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.pending_copies import wait_for_copies
-from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.wire import PendingReduction
 from fsdp2._core.engine.between_steps import (
     finish,
@@ -284,11 +283,10 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             unit.runtime.recover_if_failed()
             if unit.runtime.context.phase is IDLE:
                 unit.runtime.staying.begin_forward()
-            unit.runtime.context.streams.order_after_compute("gather")
-        else:
-            _have_lanes(unit)
+        unit.lanes.order_after_compute("gather")
         groups = unit.own_groups
         for group in groups:
+            group.context.streams = unit.lanes
             group.inspect()
         for group in groups:
             group.unshard()
@@ -476,12 +474,3 @@ def _follow_mode(unit: Unit) -> None:
     unit.precision.choose_input_dtype(unit.is_root)
     for group in unit.own_groups:
         group.compute_by(unit.precision.policy)
-
-
-def _have_lanes(unit: Unit) -> None:
-    """Choose the streams before the first forward, so that a manual gather can use them."""
-    if unit.streams is None:
-        unit.streams = streams_for(unit.device)
-    for group in unit.own_groups:
-        group.context.streams = unit.streams
-    unit.streams.order_after_compute("gather")

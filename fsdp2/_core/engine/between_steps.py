@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import linecache
 import sys
@@ -80,7 +81,6 @@ from fsdp2._core.base.names import class_name, clean
 from fsdp2._core.base.pending_copies import wait_for_copies
 from fsdp2._core.base.policy import MixedPrecisionPolicy
 from fsdp2._core.base.warn import warn
-from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.mesh import REPLICATE, SHARD, DataMesh
 from fsdp2._core.comm.wire import Streams
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
@@ -522,12 +522,7 @@ class TorchState(View, torch_modules.FSDPState):
     @property
     def _comm_ctx(self) -> Streams:
         """The unit's streams: the same object for all roots that share streams."""
-        unit = self._unit
-        if unit.runtime is not None:
-            return unit.runtime.context.streams
-        if unit.streams is None:
-            unit.streams = streams_for(unit.device)
-        return unit.streams
+        return self._unit.lanes
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
@@ -600,19 +595,16 @@ _states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.Weak
 
 # Counting of optimizer steps, and checks of an optimizer's parameters.
 
-_is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """For each optimizer, the number of its param groups that have been checked."""
 _placed: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 """For each optimizer, the ``state`` dict whose tensors have their parameters' placements."""
 
 
+@functools.cache
 def watch_optimizers() -> None:
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 @torch_compiler.always_eager

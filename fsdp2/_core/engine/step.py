@@ -524,7 +524,11 @@ def _end_unrecorded(
             around.mark_outputs(outputs)
     output = _without_parameters(output, unit, None, recomputing)
     if with_grad and runtime.forward_root is unit and not _has_layers():
-        visit_tensors(Beginning(runtime).mark, output)
+        begins = Beginning(runtime)
+        if type(output) is Tensor:
+            begins.mark(output)
+        else:
+            visit_tensors(begins.mark, output)
     return output
 
 

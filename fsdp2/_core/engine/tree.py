@@ -300,6 +300,14 @@ class Unit:
     def is_root(self) -> bool:
         return self.runtime is not None and self.runtime.root is self
 
+    @property
+    def lanes(self) -> Streams:
+        """The streams of the tree, chosen before the first forward if a manual gather uses them."""
+        if self.runtime is not None:
+            return self.runtime.context.streams
+        self.streams = self.streams or streams_for(self.device)
+        return self.streams
+
     def take_names(self, names: Mapping[nn.Module, str]) -> None:
         """Set the full names of the unit and its parameters, given the names of modules."""
         self.fqn = next((names[module] for module in self.modules if module in names), self.fqn)
@@ -659,7 +667,7 @@ class Runtime(Observable):
         self.root = root
         self.units = units
         groups = [group for unit in units for group in unit.own_groups]
-        self.context = StepContext(root.streams or streams_for(root.device))
+        self.context = StepContext(root.lanes)
         self.forward_root: Unit | None = None  # the unit that began the running forward
         self.failed = False  # the last forward raised; the next one recovers
         self.is_pipelined = False  # a pipeline runs many forwards before their backwards
