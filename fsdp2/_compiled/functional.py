@@ -40,7 +40,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2._compiled.ops import outer_gather, unshard
-from fsdp2._compiled.plan import Joining, Neighbours, ReducePiece, TracedPlan, key_of, plans
+from fsdp2._compiled.plan import Joining, Neighbours, TracedPlan, key_of, plans
 from fsdp2._core.base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.base.containers import Loan, map_tensors
 from fsdp2._core.base.errors import StateError
@@ -48,7 +48,7 @@ from fsdp2._core.engine.tree import Unit
 from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.gradients import as_gradient
 from fsdp2._core.params.group import ParamGroup
-from fsdp2._core.params.layout import GatherLayout
+from fsdp2._core.params.layout import GatherLayout, ReduceLayout
 from fsdp2._core.params.param import FSDPParam
 from fsdp2._core.params.reduce import accumulate
 
@@ -158,15 +158,14 @@ class Delivery:
         if missing is None or not plan.counts_used:
             used = set(range(len(params)))
         else:  # a gradient is missing: read the counts, which synchronizes the device
-            first, row = plan.reduces[0], rows[0]
-            counts = row[first.layout.tail_start :].tolist()
+            counts = rows[0][plan.reduces[0].tail_start :].tolist()
             used = {position for position, count in enumerate(counts) if count != 0}
         if self.joins:
             group.reducer.unreduced.is_owed = group.reducer.unreduced.is_waiting = False
         found = {
             place: _sharded(row, piece, position, params[place], group)
             for piece, row in zip(plan.reduces, rows, strict=True)
-            for position, place in enumerate(piece.positions)
+            for position, place in enumerate(piece.members)
             if place in used
         }
         places = sorted(found)
@@ -189,14 +188,14 @@ def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
 
 
 def _sharded(
-    row: Tensor, piece: ReducePiece, position: int, param: FSDPParam, group: ParamGroup
+    row: Tensor, piece: ReduceLayout, position: int, param: FSDPParam, group: ParamGroup
 ) -> Tensor:
     """Return a parameter's sharded gradient from the reduced row of the parameter's piece."""
-    if piece.layout.slotted[position]:
-        local = gradient_packing.sum_of_slots(row, piece.layout, position)
+    if piece.slotted[position]:
+        local = gradient_packing.sum_of_slots(row, piece, position)
     else:
         rank = group.data.shard.rank
-        local = gradient_packing.gradient_view(row, piece.layout, position, rank).contiguous()
+        local = gradient_packing.gradient_view(row, piece, position, rank).contiguous()
     dtype = param.kept_dtype(row.dtype)
     if row.is_complex() and not dtype.is_complex:
         local = local.real
