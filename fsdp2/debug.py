@@ -220,9 +220,7 @@ def without_communication(
     groups = [group for unit in units for group in unit.own_groups]
     wires = {group: group.wire for group in groups}
     for group, wire in wires.items():
-        group.reshard()
-        group.reducer.wire = _NoWire(wire, gathers, reductions)
-        group.rewire()
+        group.send_by(_NoWire(wire, gathers, reductions))
     stamps = [(stamp, stamp.silence(True)) for group in groups for stamp in group.ids.all]
     try:
         yield
@@ -231,9 +229,7 @@ def without_communication(
             if unit.runtime is not None:
                 unit.runtime.recover_if_failed()
         for group, wire in wires.items():
-            group.reshard()
-            group.reducer.wire = wire
-            group.rewire()
+            group.send_by(wire)
         for stamp, was_silent in reversed(stamps):
             stamp.silence(was_silent)
 

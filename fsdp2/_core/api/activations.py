@@ -366,7 +366,15 @@ class Activations:
             running.pop()
             torch_autograd.stop_packing(self._hooks[0])
         if torch_autograd.is_in_checkpoint():
-            self._warn_of_checkpoint(module)
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    "FS325",
+                    f"offload_activations: a {class_name(module)} runs inside an activation "
+                    "checkpoint, which saves only its own inputs, outside of this module's "
+                    "forward. Therefore none of the module's tensors are offloaded. Choose the "
+                    "module that calls the checkpoint instead, such as CheckpointWrapper.",
+                )
             return
         self._count += 1
         group = self._groups[self._count] = Group(self._count)
@@ -374,17 +382,6 @@ class Activations:
         self._let_go(before=self._count - 1)
         running.append(call)
         call.hooks.__enter__()
-
-    def _warn_of_checkpoint(self, module: nn.Module) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                "FS325",
-                f"offload_activations: a {class_name(module)} runs inside an activation "
-                "checkpoint, which saves only its own inputs, outside of this module's forward. "
-                "Therefore none of the module's tensors are offloaded. Choose the module that "
-                "calls the checkpoint instead, such as CheckpointWrapper.",
-            )
 
     @torch_compiler.always_eager
     def _leave(self, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,8 +108,7 @@ class Ignored:
                     "was already applied to. Omit this module: a call never shards parameters that "
                     "an earlier call sharded.",
                 )
-            tensors.update(p for p in child._parameters.values() if p is not None)
-            tensors.update(b for b in child._buffers.values() if b is not None)
+            tensors.update(child.parameters(recurse=False), child.buffers(recurse=False))
         return Ignored(frozenset(tensors.union(own)), frozenset(inside))
 
 
@@ -430,9 +429,8 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                 if len(places) == 1:
                     continue
                 parents = parents or _parents(modules)
-                if not all(place in parents for place in places):
-                    continue
-                if not _is_reached_outside(unit, places, parents):
+                is_inside = all(place in parents for place in places)
+                if not is_inside or not _is_reached_outside(unit, places, parents):
                     continue
                 if group.data not in collected.meshes:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)
@@ -593,22 +591,13 @@ def check_sharding(
     shard: object, outer: object, reshard_after_forward: object, offload: object
 ) -> Sharding:
     """Return the ``Sharding`` for ``shard`` and ``outer``; ConfigError if arguments conflict."""
-    expected = f"one of {', '.join(map(repr, SHARDINGS))}"
-    if not isinstance(shard, str):
-        raise wrong_type("fully_shard", "shard", expected, shard)
-    if shard not in SHARDINGS:
-        raise wrong_value("fully_shard", "shard", expected, shard)
-    expected = f"one of {', '.join(map(repr, OUTER))}"
-    if outer is not None and not isinstance(outer, str):
-        raise wrong_type("fully_shard", "shard_outer", expected, outer)
-    if outer not in OUTER:
-        raise wrong_value("fully_shard", "shard_outer", expected, outer)
-    sharding = SHARDINGS[shard]
+    sharding = _one_of("shard", shard, SHARDINGS)
+    layered = _one_of("shard_outer", outer, OUTER)
     if outer is not None:
         if sharding.keeps_whole:
             raise ConfigError(
                 "FS234",
-                f"fully_shard: found {sharding.name} with {OUTER[outer].name}. With unsharded "
+                f"fully_shard: found {sharding.name} with {layered.name}. With unsharded "
                 "parameters, all ranks form one axis: omit shard_outer, and pass a 1-D mesh of all "
                 "ranks.",
             )
@@ -616,10 +605,10 @@ def check_sharding(
             raise ConfigError(
                 "FS234",
                 f"fully_shard: found reshard_after_forward={reshard_after_forward} with "
-                f"{OUTER[outer].name}, which reshards to the mesh's inner dim. Omit one of the two "
+                f"{layered.name}, which reshards to the mesh's inner dim. Omit one of the two "
                 "arguments.",
             )
-        return OUTER[outer]
+        return layered
     if not sharding.keeps_whole:
         return sharding
     stays = f"fully_shard: found {sharding.name}, which keeps parameters unsharded"
@@ -636,6 +625,15 @@ def check_sharding(
             'the policy, or pass shard="parameters".',
         )
     return sharding
+
+
+def _one_of(name: str, value: Any, known: Mapping[Any, Sharding]) -> Sharding:
+    expected = f"one of {', '.join(map(repr, known))}"
+    if not isinstance(value, tuple(map(type, known))):
+        raise wrong_type("fully_shard", name, expected, value)
+    if value not in known:
+        raise wrong_value("fully_shard", name, expected, value)
+    return known[value]
 
 
 def check_layers(mesh: DeviceMesh, dims: object) -> None:

@@ -308,17 +308,12 @@ def know(unit: Unit) -> None:
 
 def units_around(unit: Unit) -> list[Unit]:
     """Return the other units whose modules contain all modules of ``unit``."""
-    return [
-        other
-        for other in alive(_units)
-        if other is not unit
-        and all(any(part is top for part in _parts(other)) for top in unit.modules)
-    ]
-
-
-def _parts(unit: Unit) -> Iterator[nn.Module]:
-    for top in unit.modules:
-        yield from top.modules()
+    found = []
+    for other in alive(_units):
+        inside = {part for top in other.modules for part in top.modules()}
+        if other is not unit and inside.issuperset(unit.modules):
+            found.append(other)
+    return found
 
 
 def explained(error: BaseException) -> StateError | None:
@@ -568,9 +563,6 @@ class TorchState(View, torch_modules.FSDPState):
     def __getstate__(self) -> dict[str, Any]:
         """Omit the views, because a copied unit has different groups."""
         return {"_unit": self._unit, "_views": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 torch_modules.hide_torchs_own(TorchState, torch_modules.FSDPState)

@@ -470,7 +470,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if call.is_marked and calls.open == 0:
                 calls.open = 1
         else:
-            _end_recorded(unit, runtime, module, call, output)
+            _end_recorded(module, call, output)
         call.given = None
     if not calls.running:
         _aside(leave, unit, runtime, module, recomputing)
@@ -492,15 +492,9 @@ def _cast_and_give_back(unit: Unit, output: Any) -> tuple[Any, Any]:
     return output, output if loan is None else loan.with_added(output)
 
 
-def _end_recorded(
-    unit: Unit,
-    runtime: Runtime,
-    module: nn.Module,
-    call: Call,
-    output: Any,
-) -> None:
-    calls, visit = unit.calls, call.visit
-    if calls.kept_on != []:
+def _end_recorded(module: nn.Module, call: Call, output: Any) -> None:
+    unit, runtime = call.visit.unit, call.runtime
+    if unit.calls.kept_on != []:
         call.mark_kept()
     # usually the youngest node belongs to an output
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
@@ -510,7 +504,7 @@ def _end_recorded(
             return
         _refuse_lazy(unit, module, output)
         runtime.hidden.note_unmarked(unit)
-    runtime.end_call(visit)
+    runtime.end_call(call.visit)
 
 
 def _end_unrecorded(

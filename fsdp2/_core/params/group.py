@@ -111,6 +111,12 @@ class ParamGroup(Observable):
         self.buffers.number(self.wire)
         self.reducer.planner.current = None
 
+    def send_by(self, wire: Wire) -> None:
+        """Replace the wire. All ranks must call this between the same two steps."""
+        self.reshard()
+        self.reducer.wire = wire
+        self.rewire()
+
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
         """Set the rule for sending parameters in separate collectives; None: always pack."""
         if rule != self.wire.zero_copy:
