@@ -223,17 +223,12 @@ class TracedGroup:
         self._made_for: tuple[Any, ...] = ()  # compared by identity
 
     @torch.inference_mode(False)
-    def refresh(
-        self,
-        keeps: bool,
-        records: bool,
-        joins: bool,
-        delivered: set[int],
-    ) -> None:
+    def refresh(self, joins: bool, delivered: set[int]) -> None:
         """Apply all changes to dtypes, ``requires_grad``, settings and buffers since the last step.
         ``joins``: whether the graph reduces stored gradients. Raise StateError if a stored gradient
         still needs an all-reduce over replicas."""
         group, reducer = self.group, self.group.reducer
+        keeps, records = self.mover.unit.keeps_after_forward(True), self.mover.is_recorded
         buffer = group.buffers.home
         assert buffer is not None  # set by ``inspect``
         if reducer.unreduced.partial is not None:
@@ -393,7 +388,7 @@ class TracedUnit:
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # keyed by region module
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
-        self._is_recorded = False
+        self.is_recorded = False  # by autograd
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
 
@@ -403,12 +398,11 @@ class TracedUnit:
             self._made_of = list(self.unit.groups)
             self._forwards.clear()  # cached forwards contain a snapshot of the groups' slots
             self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
-        self._is_recorded = records = torch.is_grad_enabled()
+        self.is_recorded = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # evaluation may use a different policy
         self.output_dtype = self.unit.precision.policy.output_dtype
-        keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
-            group.refresh(keeps, records, joins, delivered)
+            group.refresh(joins, delivered)
 
     def enter_regions(self) -> None:
         """On modules marked as regions, install a forward that passes parameters as inputs."""
@@ -448,7 +442,7 @@ class TracedUnit:
         if not torch.compiler.is_compiling():
             self.ran_outside = True
         gathers = not self._is_whole()
-        if gathers and not torch.is_grad_enabled() and self._is_recorded:
+        if gathers and not torch.is_grad_enabled() and self.is_recorded:
             with torch.inference_mode(False), torch.enable_grad():
                 self.gather()
         elif gathers:

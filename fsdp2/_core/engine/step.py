@@ -93,7 +93,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_modules
-from fsdp2._core.base.containers import Loan, map_tensors, visit_tensors
+from fsdp2._core.base.containers import map_tensors, visit_tensors
 from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import FORWARD
 from fsdp2._core.engine import between_steps
@@ -398,6 +398,8 @@ def _has_layers() -> bool:
 
 # Module hooks.
 
+_TENSORS = frozenset((Tensor,))
+
 
 @torch_compiler.always_eager
 def pre_forward(
@@ -430,19 +432,11 @@ def pre_forward(
             cast = call.mark_input(tensor, cast)
         return cast
 
-    loan: Loan | None = None
-    prepared = []
-    for arg in args:
-        if type(arg) is Tensor:
-            prepared.append(prepare(arg))
-        else:
-            loan = unit.calls.lend(prepare) if loan is None else loan
-            prepared.append(loan.exchange(arg))
-    args = tuple(prepared)
-    if kwargs:
-        loan = unit.calls.lend(prepare) if loan is None else loan
-        kwargs = {name: loan.exchange(value) for name, value in kwargs.items()}
-    return args, kwargs
+    if not kwargs and set(map(type, args)) <= _TENSORS:
+        return tuple(map(prepare, args)), kwargs
+    loan = unit.calls.lend(prepare)
+    args = tuple(map(loan.exchange, args))
+    return args, {name: loan.exchange(value) for name, value in kwargs.items()}
 
 
 @torch_compiler.always_eager

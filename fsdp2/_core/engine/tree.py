@@ -1141,34 +1141,25 @@ def leave(
 ) -> None:
     """End a unit's forward: reshard, depending on its settings."""
     with_grad = torch.is_grad_enabled()
-    if not (unit.calls.active or (recomputing and with_grad)):
-        _reshard_after(unit, runtime, module, with_grad)
+    is_over = not (unit.calls.active or (recomputing and with_grad))
+    if is_over and len(unit.modules) > 1:
+        unit.calls.ran.add(module)
+        is_over = len(unit.calls.ran) == len(unit.modules)
+        if is_over:
+            unit.calls.ran.clear()
+    if is_over:
+        if runtime.parts is not None:
+            runtime.parts.end_forward(unit, with_grad)
+        if unit.keeps_after_forward(with_grad):
+            unit.keep()
+        elif with_grad:
+            for group in unit.groups:
+                if not group.early.skips_backward:
+                    group.reshard_post_forward()
+        else:
+            unit.reshard()
     for group in unit.groups:
         if group.registration.placed:
             group.registration.return_placeholders()
     if runtime.forward_root is unit:
         runtime.end_forward()
-
-
-def _reshard_after(
-    unit: Unit,
-    runtime: Runtime,
-    module: nn.Module,
-    with_grad: bool,
-) -> None:
-    if len(unit.modules) > 1:
-        unit.calls.ran.add(module)
-        if len(unit.calls.ran) < len(unit.modules):
-            return
-        unit.calls.ran.clear()
-    if runtime.parts is not None:
-        runtime.parts.end_forward(unit, with_grad)
-    if unit.keeps_after_forward(with_grad):
-        unit.keep()
-        return
-    if with_grad:
-        for group in unit.groups:
-            if not group.early.skips_backward:
-                group.reshard_post_forward()
-    else:
-        unit.reshard()
