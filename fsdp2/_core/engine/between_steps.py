@@ -396,7 +396,7 @@ def _value(node: ast.AST, known: Mapping[str, Any]) -> Any:
     if not isinstance(node, ast.Attribute | ast.Subscript):
         return None
     owner = _value(node.value, known)
-    children = owner._modules if isinstance(owner, nn.Module) else {}
+    children = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
     if isinstance(node, ast.Attribute):
         return getattr(owner, "__dict__", {}).get(node.attr, children.get(node.attr))
     key = node.slice.value if isinstance(node.slice, ast.Constant) else None
