@@ -228,7 +228,8 @@ class TracedGroup:
         ``joins``: whether the graph reduces stored gradients. Raise StateError if a stored gradient
         still needs an all-reduce over replicas."""
         group, reducer = self.group, self.group.reducer
-        keeps, records = self.mover.unit.keeps_after_forward(True), self.mover.is_recorded
+        keeps = self.mover.unit.keeps_after_forward(True)
+        records = self.mover.is_recorded
         buffer = group.buffers.home
         assert buffer is not None  # set by ``inspect``
         if reducer.unreduced.partial is not None:

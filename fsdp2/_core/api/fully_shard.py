@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +55,6 @@ from fsdp2._core.engine.tree import (
     leave,
     unit_of,
 )
-from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.deals import give
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.param import FSDPParam, leave_alone
@@ -230,8 +228,7 @@ def fully_shard(
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)
     precision, device = Precision(asked, modules), collected.meshes[0].device
     unit = Unit(tuple(modules), precision, collected.settings, device, conditional)
-    readers = _shard(unit, collected, mp_policy, offload_policy)
-    _install(unit, collected, readers, mp_policy.buffer_dtype)
+    _install(unit, collected, _shard(unit, collected, mp_policy, offload_policy))
     for target, its_class in zip(modules, classes, strict=True):
         target.__class__ = its_class
     return module
@@ -242,43 +239,35 @@ def _shard(
     collected: Collected,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-) -> list[tuple[nn.Module, Readers]]:
-    """Create a unit's groups; return its large parts (``engine.parts``) with their ``Readers``."""
+) -> dict[nn.Module, ParamGroup]:
+    """Create a unit's groups; return those of its large parts (``engine.parts``)."""
+
+    def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
+        group = ParamGroup(used, unit.precision.policy, unit.device, offload_policy)
+        group.settings, smaller = unit.settings, collected.smaller[used]
+        group.shard(members)
+        if smaller is not None:
+            with named("fully_shard"), carrying():
+                group.reshard_to(smaller)
+        unit.own_groups.append(group)
+        return group
+
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, mp_policy, unit.modules)
-    readers: list[tuple[nn.Module, Readers]] = []
+    made: dict[nn.Module, ParamGroup] = {}
     for used in params:
         parts = {} if unit.conditional else find_parts(unit.modules, params[used])
         for part, members in parts.items():
-            group = _make_group(unit, used, members, collected.smaller[used], offload_policy)
-            names = {inner: name for top in unit.modules for name, inner in top.named_modules()}
-            readers.append((part, group.early.become_part(names[part])))
+            made[part] = make_group(used, members)
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
     for used, tied in take_ties(collected, unit.modules).items():
         params.setdefault(used, []).extend(tied)
     for used, members in params.items():
         if members:
-            _make_group(unit, used, members, collected.smaller[used], offload_policy)
-    return readers
-
-
-def _make_group(
-    unit: Unit,
-    used: DataMesh,
-    members: list[FSDPParam],
-    smaller: int | None,
-    offload_policy: OffloadPolicy,
-) -> ParamGroup:
-    group = ParamGroup(used, unit.precision.policy, unit.device, offload_policy)
-    group.settings = unit.settings
-    group.shard(members)
-    if smaller is not None:
-        with named("fully_shard"), carrying():
-            group.reshard_to(smaller)
-    unit.own_groups.append(group)
-    return group
+            make_group(used, members)
+    return made
 
 
 def _make_params(
@@ -296,20 +285,16 @@ def _make_params(
     return params
 
 
-def _install(
-    unit: Unit,
-    collected: Collected,
-    readers: Sequence[tuple[nn.Module, Readers]],
-    buffer_dtype: torch.dtype | None,
-) -> None:
-    for part, its_readers in readers:
-        hook = PartHook(its_readers)
+def _install(unit: Unit, collected: Collected, parts: dict[nn.Module, ParamGroup]) -> None:
+    names = {part: name for top in unit.modules for name, part in top.named_modules()}
+    for part, group in parts.items():
+        hook = PartHook(group.early.become_part(names[part]))
         for inner in part.modules():
             inner.register_forward_pre_hook(hook)
     for buffer_site in collected.buffers:
         buffer_site.move_to(unit.device)
-    if buffer_dtype is not None:
-        unit.precision.cast_buffers(collected.buffers, buffer_dtype)
+    if unit.precision.chosen.buffer_dtype is not None:
+        unit.precision.cast_buffers(collected.buffers)
     for target in unit.modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)
@@ -317,7 +302,6 @@ def _install(
     know(unit)
     leave_alone(collected.left_alone)
     watch_optimizers()
-    names = {part: name for top in unit.modules for name, part in top.named_modules()}
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
             known.take_names(names)

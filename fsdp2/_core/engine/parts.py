@@ -42,7 +42,7 @@ from fsdp2._core.agreement.agreement import STAMP_NUMEL
 from fsdp2._core.agreement.stamp import Stamp
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
-from fsdp2._core.comm.wire import Streams, Wire
+from fsdp2._core.comm.wire import Wire
 from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import GATHERING
@@ -132,7 +132,7 @@ class Parts:
         self._of = {part.group: part for part in parts}
         meshes = dict.fromkeys(part.group.data for part in parts)
         self._exchanges = [
-            PartExchange(data, [part for part in parts if part.group.data == data], tree.root.fqn)
+            PartExchange(data, [part for part in parts if part.group.data == data], tree)
             for data in meshes
         ]
         self._event = 0
@@ -220,7 +220,7 @@ class Parts:
             self._event += 1
             for part in self._of.values():
                 part.count_gradients(self._event)
-            late = [p for e in self._exchanges for p in e.run(self._tree.context.streams)]
+            late = [p for e in self._exchanges for p in e.run()]
             for part in late:
                 self._tree.reduce_group(part.group)
         self.forget()
@@ -234,8 +234,10 @@ class PartExchange:
     """All-reduces the facts about parts over one mesh, with MAX. All ranks must create them in the
     same order, which numbers them over each axis."""
 
-    def __init__(self, data: DataMesh, parts: Sequence[Part], fqn: str) -> None:
+    def __init__(self, data: DataMesh, parts: Sequence[Part], tree: Any) -> None:
         self._parts = parts
+        self._tree = tree  # the ``tree.Runtime`` that owns the parts
+        self._device = parts[0].group.residence.compute
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
         self._axes = [] if self.is_imagined else axes  # simulated ranks have the same facts
@@ -243,9 +245,8 @@ class PartExchange:
         self._stamps: dict[MeshAxis, Stamp] = {}
         for axis in self._axes:
             if self._parts[0].group.ids.covers(axis):
-                device = self._parts[0].group.residence.compute
-                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
-                stamp.enroll(f"{fqn or '<root>'}, exchange of metadata on its parts")
+                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), self._device)
+                stamp.enroll(f"{tree.root.fqn or '<root>'}, exchange of metadata on its parts")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
                 stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
@@ -254,11 +255,11 @@ class PartExchange:
     def _beside(self) -> Iterable[Stamp]:
         return self._stamps.values()
 
-    def run(self, streams: Streams) -> list[Part]:
+    def run(self) -> list[Part]:
         """All-reduce the facts over every axis; return the parts that were reduced too early."""
         found = [fact for part in self._parts for fact in part.facts]
         for axis in self._axes:
-            found = self._join(found, axis, streams)
+            found = self._join(found, axis)
         late = []
         for part, start in zip(self._parts, range(0, len(found), FACTS), strict=True):
             event, is_late, reads = found[start : start + FACTS]
@@ -267,16 +268,10 @@ class PartExchange:
                 late.append(part)
         return late
 
-    def _join(
-        self,
-        facts: list[float],
-        axis: MeshAxis,
-        streams: Streams,
-    ) -> list[float]:
-        stamp, numel = self._stamps.get(axis), len(facts)
+    def _join(self, facts: list[float], axis: MeshAxis) -> list[float]:
+        stamp, numel, streams = self._stamps.get(axis), len(facts), self._tree.context.streams
         code = [] if stamp is None else stamp.code
-        device = self._parts[0].group.residence.compute
-        joined = torch.tensor([*facts, *code], dtype=torch.float32, device=device)
+        joined = torch.tensor([*facts, *code], dtype=torch.float32, device=self._device)
         if stamp is not None:
             stamp.before()
         with torch_modes.hidden_from_modes():
