@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch.nn as nn
 from torch import Tensor
@@ -59,6 +59,7 @@ from fsdp2._core.params.deals import give
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.param import FSDPParam, leave_alone
 
+P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)  # list is invariant: list[nn.Linear] is not list[nn.Module]
 STEPS_OF_OURS = (
     attach,
@@ -79,42 +80,21 @@ STEPS_OF_OURS = (
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    conditional: bool = False,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
-    shard: str = "parameters",
-    shard_outer: str | None = None,
-) -> FSDPModule: ...
+class _FullyShard(Protocol[P]):
+    """The type of ``fully_shard``: returns a module for a module, and a list for a list."""
+
+    @overload
+    def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
+
+    @overload
+    def __call__(self, module: list[M], *args: P.args, **kwargs: P.kwargs) -> list[FSDPModule]: ...
 
 
-@overload
-def fully_shard(
-    module: list[M],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    conditional: bool = False,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
-    shard: str = "parameters",
-    shard_outer: str | None = None,
-) -> list[FSDPModule]: ...
+def _typed(function: Callable[Concatenate[Any, P], Any]) -> _FullyShard[P]:
+    return function  # type: ignore[return-value]  # its types are wider
 
 
+@_typed
 def fully_shard(
     module: nn.Module | list[M],
     *,
