@@ -402,9 +402,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
 def _root_runtime(who: str, unit: Unit) -> Runtime | None:
     runtime = unit.runtime
-    if runtime is None:
-        return None
-    if runtime.root is not unit:
+    if runtime is not None and runtime.root is not unit:
         raise StateError(
             "FS303",
             f"{who}: called on {unit.fqn}, which is not the root. Call it on the module whose "

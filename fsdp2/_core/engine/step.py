@@ -598,24 +598,6 @@ class _AsItIs:
 WITHOUT_HOOKS = _AsItIs()
 
 
-@torch_compiler.never_traced
-def call_compiled(
-    unit: Unit,
-    module: nn.Module,
-    compiled: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a module on which ``compile()`` was called. See [Note: compiled modules]."""
-    args, kwargs = pre_forward(unit, args, kwargs)
-    unit.runner = WITHOUT_HOOKS
-    try:
-        output = compiled(*args, **kwargs)
-    finally:
-        unit.runner = None
-    return post_forward(unit, module, output)
-
-
 @torch_compiler.inlined_or_eager
 def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a sharded module. Implements ``FSDPModule.__call__``."""
@@ -635,8 +617,14 @@ def _call_eagerly(
     depth = len(unit.calls.running)
     try:
         compiled = torch_compiler.compiled_call(module)
-        if compiled is not None:
-            return call_compiled(unit, module, compiled, args, kwargs)
+        if compiled is not None:  # see [Note: compiled modules]
+            args, kwargs = pre_forward(unit, args, kwargs)
+            unit.runner = WITHOUT_HOOKS
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                unit.runner = None
+            return post_forward(unit, module, output)
         if original is not nn.Module.__call__:
             return original(module, *args, **kwargs)
         return torch_compiler.call_with_hooks(module, *args, **kwargs)

@@ -129,18 +129,6 @@ class Staying:
         if self._may_keep:
             self._before = self._look()
 
-    @staticmethod
-    def reshard_after_backward(group: ParamGroup) -> None:
-        """Keep a group unsharded, or on a smaller mesh, if its settings allow it; else reshard."""
-        if group.stays:
-            if group.state is WHOLE and not group.settings.sharding.keeps_whole:
-                group.reshard_post_forward()
-            if group.state is WHOLE or group.state is SMALLER:
-                group.registration.is_held = False
-                group.keep(Serves.ACCUMULATION)
-                return
-        group.reshard()
-
     def note_gradients(self) -> None:
         found = self._look()
         self._gradients = None if found == self._before else found or None
@@ -362,6 +350,19 @@ class Unit:
 
     def reshard(self) -> None:
         for group in self.groups:
+            group.reshard()
+
+    def reshard_after_backward(self) -> None:
+        """Reshard, but keep groups unsharded or on a smaller mesh until the next micro-batch, if
+        their settings allow it."""
+        for group in self.groups:
+            if group.settings.accumulates and group.stays:
+                if group.state is WHOLE and not group.settings.sharding.keeps_whole:
+                    group.reshard_post_forward()
+                if group.state is WHOLE or group.state is SMALLER:
+                    group.registration.is_held = False
+                    group.keep(Serves.ACCUMULATION)
+                    continue
             group.reshard()
 
     def show_shards(self) -> None:
@@ -832,11 +833,7 @@ class Runtime(Observable):
         # needed by another forward (see *Entered first*) or another module of the unit
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
-            for group in unit.groups:
-                if group.settings.accumulates:
-                    self.staying.reshard_after_backward(group)
-                else:
-                    group.reshard()
+            unit.reshard_after_backward()
         if not unit.calls.open:
             self.reduce(unit)
 
@@ -972,11 +969,7 @@ class Runtime(Observable):
             return
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self.backward.with_graph and unit.is_unsharded):
-            for group in unit.groups:
-                if group.settings.accumulates:
-                    self.staying.reshard_after_backward(group)
-                else:
-                    group.reshard()
+            unit.reshard_after_backward()
             if not unit.settings.accumulates:
                 return
         else:
