@@ -385,7 +385,6 @@ class TracedUnit:
         self.unit = unit
         self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
-        self._made_of: list[ParamGroup] = []
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # keyed by region module
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
@@ -395,8 +394,7 @@ class TracedUnit:
 
     def begin(self, joins: bool, delivered: set[int]) -> None:
         """Prepare a step, during which modules have unsharded instead of sharded parameters."""
-        if self._made_of != self.unit.groups:
-            self._made_of = list(self.unit.groups)
+        if [traced.group for traced in self.groups] != self.unit.groups:
             self._forwards.clear()  # cached forwards contain a snapshot of the groups' slots
             self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
         self.is_recorded = torch.is_grad_enabled()

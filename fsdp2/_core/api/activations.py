@@ -98,7 +98,12 @@ def offload_activations(
     check_count("offload_activations", "min_bytes", min_bytes)
     refuse_during_step("offload_activations", units_below(model))
     picked: dict[nn.Module, None] = {}
-    outer = _wrappers(model)
+    outer = {
+        child: module
+        for module in model.modules()
+        for name, child in module.named_children()
+        if name in WRAPPERS
+    }
     for module in run_policy(policy, model, Ignored.of(None, None), _ASKING):
         _pick(module, outer, picked)
     found = [(name, module) for name, module in model.named_modules() if module in picked]
@@ -123,15 +128,6 @@ def _pick(
     while module in outer:
         module = outer[module]
     picked[module] = None
-
-
-def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    return {
-        child: module
-        for module in model.modules()
-        for name, child in module.named_children()
-        if name in WRAPPERS
-    }
 
 
 @dataclass(eq=False)

@@ -372,19 +372,13 @@ def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMes
     for unit, params in collected.escaped.items():
         for param in params:
             param.tops = tops
-        for data, released in _release(unit, params):
-            escaped.setdefault(data, []).extend(released)
+        for group in unit.own_groups:
+            taken = [param for param in group.params if param in params]
+            if taken:
+                group.release(taken)
+                escaped.setdefault(group.data, []).extend(taken)
+        unit.own_groups[:] = [group for group in unit.own_groups if group.params]
     return escaped
-
-
-def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
-    """Release parameters to another unit; yield them by mesh. Remove groups that become empty."""
-    for group in unit.own_groups:
-        taken = [param for param in group.params if param in params]
-        if taken:
-            group.release(taken)
-            yield group.data, taken
-    unit.own_groups[:] = [group for group in unit.own_groups if group.params]
 
 
 def find_parts(

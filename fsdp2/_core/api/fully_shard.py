@@ -234,35 +234,28 @@ def _shard(
 
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
-    params = _make_params(collected, mp_policy, unit.modules)
+    own = collected.own.items()
+    kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
+    params: dict[DataMesh, list[FSDPParam]] = {}
+    for original, taken in own:
+        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        param.tops = unit.modules
+        param.chosen.keeps_dtype = original in kept
+        param.wrapped.releases_gathered = taken.releases_gathered
+        params.setdefault(taken.data, []).append(param)
     made: dict[nn.Module, ParamGroup] = {}
     for used in params:
         parts = {} if unit.conditional else find_parts(unit.modules, params[used])
         for part, members in parts.items():
             made[part] = make_group(used, members)
-        taken = {param for members in parts.values() for param in members}
-        params[used] = [param for param in params[used] if param not in taken]
+        apart = {param for members in parts.values() for param in members}
+        params[used] = [param for param in params[used] if param not in apart]
     for used, tied in take_ties(collected, unit.modules).items():
         params.setdefault(used, []).extend(tied)
     for used, members in params.items():
         if members:
             make_group(used, members)
     return made
-
-
-def _make_params(
-    collected: Collected, mp_policy: MixedPrecisionPolicy, tops: tuple[nn.Module, ...]
-) -> dict[DataMesh, list[FSDPParam]]:
-    own = collected.own.items()
-    kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
-    params: dict[DataMesh, list[FSDPParam]] = {}
-    for original, taken in own:
-        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
-        param.tops = tops
-        param.chosen.keeps_dtype = original in kept
-        param.wrapped.releases_gathered = taken.releases_gathered
-        params.setdefault(taken.data, []).append(param)
-    return params
 
 
 def _install(unit: Unit, collected: Collected, parts: dict[nn.Module, ParamGroup]) -> None:

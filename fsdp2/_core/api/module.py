@@ -43,8 +43,8 @@ from fsdp2._core.params.registration import SHARDED
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
     """Handle returned by ``finalize_backward(async_op=True)``, used to wait for the reductions."""
 
-    def __init__(self, runtime: Runtime | None, pending: PendingReduction | None) -> None:
-        self._runtime, self._pending = runtime, pending
+    def __init__(self, pending: PendingReduction | None) -> None:
+        self._pending = pending
 
     def wait(self) -> None:
         """Wait until gradients are reduced, then free the buffers. Idempotent.
@@ -52,18 +52,18 @@ class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: i
         Raises:
             StateError: ``reset_iter_state()`` has discarded the gradients.
         """
-        runtime = self._runtime
-        if runtime is None:
+        pending = self._pending
+        if pending is None:
             return
-        streams = runtime.context.streams
-        if streams.pending is not self._pending:
+        streams = pending.tree.context.streams
+        if streams.pending is not pending:
             raise StateError(
                 "FS311",
                 "GradientReductionHandle.wait: reset_iter_state() discarded the reduction of this "
                 "handle. Run the backward again.",
             )
-        self._runtime = self._pending = streams.pending = None
-        runtime.end_reductions()
+        self._pending = streams.pending = None
+        pending.tree.end_reductions()
 
 
 def _check_finalize(runtime: Runtime) -> None:
@@ -330,14 +330,14 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         check_flag("finalize_backward", "async_op", async_op)
         runtime = _root_runtime("finalize_backward", own_unit(self))
         if runtime is None:
-            return GradientReductionHandle(None, None) if async_op else None
+            return GradientReductionHandle(None) if async_op else None
         _check_finalize(runtime)
         finish(runtime)
         if not async_op:
             runtime.end_reductions()
             return None
         runtime.context.streams.pending = pending = PendingReduction(runtime)
-        return GradientReductionHandle(runtime, pending)
+        return GradientReductionHandle(pending)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards of this tree are finalized only by ``finalize_backward``.

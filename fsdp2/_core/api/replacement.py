@@ -14,6 +14,7 @@ modules, and policies in default arguments, closures and containers cannot be re
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import re
@@ -59,7 +60,7 @@ _by_torchs = {id(theirs): ours for theirs, ours in _pairs}
 _by_ours = {id(ours): theirs for theirs, ours in _pairs}
 
 
-class Replacement:
+class Replacement(contextlib.AbstractContextManager["Replacement"]):
     """An active replacement; ``undo()``, or the end of a ``with`` block, reverts it."""
 
     def __init__(self) -> None:
@@ -105,9 +106,6 @@ class Replacement:
             if is_new and not _is_within(name, "fsdp2") and not _imports_ours(module):
                 for holder in (module, *_classes_of(name, module)):
                     _rebind(holder, _by_ours)
-
-    def __enter__(self) -> Replacement:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -407,8 +407,8 @@ def _joined(works: Sequence[Any]) -> gloo_p2p.Several | None:
 class PendingReduction:
     """A tree's reductions in flight, for which the caller has not yet waited."""
 
-    def __init__(self, tree: object) -> None:
-        self.tree = tree
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree  # an ``engine.tree.Runtime``
 
     def refuse(self, who: str, tree: object) -> None:
         """Raise StateError for a call on ``tree``, which is this tree or shares its streams."""

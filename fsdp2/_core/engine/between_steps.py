@@ -301,8 +301,7 @@ _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 
 def know(unit: Unit) -> None:
     """Register a unit for error messages. The first call installs the excepthook."""
-    if not _units:
-        _explain_uncaught()
+    _explain_uncaught()
     _units[id(unit)] = unit
 
 
@@ -405,6 +404,7 @@ def _value(node: ast.AST, known: Mapping[str, Any]) -> Any:
     return children.get(str(key))
 
 
+@functools.cache
 def _explain_uncaught() -> None:
     """Explain uncaught errors too: a direct call of an inner module does not run our code."""
     before = sys.excepthook
