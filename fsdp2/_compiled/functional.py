@@ -287,11 +287,10 @@ class TracedGroup:
         scale, smaller = reducer.planner.scale, group.buffers.post_forward.mesh
         neighbours = None
         if smaller is not None and not keeps and layout.gather_nbytes:
-            alone = data.replicate.size == 1
             neighbours = Neighbours(
                 smaller.shard.size,
                 smaller.shard.rank,
-                _name_of(smaller.replicate) if alone else "",
+                _name_of(smaller.replicate) if data.replicate.size == 1 else "",
                 _name_of(smaller.shard),
             )
         return TracedPlan(

@@ -105,8 +105,7 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: TracedPlan = ctx.plan
-        pairs = zip(plan.trainable, grads, strict=True)
-        found = [grad for is_trained, grad in pairs if is_trained]
+        found = [grads[index] for index in plan.members]
         # after the first backward, reading saved_tensors raises even if none were saved
         added = ctx.saved_tensors if plan.added else ()
         given = reduce(plan, found, added)

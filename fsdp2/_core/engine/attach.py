@@ -89,8 +89,8 @@ def attach(root: Unit) -> Runtime:
 
 
 def _tell_of_outer(root: Unit) -> None:
-    around = units_around(root)  # empty for a copy, which keeps the original's name
-    outer = next((unit for unit in around if not unit.fqn), None)
+    # a copy, which keeps the original's name, has no units around it
+    outer = next((unit for unit in units_around(root) if not unit.fqn), None)
     if outer is None or outer in _told:
         return
     _told.add(outer)

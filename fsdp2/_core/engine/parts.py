@@ -130,10 +130,9 @@ class Parts:
     def __init__(self, parts: Sequence[Part], tree: Any) -> None:
         self._tree = tree  # the ``tree.Runtime`` that owns the parts
         self._of = {part.group: part for part in parts}
-        meshes = dict.fromkeys(part.group.data for part in parts)
         self._exchanges = [
             PartExchange(data, [part for part in parts if part.group.data == data], tree)
-            for data in meshes
+            for data in dict.fromkeys(part.group.data for part in parts)
         ]
         self._event = 0
         self.is_off = False

@@ -139,8 +139,7 @@ class Staying:
         is_over = is_evaluation or self._gradients is None or self._look() != self._gradients
         for group in list(self._kept):
             registration = group.registration
-            stays = registration.values is not None
-            if stays and registration.serves is Serves.ACCUMULATION:
+            if registration.values is not None and registration.serves is Serves.ACCUMULATION:
                 if not is_over and not registration.were_written:
                     continue
                 group.reshard()
@@ -884,8 +883,7 @@ class Runtime(Observable):
                 self.reduce_group(group)
 
     def reduce_group(self, group: ParamGroup) -> None:
-        with_graph = self.backward.with_graph
-        has_begun = self.reductions.reduce(group.reducer, group.settings, with_graph)
+        has_begun = self.reductions.reduce(group.reducer, group.settings, self.backward.with_graph)
         if has_begun and self.parts is not None:
             self.parts.note_reduced(group)
 
