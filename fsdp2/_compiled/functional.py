@@ -27,7 +27,6 @@ Autograd therefore records a gather if it records the step, regardless of the mo
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -220,7 +219,7 @@ class TracedGroup:
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # parameters gathered again in backward
         self._leaf = _leaf_on(group.residence.compute)
-        self._made_for: tuple[Any, ...] = ()  # compared by identity
+        self._made_for: tuple[Any, ...] = ()  # what the plan was made for
 
     @torch.inference_mode(False)
     def refresh(self, joins: bool, delivered: set[int]) -> None:
@@ -248,8 +247,7 @@ class TracedGroup:
             claim = Claim(group, members) if any(map(_waits, members)) else None
         mask = () if claim is None else claim.mask
         made_for = (buffer, reduction, keeps, group.buffers.post_forward.mesh, settings, syncs)
-        is_same = all(a is b for a, b in itertools.zip_longest(made_for, self._made_for))
-        if not is_same or plans[self.key].added != mask:
+        if made_for != self._made_for or plans[self.key].added != mask:
             plan = self._plan(buffer.layout, keeps, syncs, mask)
             self.key = key_of(plan)
             self.waits = plan.neighbours is not None
