@@ -40,7 +40,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, is_container, run_policy
+from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, called_in, run_policy
 from fsdp2._core.api.host_memory import CopyLanes, HostMemory
 from fsdp2._core.api.settings import refuse_during_step
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_tensors
@@ -104,8 +104,12 @@ def offload_activations(
         for name, child in module.named_children()
         if name in WRAPPERS
     }
-    for module in run_policy(policy, model, Ignored.of(None, None), _ASKING):
-        _pick(module, outer, picked)
+    for chosen_module in run_policy(policy, model, Ignored.of(None, None), _ASKING):
+        for module in called_in(chosen_module):
+            outermost = module
+            while outermost in outer:
+                outermost = outer[outermost]
+            picked[outermost] = None
     found = [(name, module) for name, module in model.named_modules() if module in picked]
     before: Activations | None = vars(model).pop(ATTRIBUTE, None)
     if before is not None:
@@ -115,19 +119,6 @@ def offload_activations(
         chosen = {module: place >= offloaded for place, (_, module) in enumerate(found)}
         vars(model)[ATTRIBUTE] = Activations(model, chosen, min_bytes)
     return [name for name, _ in found]
-
-
-def _pick(
-    module: nn.Module, outer: dict[nn.Module, nn.Module], picked: dict[nn.Module, None]
-) -> None:
-    """Pick a module's outermost wrapper or, for a container without a forward, its children."""
-    if is_container(module):
-        for child in module.children():
-            _pick(child, outer, picked)
-        return
-    while module in outer:
-        module = outer[module]
-    picked[module] = None
 
 
 @dataclass(eq=False)

@@ -564,6 +564,15 @@ def is_container(module: nn.Module) -> bool:
     return is_several and type(module).forward is nn.Module.forward
 
 
+def called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module or, in place of a container without a forward, the modules in it."""
+    if not is_container(module):
+        yield module
+        return
+    for child in module.children():
+        yield from called_in(child)
+
+
 def check_reshard(choice: object, data: DataMesh) -> int | None:
     """Return the number of ranks to reshard to; None for a bool, ``None``, 1 or all ranks."""
     size = data.shard.size

@@ -99,7 +99,7 @@ from fsdp2._core.base.events import FORWARD
 from fsdp2._core.engine import between_steps
 from fsdp2._core.engine.attach import attach
 from fsdp2._core.engine.between_steps import StateHooks
-from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
+from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, aside, enter, leave
 
 
 @dataclass(eq=False, slots=True)
@@ -183,7 +183,7 @@ class Call:
             return
         if visit.unit.precision.policy is not visit.policy:
             self._refuse_policy()
-        _aside(runtime.arrive, visit)
+        aside(runtime.arrive, visit)
 
     def _refuse_policy(self) -> NoReturn:
         raise StateError(
@@ -199,7 +199,7 @@ class Call:
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number != visit.closed_in:
-            _aside(runtime.arrive, visit, False)  # not in order
+            aside(runtime.arrive, visit, False)  # not in order
 
     def _follow_gradients(self) -> None:
         """Make the module's nodes, from the running one on, mark the gradients they compute."""
@@ -213,7 +213,7 @@ class Call:
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
-        _aside(runtime.depart, visit)
+        aside(runtime.depart, visit)
 
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Insert a node with a post-backward hook between the caller's tensor and the module."""
@@ -264,7 +264,7 @@ class Call:
         if visit.opened_in != runtime.backward.number:
             if visit.unit.precision.policy is not visit.policy:
                 self._refuse_policy()
-            _aside(runtime.arrive, visit)
+            aside(runtime.arrive, visit)
 
     def let_go(self) -> None:
         """Drop all tensors, because they own the graph, which owns the call."""
@@ -383,14 +383,6 @@ class Beginning:
             tensor.grad_fn.register_prehook(self.begin)
 
 
-def _aside(function: Callable[..., object], *args: Any) -> None:
-    """Run engine code outside the user's modes and transforms."""
-    if torch_modes.count_modes() or torch_modes.transforms_are_active():
-        torch_modes.run_aside(function, *args)
-    else:
-        function(*args)
-
-
 def _has_layers() -> bool:
     """Return True if tensors may be functorch wrappers or dual tensors."""
     return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
@@ -406,8 +398,8 @@ def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if unit.runtime is None:
-        _aside(attach, unit)
-    _aside(enter, unit)
+        aside(attach, unit)
+    aside(enter, unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     call = None
     if torch.is_grad_enabled() and unit.groups:
@@ -467,7 +459,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             _end_recorded(module, call, output)
         call.given = None
     if not calls.running:
-        _aside(leave, unit, runtime, module, recomputing)
+        aside(leave, unit, runtime, module, recomputing)
     return output
 
 

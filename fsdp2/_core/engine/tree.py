@@ -1007,10 +1007,7 @@ class Runtime(Observable):
 
     def _finish_backward(self) -> None:
         try:
-            if torch_modes.count_modes() or torch_modes.transforms_are_active():
-                torch_modes.run_aside(self.end_backward)
-            else:
-                self.end_backward()
+            aside(self.end_backward)
         except BaseException:
             self.abandon_backward()
             raise
@@ -1098,6 +1095,14 @@ class Runtime(Observable):
         "abandon_backward": abandon_backward,
         "recover": recover,
     }
+
+
+def aside(function: Callable[..., object], *args: Any) -> None:
+    """Run engine code outside the user's modes and transforms."""
+    if torch_modes.count_modes() or torch_modes.transforms_are_active():
+        torch_modes.run_aside(function, *args)
+    else:
+        function(*args)
 
 
 def enter(unit: Unit) -> None:
