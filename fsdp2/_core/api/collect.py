@@ -234,17 +234,13 @@ def _recurse(
 PART_NBYTES = 1 << 20  # minimum unsharded bytes of a large part: ``_core.engine.parts``
 
 
-class BufferSite(NamedTuple):
-    module: nn.Module
-    name: str
-
-    def move_to(self, device: torch.device) -> None:
-        """Move the buffer to a device, unless it is a DTensor or on the meta device."""
-        buffer = self.module._buffers[self.name]
-        if buffer is None or isinstance(buffer, DTensor):
-            return
-        if buffer.device not in (device, torch.device("meta")):
-            self.module._buffers[self.name] = buffer.to(device)
+def move_buffer(module: nn.Module, name: str, device: torch.device) -> None:
+    """Move a buffer to a device, unless it is a DTensor or on the meta device."""
+    buffer = module._buffers[name]
+    if buffer is None or isinstance(buffer, DTensor):
+        return
+    if buffer.device not in (device, torch.device("meta")):
+        module._buffers[name] = buffer.to(device)
 
 
 @dataclass(eq=False)
@@ -270,7 +266,7 @@ class Collected:
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
     escaped: dict[Unit, list[FSDPParam]] = field(default_factory=dict)
-    buffers: list[BufferSite] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
     # number of ranks to reshard to after forward, by mesh; None: the full shard axis
     smaller: dict[DataMesh, int | None] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)  # the unit's settings
@@ -300,7 +296,7 @@ def collect(
                 collected.tied.setdefault(owner, []).append(site)
             giving.add(top)
         collected.buffers += [
-            BufferSite(module, name)
+            (module, name)
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer not in ignored
         ]

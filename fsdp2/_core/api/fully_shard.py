@@ -26,6 +26,7 @@ from fsdp2._core.api.collect import (
     check_smaller,
     collect,
     find_parts,
+    move_buffer,
     take_ties,
 )
 from fsdp2._core.api.module import FSDPModule, register_names, sharded_class
@@ -264,8 +265,8 @@ def _install(unit: Unit, collected: Collected, parts: dict[nn.Module, ParamGroup
         hook = PartHook(group.early.become_part(names[part]))
         for inner in part.modules():
             inner.register_forward_pre_hook(hook)
-    for buffer_site in collected.buffers:
-        buffer_site.move_to(unit.device)
+    for module, name in collected.buffers:
+        move_buffer(module, name, unit.device)
     if unit.precision.chosen.buffer_dtype is not None:
         unit.precision.cast_buffers(collected.buffers)
     for target in unit.modules:
