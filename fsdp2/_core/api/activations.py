@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, called_in, run_policy
-from fsdp2._core.api.host_memory import CopyLanes, HostMemory
+from fsdp2._core.api.host_memory import CopyLanes, HostMemory, Look
 from fsdp2._core.api.settings import refuse_during_step
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_tensors
 from fsdp2._core.base.capabilities import capabilities
@@ -204,15 +204,14 @@ class Away:
 
 @dataclass(eq=False, slots=True)
 class _Saved:
-    """Packed form of a saved tensor whose storage is offloaded. ``look``: its dtype, size, stride
-    and offset."""
+    """Packed form of a saved tensor whose storage is offloaded."""
 
     away: Away
     group: Group
-    look: tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+    look: Look
 
     def tensor(self) -> Tensor:
-        return self.away.lanes.view(self.away.held(), *self.look)
+        return self.away.lanes.view(self.away.held(), self.look)
 
 
 @dataclass(eq=False, slots=True)
