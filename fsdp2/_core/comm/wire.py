@@ -393,7 +393,7 @@ class Wire:
             assert axis.pg is not None
             exact = self._exact_in(tensor)
             tensor = torch_comm.flat_as_real(tensor) if tensor.is_complex() else tensor
-            self.sum_replicas(tensor, axis.pg, exact)
+            self.sum_replicas(tensor, tensor, axis.pg, exact)
             return None
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
