@@ -459,7 +459,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             _end_recorded(module, call, output)
         call.given = None
     if not calls.running:
-        aside(leave, unit, runtime, module, recomputing)
+        aside(leave, unit, module, recomputing)
     return output
 
 

@@ -1129,14 +1129,10 @@ def enter(unit: Unit) -> None:
         runtime.prefetches.forward(unit)
 
 
-def leave(
-    unit: Unit,
-    runtime: Runtime,
-    module: nn.Module,
-    recomputing: bool,
-) -> None:
+def leave(unit: Unit, module: nn.Module, recomputing: bool) -> None:
     """End a unit's forward: reshard, depending on its settings."""
-    with_grad = torch.is_grad_enabled()
+    runtime, with_grad = unit.runtime, torch.is_grad_enabled()
+    assert runtime is not None
     is_over = not (unit.calls.active or (recomputing and with_grad))
     if is_over and len(unit.modules) > 1:
         unit.calls.ran.add(module)
