@@ -53,11 +53,9 @@ OURS: Mapping[str, Any] = {
 REPLACES = "FSDP2_REPLACE_TORCH"
 """Environment variable: "1" makes ``import fsdp2`` call ``replace_torch``."""
 
-_pairs: list[tuple[Any, Any]] = [
-    (theirs, OURS[name]) for name, theirs in torch_modules.PUBLIC.items() if name in OURS
-]
-_by_torchs = {id(theirs): ours for theirs, ours in _pairs}
-_by_ours = {id(ours): theirs for theirs, ours in _pairs}
+_theirs = {name: torch_modules.PUBLIC[name] for name in OURS if name in torch_modules.PUBLIC}
+_by_torchs = {id(theirs): OURS[name] for name, theirs in _theirs.items()}
+_by_ours = {id(OURS[name]): theirs for name, theirs in _theirs.items()}
 
 
 class Replacement(contextlib.AbstractContextManager["Replacement"]):

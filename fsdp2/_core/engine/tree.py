@@ -685,8 +685,7 @@ class Runtime(Observable):
     # Forward.
 
     def begin_forward(self, entry: Unit) -> None:
-        if self.context.streams.pending is not None:
-            self.refuse_pending("forward")
+        self.refuse_pending("forward")
         self.recover_if_failed()
         if self.hidden.unmarked:
             self.hidden.refuse()
@@ -748,8 +747,7 @@ class Runtime(Observable):
             unit.stop_hiding()
         if not unit.calls.recorded and self.context.phase is IDLE:
             unit.show_shards()
-            if self.context.streams.host_read is not None:
-                self.context.streams.finish_host_reads()
+            self.context.streams.finish_host_reads()
 
     # Backward.
 
@@ -900,8 +898,7 @@ class Runtime(Observable):
         is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
         self.reduce_the_rest(ran, is_last, is_manual)
         self.context.streams.drain("gather")
-        if self.hidden.unmarked:
-            self.hidden.forget()
+        self.hidden.forget()
         if is_last:
             self.end_reductions()
         else:
@@ -1071,8 +1068,7 @@ class Runtime(Observable):
                 group.reducer.discard()
                 group.registration.forget_placeholders()
         self.context.streams.reset()
-        if self.hidden.unmarked:
-            self.hidden.forget()
+        self.hidden.forget()
         self.hidden.saving = None
         self.prefetches.abandon()
         if self.parts is not None:
