@@ -979,11 +979,10 @@ class Runtime(Observable):
     def _flush_partial(self) -> None:
         """All-reduce gradients that earlier backwards reduced only over the shard axis."""
         for unit in reversed(self.units):
-            if any(
-                group.reducer.unreduced.partial is not None and group.settings.all_reduce_grads
-                for group in unit.groups
-            ):
-                self.reduce(unit)
+            for group in unit.groups:
+                if group.reducer.unreduced.partial is not None and group.settings.all_reduce_grads:
+                    self.reduce(unit)
+                    break
         if self.reductions:
             self.wait_for_reductions()
 
