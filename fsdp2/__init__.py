@@ -119,20 +119,21 @@ for _name in __all__:  # show classes under their public names in tracebacks and
 _SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "weights", "wrap")
 
 _LATER = {  # mirrors the TYPE_CHECKING imports above: name -> defining module
-    _name: _module
-    for _module, _names in {
-        "_compiled.compile": ("CompiledModel", "compile"),
-        "_core.api.activations": ("offload_activations",),
-        "_core.api.reproducible": ("mean_over_slots", "reproducible"),
-        "_core.transfer.materialize": ("materialize", "sync_from_rank0"),
-        "_core.transfer.summon": ("full_params", "summon_full_params"),
-        "_tools.plan.plan": ("plan",),
-        "_tools.record.recording": ("record",),
-        "_tools.record.recordings": ("read_recordings",),
-        "optim._clip": ("clip_grad_norm_",),
-        "optim._graphed": ("GraphedStep", "graphed"),
-    }.items()
-    for _name in _names
+    "CompiledModel": "_compiled.compile",
+    "GraphedStep": "optim._graphed",
+    "clip_grad_norm_": "optim._clip",
+    "compile": "_compiled.compile",
+    "full_params": "_core.transfer.summon",
+    "graphed": "optim._graphed",
+    "materialize": "_core.transfer.materialize",
+    "mean_over_slots": "_core.api.reproducible",
+    "offload_activations": "_core.api.activations",
+    "plan": "_tools.plan.plan",
+    "read_recordings": "_tools.record.recordings",
+    "record": "_tools.record.recording",
+    "reproducible": "_core.api.reproducible",
+    "summon_full_params": "_core.transfer.summon",
+    "sync_from_rank0": "_core.transfer.materialize",
 }
 
 if not _typing.TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
