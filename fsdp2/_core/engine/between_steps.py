@@ -60,7 +60,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -80,8 +79,10 @@ from fsdp2._core.base.errors import ConfigError, StateError, UnsupportedError, c
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.names import class_name, clean
 from fsdp2._core.base.pending_copies import wait_for_copies
+from fsdp2._core.base.policy import MixedPrecisionPolicy
 from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.mesh import REPLICATE, SHARD, DataMesh
+from fsdp2._core.comm.wire import Streams
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
 from fsdp2._core.params import registration
 from fsdp2._core.params.group import ParamGroup
@@ -453,8 +454,9 @@ class ParamView(View):
     def __init__(self, param: FSDPParam, data: DataMesh) -> None:
         vars(self).update(_param=param, _data=data)
 
-    sharded_param = property(attrgetter("_param.sharded"))
-    _param_fqn = property(attrgetter("_param.fqn"))
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded
 
     @property
     def sharded_size(self) -> torch.Size:
@@ -463,6 +465,10 @@ class ParamView(View):
     @property
     def _orig_size(self) -> torch.Size:
         return torch.Size(self._param.placement.layout.shape)
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._param.fqn
 
 
 class GroupView(View):
@@ -508,9 +514,14 @@ class TorchState(View, torch_modules.FSDPState):
     def __init__(self, unit: Unit) -> None:
         vars(self).update(_unit=unit, _views={})
 
-    # the unit's streams: the same object for all roots that share streams
-    _comm_ctx = property(attrgetter("_unit.lanes"))
-    _mp_policy = property(attrgetter("_unit.precision.chosen"))
+    @property
+    def _comm_ctx(self) -> Streams:
+        """The unit's streams: the same object for all roots that share streams."""
+        return self._unit.lanes
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.precision.chosen
 
     @property
     def _is_root(self) -> bool | None:
