@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -158,23 +159,20 @@ class OrderCheck:
             )
 
 
+@dataclass(eq=False)
 class _Hook:
     """A forward pre-hook if ``name`` is given, else a forward hook. Copied with the module."""
 
-    def __init__(
-        self,
-        check: OrderCheck,
-        unit: Unit,
-        name: str | None = None,
-    ) -> None:
-        self._check, self._unit, self._name = check, unit, name
+    check: OrderCheck
+    unit: Unit
+    name: str | None = None
 
     @torch_compiler.never_traced
     def __call__(self, *_: Any) -> None:
-        if self._name is not None:
-            self._check._enter(self._unit, self._name)
+        if self.name is not None:
+            self.check._enter(self.unit, self.name)
         else:
-            self._check._leave(self._unit)
+            self.check._leave(self.unit)
 
 
 def _shown(order: list[str]) -> str:
@@ -222,9 +220,7 @@ def without_communication(
     groups = [group for unit in units for group in unit.own_groups]
     wires = {group: group.wire for group in groups}
     for group, wire in wires.items():
-        group.reshard()
-        group.reducer.wire = _NoWire(wire, gathers, reductions)
-        group.rewire()
+        group.send_by(_NoWire(wire, gathers, reductions))
     stamps = [(stamp, stamp.silence(True)) for group in groups for stamp in group.ids.all]
     try:
         yield
@@ -233,9 +229,7 @@ def without_communication(
             if unit.runtime is not None:
                 unit.runtime.recover_if_failed()
         for group, wire in wires.items():
-            group.reshard()
-            group.reducer.wire = wire
-            group.rewire()
+            group.send_by(wire)
         for stamp, was_silent in reversed(stamps):
             stamp.silence(was_silent)
 
@@ -253,11 +247,9 @@ class _NoWire(Wire):
         super().__init__()
         self.take_over(wire)
         self.is_separate = False  # otherwise copying the model would create process groups
-        skipped: tuple[str, ...] = GATHERS if gathers else ()
         if reductions:
-            skipped += REDUCTIONS
             self.sum_replicas = None
-        for name in skipped:
+        for name in (*(GATHERS if gathers else ()), *(REDUCTIONS if reductions else ())):
             setattr(self, name, _carry_nothing)  # shadows the class's method
 
 

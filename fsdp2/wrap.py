@@ -31,7 +31,7 @@ from fsdp2._core.api.collect import (
     Chosen,
     Ignored,
     WrapPolicy,
-    is_container,
+    called_in,
     run_policy,
 )
 from fsdp2._core.api.fully_shard import check_call, fully_shard
@@ -118,8 +118,11 @@ def shard_model(
     }
     ignored = Ignored.of(kwargs.get("ignored_params"), kwargs.get("ignored_states"))
     chosen: Chosen = {}
-    for module, choice in run_policy(policy, model, ignored, _SHARDING).items():
-        _choose(module, choice, ignored, chosen)
+    for selected, choice in run_policy(policy, model, ignored, _SHARDING).items():
+        for module in called_in(selected):
+            has_any = any(param not in ignored for param in module.parameters())
+            if has_any and module not in ignored.modules and (module not in chosen or choice):
+                chosen[module] = choice
     chosen.pop(model, None)
     for module, choice in chosen.items():
         _check_keywords(choice, f"the policy's choice for {names[module]}")
@@ -133,9 +136,8 @@ def shard_model(
         kwargs = {**kwargs, "mesh": default_mesh()}
     taken = ignored.modules
     for module in (*order, model):  # check all before changing any
-        given = {**DEFAULTS, **kwargs, **chosen.get(module, {}), "taken": taken}
         with _naming(names[module]):
-            check_call([module], **given)
+            check_call([module], {**DEFAULTS, **kwargs, **chosen.get(module, {})}, taken)
         taken |= {module}
     for module in (*order, model):
         with _naming(names[module]):
@@ -169,22 +171,6 @@ def _check_keywords(choice: Choice, what: str) -> None:
                 "FS214",
                 f"shard_model: {name!r} in {what} is not a keyword of fully_shard. {hint}",
             )
-
-
-def _choose(
-    module: nn.Module,
-    choice: Choice,
-    ignored: Ignored,
-    chosen: Chosen,
-) -> None:
-    """Record the policy's choice for a module. See [Note: modules that a policy selects]."""
-    if module in ignored.modules or not any(p not in ignored for p in module.parameters()):
-        return
-    if is_container(module):
-        for child in module.children():
-            _choose(child, choice, ignored, chosen)
-    elif module not in chosen or choice:
-        chosen[module] = choice
 
 
 def strategy(

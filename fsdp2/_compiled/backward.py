@@ -100,9 +100,9 @@ class FunctionalBackward:
     def __init__(self, units: Sequence[TracedUnit]) -> None:
         self._units = units
         self._open: dict[Unit, TracedUnit] = {}
-        self._groups: dict[ParamGroup, TracedGroup] = {}
+        self.groups: dict[ParamGroup, TracedGroup] = {}
         self._kept: TracedUnit | None = None
-        self._depth = 0
+        self.depth = 0
         self._number = 0
         self._placed: list[tuple[TracedGroup, Any]] = []  # the groups covered by ``_places``
         self._places: dict[nn.Module, dict[str, _Place]] = {}
@@ -123,7 +123,7 @@ class FunctionalBackward:
                     unit.reshard()  # in case the user unsharded the unit after forward
                 unit.runner, self._open[unit] = Again(self, traced), traced
         groups = [group for traced in self._open.values() for group in traced.groups]
-        self._groups = {group.group: group for group in groups}
+        self.groups = {group.group: group for group in groups}
         placed = [(group, group.slots) for group in groups]
         if placed != self._placed:
             self._placed, self._places = placed, {}
@@ -169,35 +169,11 @@ class FunctionalBackward:
         for unit in self._open:
             if isinstance(unit.runner, Again):  # a running step checks ``is_open`` itself
                 unit.runner = None
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.again = None
         self._open.clear()
-        self._groups.clear()
-        self._kept, self._depth = None, 0
-
-    def call(
-        self,
-        traced: TracedUnit,
-        run: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Recompute a module of a unit, with the same parameters and casts as in the step."""
-        unit = traced.unit
-        groups = [self._groups[group] for group in unit.groups or unit.own_groups]
-        gathered = [group for group in groups if group.again is None]
-        self._depth += 1
-        try:
-            for group in gathered:
-                group.wholes_again()
-            return traced.compute(run, args, kwargs)
-        finally:
-            self._depth -= 1
-            for group in gathered:
-                if traced.has_several_modules:  # the unit's next module may be recomputed soon
-                    self.keep(group.mover)
-                else:
-                    group.again = None
+        self.groups.clear()
+        self._kept, self.depth = None, 0
 
     def keep(self, traced: TracedUnit) -> None:
         """Keep the gathered parameters of a unit, and release those of the previous unit."""
@@ -209,7 +185,7 @@ class FunctionalBackward:
     @property
     def is_recomputing(self) -> bool:
         """Guess whether a recomputation is running (True) or a hook (False)."""
-        return self._depth > 0 or torch.is_grad_enabled()
+        return self.depth > 0 or torch.is_grad_enabled()
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +202,23 @@ class Again:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        return self.backward.call(self.traced, run, args, kwargs)
+        """Recompute a module of the unit, with the same parameters and casts as in the step."""
+        backward, traced = self.backward, self.traced
+        unit = traced.unit
+        groups = [backward.groups[group] for group in unit.groups or unit.own_groups]
+        gathered = [group for group in groups if group.again is None]
+        backward.depth += 1
+        try:
+            for group in gathered:
+                group.wholes_again()
+            return traced.compute(run, args, kwargs)
+        finally:
+            backward.depth -= 1
+            for group in gathered:
+                if traced.has_several_modules:  # the unit's next module may be recomputed soon
+                    backward.keep(group.mover)
+                else:
+                    group.again = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)

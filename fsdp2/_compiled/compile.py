@@ -221,7 +221,11 @@ class FunctionalStep:
                 except StateError as error:
                     self._refused = error  # torch.compile wraps a backend's exceptions
                     raise
-                return overlapping(compiler, backend, found, overlap)(graph, inputs)
+                chosen = compiler
+                if found and backend in OVERLAPPING:  # otherwise our passes do not apply
+                    change = Overlapped(plans[found[0].key].overlap) if overlap else None
+                    chosen = torch_compiler.with_passes(compiler, backend, SeenThrough(), change)
+                return chosen(graph, inputs)
 
             options["backend"] = compile_graph
         with refusals_of_torch():
@@ -462,16 +466,6 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
             "collectives in them has not been verified. Use mode='default' or "
             "'max-autotune-no-cudagraphs'.",
         )
-
-
-def overlapping(
-    compiler: Callable[..., Any], backend: Any, found: Sequence[Gathered], overlap: bool
-) -> Callable[..., Any]:
-    """Return the compiler with our passes added, or unchanged if they do not apply."""
-    if not found or backend not in OVERLAPPING:
-        return compiler
-    change = Overlapped(plans[found[0].key].overlap) if overlap else None
-    return torch_compiler.with_passes(compiler, backend, SeenThrough(), change)
 
 
 DIFFERENT = -1  # sent by ranks that have already found a difference

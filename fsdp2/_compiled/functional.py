@@ -27,7 +27,6 @@ Autograd therefore records a gather if it records the step, regardless of the mo
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2._compiled.ops import outer_gather, unshard
-from fsdp2._compiled.plan import Joining, Neighbours, ReducePiece, TracedPlan, key_of, plans
+from fsdp2._compiled.plan import Joining, Neighbours, TracedPlan, key_of, plans
 from fsdp2._core.base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.base.containers import Loan, map_tensors
 from fsdp2._core.base.errors import StateError
@@ -48,7 +47,7 @@ from fsdp2._core.engine.tree import Unit
 from fsdp2._core.params import gradient_packing, packing
 from fsdp2._core.params.gradients import as_gradient
 from fsdp2._core.params.group import ParamGroup
-from fsdp2._core.params.layout import GatherLayout
+from fsdp2._core.params.layout import GatherLayout, ReduceLayout
 from fsdp2._core.params.param import FSDPParam
 from fsdp2._core.params.reduce import accumulate
 
@@ -158,15 +157,14 @@ class Delivery:
         if missing is None or not plan.counts_used:
             used = set(range(len(params)))
         else:  # a gradient is missing: read the counts, which synchronizes the device
-            first, row = plan.reduces[0], rows[0]
-            counts = row[first.layout.tail_start :].tolist()
+            counts = rows[0][plan.reduces[0].tail_start :].tolist()
             used = {position for position, count in enumerate(counts) if count != 0}
         if self.joins:
             group.reducer.unreduced.is_owed = group.reducer.unreduced.is_waiting = False
         found = {
             place: _sharded(row, piece, position, params[place], group)
             for piece, row in zip(plan.reduces, rows, strict=True)
-            for position, place in enumerate(piece.positions)
+            for position, place in enumerate(piece.members)
             if place in used
         }
         places = sorted(found)
@@ -189,14 +187,14 @@ def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
 
 
 def _sharded(
-    row: Tensor, piece: ReducePiece, position: int, param: FSDPParam, group: ParamGroup
+    row: Tensor, piece: ReduceLayout, position: int, param: FSDPParam, group: ParamGroup
 ) -> Tensor:
     """Return a parameter's sharded gradient from the reduced row of the parameter's piece."""
-    if piece.layout.slotted[position]:
-        local = gradient_packing.sum_of_slots(row, piece.layout, position)
+    if piece.slotted[position]:
+        local = gradient_packing.sum_of_slots(row, piece, position)
     else:
         rank = group.data.shard.rank
-        local = gradient_packing.gradient_view(row, piece.layout, position, rank).contiguous()
+        local = gradient_packing.gradient_view(row, piece, position, rank).contiguous()
     dtype = param.kept_dtype(row.dtype)
     if row.is_complex() and not dtype.is_complex:
         local = local.real
@@ -221,20 +219,16 @@ class TracedGroup:
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # parameters gathered again in backward
         self._leaf = _leaf_on(group.residence.compute)
-        self._made_for: tuple[Any, ...] = ()  # compared by identity
+        self._made_for: tuple[Any, ...] = ()  # what the plan was made for
 
     @torch.inference_mode(False)
-    def refresh(
-        self,
-        keeps: bool,
-        records: bool,
-        joins: bool,
-        delivered: set[int],
-    ) -> None:
+    def refresh(self, joins: bool, delivered: set[int]) -> None:
         """Apply all changes to dtypes, ``requires_grad``, settings and buffers since the last step.
         ``joins``: whether the graph reduces stored gradients. Raise StateError if a stored gradient
         still needs an all-reduce over replicas."""
         group, reducer = self.group, self.group.reducer
+        keeps = self.mover.unit.keeps_after_forward(True)
+        records = self.mover.is_recorded
         buffer = group.buffers.home
         assert buffer is not None  # set by ``inspect``
         if reducer.unreduced.partial is not None:
@@ -253,8 +247,7 @@ class TracedGroup:
             claim = Claim(group, members) if any(map(_waits, members)) else None
         mask = () if claim is None else claim.mask
         made_for = (buffer, reduction, keeps, group.buffers.post_forward.mesh, settings, syncs)
-        is_same = all(a is b for a, b in itertools.zip_longest(made_for, self._made_for))
-        if not is_same or plans[self.key].added != mask:
+        if made_for != self._made_for or plans[self.key].added != mask:
             plan = self._plan(buffer.layout, keeps, syncs, mask)
             self.key = key_of(plan)
             self.waits = plan.neighbours is not None
@@ -292,11 +285,10 @@ class TracedGroup:
         scale, smaller = reducer.scale, group.buffers.post_forward.mesh
         neighbours = None
         if smaller is not None and not keeps and layout.gather_nbytes:
-            alone = data.replicate.size == 1
             neighbours = Neighbours(
                 smaller.shard.size,
                 smaller.shard.rank,
-                _name_of(smaller.replicate) if alone else "",
+                _name_of(smaller.replicate) if data.replicate.size == 1 else "",
                 _name_of(smaller.shard),
             )
         return TracedPlan(
@@ -390,26 +382,23 @@ class TracedUnit:
         self.unit = unit
         self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
-        self._made_of: list[ParamGroup] = []
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # keyed by region module
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
-        self._is_recorded = False
+        self.is_recorded = False  # by autograd
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
 
     def begin(self, joins: bool, delivered: set[int]) -> None:
         """Prepare a step, during which modules have unsharded instead of sharded parameters."""
-        if self._made_of != self.unit.groups:
-            self._made_of = list(self.unit.groups)
+        if [traced.group for traced in self.groups] != self.unit.groups:
             self._forwards.clear()  # cached forwards contain a snapshot of the groups' slots
             self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
-        self._is_recorded = records = torch.is_grad_enabled()
+        self.is_recorded = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # evaluation may use a different policy
         self.output_dtype = self.unit.precision.policy.output_dtype
-        keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
-            group.refresh(keeps, records, joins, delivered)
+            group.refresh(joins, delivered)
 
     def enter_regions(self) -> None:
         """On modules marked as regions, install a forward that passes parameters as inputs."""
@@ -449,7 +438,7 @@ class TracedUnit:
         if not torch.compiler.is_compiling():
             self.ran_outside = True
         gathers = not self._is_whole()
-        if gathers and not torch.is_grad_enabled() and self._is_recorded:
+        if gathers and not torch.is_grad_enabled() and self.is_recorded:
             with torch.inference_mode(False), torch.enable_grad():
                 self.gather()
         elif gathers:

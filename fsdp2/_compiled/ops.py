@@ -30,10 +30,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._compiled.plan import GatherPiece, ReducePiece, TracedPlan, plans
+from fsdp2._compiled.plan import GatherPiece, TracedPlan, plans
 from fsdp2._core.base import torch_comm
 from fsdp2._core.params import packing
-from fsdp2._core.params.layout import GatherItem, ShardLayout, contiguous_stride
+from fsdp2._core.params.layout import GatherItem, ReduceLayout, ShardLayout, contiguous_stride
+
+_GATHER = "all_gather_into_tensor"
 
 _library = torch.library.Library("fsdp2", "FRAGMENT")
 _library.define(
@@ -57,12 +59,11 @@ def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
     neighbours = plan.neighbours
     assert neighbours is not None
     rows = plan.size // neighbours.size
-    sent = [_to_send(piece, flats, plan.rank, plan.device) for piece in plan.gathers]
     if neighbours.outer_group:
-        return _all_gather(plan, sent, rows, neighbours.outer_group)
+        return _each(plan, _GATHER, _to_send(plan, flats), rows, neighbours.outer_group)
     return [
         gathered.view(rows, neighbours.size, -1)[:, neighbours.rank].reshape(-1)
-        for gathered in _all_gather(plan, sent, plan.size, plan.shard_group)
+        for gathered in _each(plan, _GATHER, _to_send(plan, flats), plan.size, plan.shard_group)
     ]
 
 
@@ -104,32 +105,30 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: TracedPlan = ctx.plan
-        pairs = zip(plan.trainable, grads, strict=True)
-        found = [grad for is_trained, grad in pairs if is_trained]
+        found = [grads[index] for index in plan.members]
         # after the first backward, reading saved_tensors raises even if none were saved
         added = ctx.saved_tensors if plan.added else ()
         given = reduce(plan, found, added)
         return None, None, *given, *(None,) * (ctx.inputs - len(given))
 
 
-def _to_send(
-    piece: GatherPiece,
-    flats: Sequence[Tensor],
-    rank: int,
-    device: str,
-) -> Tensor:
-    """Return the flat data that this rank sends for a piece, in the wire dtype."""
-    if piece.coded is not None:
-        (run,) = piece.runs
-        return _encoded(flats[run.segment], piece, rank, device)
-    parts = [
-        flats[run.segment][run.start : run.start + run.numel].to(device, piece.dtype)
-        for run in piece.runs
-    ]
-    if piece.gap:
-        parts.append(parts[0].new_zeros(piece.gap))
-    sent = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return sent if sent.dtype == piece.wire_dtype else sent.view(piece.wire_dtype)
+def _to_send(plan: TracedPlan, flats: Sequence[Tensor]) -> list[Tensor]:
+    """Return the flat data that this rank sends for each piece, in the wire dtype."""
+    found = []
+    for piece in plan.gathers:
+        if piece.coded is not None:
+            (run,) = piece.runs
+            found.append(_encoded(flats[run.segment], piece, plan.rank, plan.device))
+            continue
+        parts = [
+            flats[run.segment][run.start : run.start + run.numel].to(plan.device, piece.dtype)
+            for run in piece.runs
+        ]
+        if piece.gap:
+            parts.append(parts[0].new_zeros(piece.gap))
+        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        found.append(sent if sent.dtype == piece.wire_dtype else sent.view(piece.wire_dtype))
+    return found
 
 
 def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor:
@@ -202,12 +201,12 @@ def _gather(plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]
         rows = plan.size // inner.size
         return [
             one.view(inner.size, rows, -1).transpose(0, 1).reshape(plan.size, -1)
-            for one in _all_gather(plan, waiting, inner.size, inner.inner_group)
+            for one in _each(plan, _GATHER, waiting, inner.size, inner.inner_group)
         ]
-    sent = [_to_send(piece, flats, plan.rank, plan.device) for piece in plan.gathers]
+    sent = _to_send(plan, flats)
     if plan.size == 1:
         return [one.clone().view(1, -1) for one in sent]
-    gathered = _all_gather(plan, sent, plan.size, plan.shard_group)
+    gathered = _each(plan, _GATHER, sent, plan.size, plan.shard_group)
     return [one.view(plan.size, -1) for one in gathered]
 
 
@@ -260,19 +259,19 @@ def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor |
 
 
 def _pack(
-    plan: TracedPlan, piece: ReducePiece, grads: Sequence[Tensor | None], like: Tensor
+    plan: TracedPlan, piece: ReduceLayout, grads: Sequence[Tensor | None], like: Tensor
 ) -> Tensor:
     """Return the flat data that this rank sends for a piece: one row per receiving rank."""
     columns = [
         _column(grads[place], plan, piece, position, like)
-        for position, place in enumerate(piece.positions)
+        for position, place in enumerate(piece.members)
     ]
     columns = [column for column in columns if column.shape[1]]
-    if piece.layout.tail_gap:  # padding between the gradients and the tail of a row
-        gap = plan.size, piece.layout.tail_gap
+    if piece.tail_gap:  # padding between the gradients and the tail of a row
+        gap = plan.size, piece.tail_gap
         columns.append(like.new_zeros(gap, dtype=plan.reduction.dtype))
-    if piece.counts:
-        extra = _nothing(like) if not plan.bucketed and not piece.positions else None
+    if piece.numel > piece.tail_start:
+        extra = _nothing(like) if not plan.bucketed and not piece.members else None
         columns += _counts([grad is not None for grad in grads], plan, like, extra)
     if not columns:
         return like.new_empty(0, dtype=plan.reduction.dtype)
@@ -281,10 +280,9 @@ def _pack(
 
 
 def _column(
-    grad: Tensor | None, plan: TracedPlan, piece: ReducePiece, position: int, like: Tensor
+    grad: Tensor | None, plan: TracedPlan, layout: ReduceLayout, position: int, like: Tensor
 ) -> Tensor:
     """Return the data that this rank sends to each rank for one member, ``[W, width]``."""
-    layout = piece.layout
     shard, size = layout.shards[position], layout.size
     if grad is None:
         return like.new_zeros((), dtype=layout.dtype).expand(size, layout.width(position))
@@ -342,15 +340,6 @@ def _exchange(plan: TracedPlan, packed: Tensor) -> Tensor:
     came = torch_comm.functional("all_to_all_single", sent, rows, rows, plan.shard_group)
     total = came.view(size, -1).to(plan.reduction.dtype).sum(0)
     return total / size if plan.reduction.op == "avg" else total
-
-
-def _all_gather(
-    plan: TracedPlan,
-    sent: Sequence[Tensor],
-    size: int,
-    group: str,
-) -> list[Tensor]:
-    return _each(plan, "all_gather_into_tensor", sent, size, group)
 
 
 def _each(

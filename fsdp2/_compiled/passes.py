@@ -106,42 +106,27 @@ class Order:
 
 
 def _emit(graph: Graph, order: Order) -> None:
-    done: set[Node] = set()
-    asked: set[Node] = set()
-    placed: list[Node] = []
-
-    def emit(wanted: Node) -> None:
-        stack = [wanted]
-        while stack:
-            node = stack[-1]
-            if node in done:
-                stack.pop()
-                continue
-            ahead = [] if node in asked else order.before.get(node, [])
-            asked.add(node)  # add ``ahead`` only once: its nodes may depend on ``node``
-            needed = [one for one in (*ahead, *node.all_input_nodes) if one not in done]
-            if needed:
-                stack.extend(reversed(needed))
-                continue
-            stack.pop()
-            done.add(node)
-            placed.append(node)
-
     nodes = list(graph.nodes)
-    for node in nodes:
-        if node.op == "placeholder":
-            emit(node)
-    for node in order.first:
-        emit(node)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    others = [node for node in nodes if node not in order.held]
+    # at the end: held nodes without users, such as waits
+    stack = [*inputs, *order.first, *others, *nodes][::-1]
+    placed: dict[Node, None] = {}  # an ordered set
+    asked: set[Node] = set()
+    while stack:
+        node = stack[-1]
+        if node in placed:
+            stack.pop()
+            continue
+        ahead = [] if node in asked else order.before.get(node, [])
+        asked.add(node)  # add ``ahead`` only once: its nodes may depend on ``node``
+        needed = [one for one in (*ahead, *node.all_input_nodes) if one not in placed]
+        if needed:
+            stack.extend(reversed(needed))
+        else:
+            placed[stack.pop()] = None
     output = nodes[-1]
-    for node in nodes[:-1]:
-        if node not in order.held:
-            emit(node)
-    emit(output)
-    for node in nodes[:-1]:  # held nodes without users, such as waits
-        if node not in done:
-            emit(node)
-    placed.remove(output)
+    del placed[output]
     for node in placed:
         output.prepend(node)
 

@@ -58,19 +58,6 @@ class GatherPiece:
 
 
 @dataclass(frozen=True)
-class ReducePiece:
-    """Payload of one reduce-scatter: gradients of *members*, a group's trainable parameters."""
-
-    layout: ReduceLayout
-    positions: tuple[int, ...]  # indices of the piece's members in ``TracedPlan.members``
-    counts: int  # number of trailing elements; each counts the ranks that have a member's gradient
-
-    @cached_property
-    def numel(self) -> int:
-        return self.layout.tail_start + self.counts
-
-
-@dataclass(frozen=True)
 class Neighbours:
     """The smaller mesh, over which parameters are sharded between forward and backward."""
 
@@ -162,7 +149,10 @@ class TracedPlan:
         return tuple(map(self._gather_piece, [*small.values(), *pieces]))
 
     @cached_property
-    def reduces(self) -> tuple[ReducePiece, ...]:
+    def reduces(self) -> tuple[ReduceLayout, ...]:
+        """Payloads of the reduce-scatters: gradients of *members*, a group's trainable parameters.
+        ``members`` of a layout are indices in ``TracedPlan.members``. Each trailing element counts
+        the ranks that have a member's gradient."""
         items = [self.layout.items[index] for index in self.members]
         least = self._least_nbytes(items)
         counts = len(items) if self.counts_used else 0
@@ -191,12 +181,11 @@ class TracedPlan:
         missing = -first.sent_nbytes(self.rank) % self._row_nbytes
         return GatherPiece(torch.uint8, runs, indices, missing, first)
 
-    def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReducePiece:
+    def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReduceLayout:
         shards = [self.shards[position] for position in positions]
-        layout = ReduceLayout.plan(
+        return ReduceLayout.plan(
             positions, shards, self.size, self.reduction.dtype, counts, row_nbytes=self._row_nbytes
         )
-        return ReducePiece(layout, positions, counts)
 
     @property
     def _row_nbytes(self) -> int:

@@ -28,9 +28,9 @@ def run(schedule: Schedule[Named], order: str | list[Named]) -> list[str | None]
     """Run one forward; return what was predicted at each unit."""
     visited = [u for n in order for u in units if u.name == n] if isinstance(order, str) else order
     schedule.begin(visited[0])
-    predictions = [schedule.visit(unit) for unit in visited]
+    predictions = [schedule.visit(unit, 1) for unit in visited]
     schedule.end()
-    return [p.name if p is not None else None for p in predictions]
+    return [p[0].name if p else None for p in predictions]
 
 
 def test_the_first_forward_is_not_predicted() -> None:
@@ -70,8 +70,8 @@ def test_an_abandoned_forward_leaves_the_record_as_it_was() -> None:
     schedule: Schedule[Named] = Schedule()
     run(schedule, "ABC")
     schedule.begin(A)
-    schedule.visit(A)
-    schedule.visit(D)
+    schedule.visit(A, 1)
+    schedule.visit(D, 1)
     schedule.abandon()
     schedule.end()
     assert run(schedule, "ABC") == ["B", "C", None]

@@ -53,7 +53,7 @@ def test_rows_of_a_device_are_filled_up(size: int, counts_used: bool) -> None:
             assert piece.gap * piece.dtype.itemsize < row_nbytes
         for reduced in found.reduces:
             assert reduced.numel * 4 % row_nbytes == 0
-            assert reduced.counts in (0, len(shapes))
+            assert reduced.numel - reduced.tail_start in (0, len(shapes))
         assert sorted(i for piece in found.gathers for i in piece.indices) == [0, 1, 2, 3, 4]
 
 
@@ -66,4 +66,4 @@ def test_pieces_of_a_block(device: str, size: int, pieces: int) -> None:
     found = plan(device, size)
     assert len(found.gathers) == len(found.reduces) == pieces
     assert sorted(i for piece in found.gathers for i in piece.indices) == list(range(COUNT))
-    assert sorted(p for piece in found.reduces for p in piece.positions) == list(range(COUNT))
+    assert sorted(p for piece in found.reduces for p in piece.members) == list(range(COUNT))

@@ -31,7 +31,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -40,8 +40,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, is_container, run_policy
-from fsdp2._core.api.host_memory import CopyLanes, HostMemory
+from fsdp2._core.api.collect import Asking, Ignored, WrapPolicy, called_in, run_policy
+from fsdp2._core.api.host_memory import CopyLanes, HostMemory, Look
 from fsdp2._core.api.settings import refuse_during_step
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_tensors
 from fsdp2._core.base.capabilities import capabilities
@@ -98,9 +98,18 @@ def offload_activations(
     check_count("offload_activations", "min_bytes", min_bytes)
     refuse_during_step("offload_activations", units_below(model))
     picked: dict[nn.Module, None] = {}
-    outer = _wrappers(model)
-    for module in run_policy(policy, model, Ignored.of(None, None), _ASKING):
-        _pick(module, outer, picked)
+    outer = {
+        child: module
+        for module in model.modules()
+        for name, child in module.named_children()
+        if name in WRAPPERS
+    }
+    for chosen_module in run_policy(policy, model, Ignored.of(None, None), _ASKING):
+        for module in called_in(chosen_module):
+            outermost = module
+            while outermost in outer:
+                outermost = outer[outermost]
+            picked[outermost] = None
     found = [(name, module) for name, module in model.named_modules() if module in picked]
     before: Activations | None = vars(model).pop(ATTRIBUTE, None)
     if before is not None:
@@ -112,58 +121,17 @@ def offload_activations(
     return [name for name, _ in found]
 
 
-def _pick(
-    module: nn.Module, outer: dict[nn.Module, nn.Module], picked: dict[nn.Module, None]
-) -> None:
-    """Pick a module's outermost wrapper or, for a container without a forward, its children."""
-    if is_container(module):
-        for child in module.children():
-            _pick(child, outer, picked)
-        return
-    while module in outer:
-        module = outer[module]
-    picked[module] = None
-
-
-def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    return {
-        child: module
-        for module in model.modules()
-        for name, child in module.named_children()
-        if name in WRAPPERS
-    }
-
-
+@dataclass(eq=False)
 class Group:
     """Storages saved by one module call or a part of it. ``Away`` objects keep the group alive."""
 
-    __slots__ = ("__weakref__", "nbytes", "number", "storages")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.nbytes = 0
-        self.storages: list[weakref.ref[Away]] = []
+    number: int
+    nbytes: int = 0
+    storages: list[weakref.ref[Away]] = field(default_factory=list)
 
 
 class Away:
     """One offloaded storage of a group: a host buffer, and a device copy while in use."""
-
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "buffer",
-        "departure",
-        "device",
-        "group",
-        "here",
-        "lanes",
-        "memory",
-        "nbytes",
-        "saved",
-        "stream",
-        "version",
-        "was_written",
-    )
 
     def __init__(
         self,
@@ -234,21 +202,16 @@ class Away:
             self.was_written = True
 
 
+@dataclass(eq=False, slots=True)
 class _Saved:
     """Packed form of a saved tensor whose storage is offloaded."""
 
-    __slots__ = ("away", "dtype", "group", "offset", "size", "stride")
-
-    def __init__(self, tensor: Tensor, away: Away, group: Group) -> None:
-        self.away = away
-        self.group = group
-        self.dtype = tensor.dtype
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.offset = int(tensor.storage_offset())
+    away: Away
+    group: Group
+    look: Look
 
     def tensor(self) -> Tensor:
-        away = self.away
-        return away.lanes.view(away.held(), self.dtype, self.size, self.stride, self.offset)
+        return self.away.lanes.view(self.away.held(), self.look)
 
 
 @dataclass(eq=False, slots=True)
@@ -262,19 +225,21 @@ class _Kept:
         return self.kept
 
 
+@dataclass(eq=False)
 class _Call:
-    __slots__ = ("frame", "group", "hooks", "module", "own", "stays", "units")
+    module: nn.Module
+    group: Group
+    stays: bool
+    hooks: saved_tensors_hooks
 
-    def __init__(self, module: nn.Module, group: Group, stays: bool) -> None:
-        self.frame = _frame_of_call()
-        self.module = module
-        self.group = group
-        self.stays = stays
-        self.hooks: saved_tensors_hooks | None = None
-        self.units: list[Unit] = units_below(module)
+    def __post_init__(self) -> None:
+        name = nn.Module.__module__
+        frames = (frame for frame in _stack() if frame.f_globals.get("__name__") == name)
+        self.frame = next(frames, None)
+        self.units: list[Unit] = units_below(self.module)
         self.own = {
             torch_tensors.number_of(tensor.untyped_storage())
-            for tensor in (*module.parameters(), *module.buffers())
+            for tensor in (*self.module.parameters(), *self.module.buffers())
             if type(tensor) in (Tensor, nn.Parameter)
         }
 
@@ -304,26 +269,18 @@ def _stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _frame_of_call() -> FrameType | None:
-    name = nn.Module.__module__
-    return next((frame for frame in _stack() if frame.f_globals.get("__name__") == name), None)
-
-
+@dataclass(eq=False)
 class Activations:
     """A model's ``chosen`` modules (True: saved tensors stay on the device), their hooks, and the
     offloaded storages. Tensors smaller than ``min_nbytes`` also stay on the device."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        chosen: dict[nn.Module, bool],
-        min_nbytes: int,
-    ) -> None:
-        self.model = model
-        self.chosen = chosen
-        self.min_nbytes = min_nbytes
-        self.handles: list[Any] = []
-        for module in chosen:
+    model: nn.Module
+    chosen: dict[nn.Module, bool]
+    min_nbytes: int
+    handles: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for module in self.chosen:
             self.handles += [
                 module.register_forward_pre_hook(self.before, prepend=True),
                 module.register_forward_hook(self.after, always_call=True),
@@ -395,33 +352,28 @@ class Activations:
             running.pop()
             torch_autograd.stop_packing(self._hooks[0])
         if torch_autograd.is_in_checkpoint():
-            self._warn_of_checkpoint(module)
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    "FS325",
+                    f"offload_activations: a {class_name(module)} runs inside an activation "
+                    "checkpoint, which saves only its own inputs, outside of this module's "
+                    "forward. Therefore none of the module's tensors are offloaded. Choose the "
+                    "module that calls the checkpoint instead, such as CheckpointWrapper.",
+                )
             return
         self._count += 1
         group = self._groups[self._count] = Group(self._count)
-        call = _Call(module, group, self.chosen[module])
+        call = _Call(module, group, self.chosen[module], saved_tensors_hooks(*self._hooks))
         self._let_go(before=self._count - 1)
         running.append(call)
-        call.hooks = saved_tensors_hooks(*self._hooks)
         call.hooks.__enter__()
-
-    def _warn_of_checkpoint(self, module: nn.Module) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                "FS325",
-                f"offload_activations: a {class_name(module)} runs inside an activation "
-                "checkpoint, which saves only its own inputs, outside of this module's forward. "
-                "Therefore none of the module's tensors are offloaded. Choose the module that "
-                "calls the checkpoint instead, such as CheckpointWrapper.",
-            )
 
     @torch_compiler.always_eager
     def _leave(self, module: nn.Module) -> None:
         running = self._running.calls
         if running and running[-1].module is module:
             call = running.pop()
-            assert call.hooks is not None
             call.hooks.__exit__()
             if call.stays:  # backward may begin soon: free device memory early
                 self._let_go(before=self._count + 1)
@@ -449,8 +401,9 @@ class Activations:
             return _Kept(tensor, call.group)
         if is_made_of_one or not self._may_travel(tensor) or call.holds(tensor):
             return tensor
+        look = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
         with torch.no_grad():
-            return _Saved(tensor, self._away(tensor, call), call.group)
+            return _Saved(self._away(tensor, call), call.group, look)
 
     def _may_travel(self, tensor: Tensor) -> bool:
         if not self._can_copy(tensor) or tensor.layout is not torch.strided:

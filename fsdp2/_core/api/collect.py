@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,12 +46,11 @@ from fsdp2._core.base.policy import (
     Settings,
     Sharding,
 )
-from fsdp2._core.base.rows import Deal
 from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.engine.between_steps import units_below
 from fsdp2._core.engine.tree import Unit, unit_of
-from fsdp2._core.params.deals import Claim, deal_blocks, give, given_so_far
+from fsdp2._core.params.deals import Claim, deal_blocks, given_so_far
 from fsdp2._core.params.extension import check_extension, needs_extension, refuse_smaller
 from fsdp2._core.params.param import SUMMONED, FSDPParam, OwnerMark
 from fsdp2._core.params.placement import ParamPlacement, claim_of, place, shard_dim, shard_mesh
@@ -109,8 +108,7 @@ class Ignored:
                     "was already applied to. Omit this module: a call never shards parameters that "
                     "an earlier call sharded.",
                 )
-            tensors.update(p for p in child._parameters.values() if p is not None)
-            tensors.update(b for b in child._buffers.values() if b is not None)
+            tensors.update(child.parameters(recurse=False), child.buffers(recurse=False))
         return Ignored(frozenset(tensors.union(own)), frozenset(inside))
 
 
@@ -236,27 +234,25 @@ def _recurse(
 PART_NBYTES = 1 << 20  # minimum unsharded bytes of a large part: ``_core.engine.parts``
 
 
-class BufferSite(NamedTuple):
-    module: nn.Module
-    name: str
-
-    def move_to(self, device: torch.device) -> None:
-        """Move the buffer to a device, unless it is a DTensor or on the meta device."""
-        buffer = self.module._buffers[self.name]
-        if buffer is None or isinstance(buffer, DTensor):
-            return
-        if buffer.device not in (device, torch.device("meta")):
-            self.module._buffers[self.name] = buffer.to(device)
+def move_buffer(module: nn.Module, name: str, device: torch.device) -> None:
+    """Move a buffer to a device, unless it is a DTensor or on the meta device."""
+    buffer = module._buffers[name]
+    if buffer is None or isinstance(buffer, DTensor):
+        return
+    if buffer.device not in (device, torch.device("meta")):
+        module._buffers[name] = buffer.to(device)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Taken:
     """A parameter that a ``fully_shard`` call shards."""
 
     fqn: str
-    sites: list[Site]
     data: DataMesh
-    placement: ParamPlacement
+    sites: list[Site] = field(default_factory=list)
+    dim: int | None = None
+    claim: Claim | None = None  # blocks to deal to ranks
+    placement: ParamPlacement = field(init=False)
     releases_gathered: bool | None = None
 
 
@@ -270,7 +266,7 @@ class Collected:
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
     escaped: dict[Unit, list[FSDPParam]] = field(default_factory=dict)
-    buffers: list[BufferSite] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
     # number of ranks to reshard to after forward, by mesh; None: the full shard axis
     smaller: dict[DataMesh, int | None] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)  # the unit's settings
@@ -284,7 +280,6 @@ def collect(
 ) -> Collected:
     """Find, check and place the parameters of ``modules`` that do not belong to a unit yet."""
     collected = Collected([data], set(ignored.tensors))
-    found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
     giving: set[nn.Module] = set()  # members of `modules` with a parameter to shard
     for top, prefix, module in _managed(modules, ignored, collected.left_alone):
         for name, param in module._parameters.items():
@@ -293,7 +288,7 @@ def collect(
             fqn = f"{prefix}.{name}" if prefix else name
             site, owner = Site(module, name), OwnerMark.owner_of(param)
             if owner is None:
-                found.setdefault(param, (fqn, []))[1].append(site)
+                collected.own.setdefault(param, Taken(fqn, data)).sites.append(site)
             elif any(s.module is module and s.name == name for s in owner.sites):
                 collected.shared.setdefault(owner, []).append(top)  # module is in two units
                 continue
@@ -301,31 +296,30 @@ def collect(
                 collected.tied.setdefault(owner, []).append(site)
             giving.add(top)
         collected.buffers += [
-            BufferSite(module, name)
+            (module, name)
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer not in ignored
         ]
-    choices: dict[nn.Parameter, tuple[int | None, DataMesh]] = {}
-    claims: dict[DataMesh, dict[nn.Parameter, Claim]] = {}
-    for param, (fqn, _) in found.items():
-        _check_param(param, fqn, data)
+    for param, taken in collected.own.items():
+        _check_param(param, taken.fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
-        choice, chosen = shard_mesh(choice, fqn, data)
-        dim = shard_dim(choice, param, fqn)
-        choices[param] = dim, chosen
-        claim = claim_of(choice, param, dim, fqn, chosen)
-        if claim is not None:
-            claims.setdefault(chosen, {})[param] = claim
-        if chosen not in collected.meshes:
-            collected.meshes.append(chosen)
-    deals = _deal(claims)
-    for param, (fqn, sites) in found.items():
-        dim, chosen = choices[param]
-        releases = check_extension(param, fqn, by_rows=dim == 0 and param not in deals)
-        placement = place(param, fqn, chosen, dim, deals.get(param))
-        collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
-    on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
-    if 0 < len(on_meta) < len(found):
+        choice, taken.data = shard_mesh(choice, taken.fqn, data)
+        taken.dim = shard_dim(choice, param, taken.fqn)
+        taken.claim = claim_of(choice, param, taken.dim, taken.fqn, taken.data)
+        if taken.data not in collected.meshes:
+            collected.meshes.append(taken.data)
+    for used in collected.meshes:
+        members = [(param, one) for param, one in collected.own.items() if one.data == used]
+        claims = [taken.claim for _, taken in members if taken.claim is not None]
+        shard = used.shard
+        deals = iter(deal_blocks(claims, given_so_far(shard.pg, shard.size)) if claims else ())
+        for param, taken in members:
+            deal = None if taken.claim is None else next(deals)
+            by_rows = taken.dim == 0 and deal is None
+            taken.releases_gathered = check_extension(param, taken.fqn, by_rows)
+            taken.placement = place(param, taken.fqn, used, taken.dim, deal)
+    on_meta = [taken.fqn for param, taken in collected.own.items() if param.is_meta]
+    if 0 < len(on_meta) < len(collected.own):
         raise ConfigError(
             "FS207",
             f"fully_shard: found parameters on the meta device ({', '.join(on_meta)}) in a group "
@@ -334,26 +328,6 @@ def collect(
     _refuse_inside(collected.shared, giving)
     _find_escaped(collected, modules)
     return collected
-
-
-def _deal(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Parameter, Deal]:
-    deals: dict[nn.Parameter, Deal] = {}
-    for used, of_mesh in claims.items():
-        loads = given_so_far(used.shard.pg, used.shard.size)
-        chosen = deal_blocks(list(of_mesh.values()), loads)
-        deals.update(zip(of_mesh, chosen, strict=True))
-    return deals
-
-
-def count_dealt(collected: Collected) -> None:
-    """Add this call's dealt blocks to each rank's load, for later calls. See ``deals``."""
-    for param, taken in collected.own.items():
-        layout, axis = taken.placement.layout, taken.data.shard
-        if layout.deal is not None:  # count the full shape, which is equal on all ranks
-            assert layout.dim is not None
-            shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
-            claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
-            give(axis.pg, claim, layout.deal, axis.size)
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Module]) -> None:
@@ -394,19 +368,13 @@ def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMes
     for unit, params in collected.escaped.items():
         for param in params:
             param.tops = tops
-        for data, released in _release(unit, params):
-            escaped.setdefault(data, []).extend(released)
+        for group in unit.own_groups:
+            taken = [param for param in group.params if param in params]
+            if taken:
+                group.release(taken)
+                escaped.setdefault(group.data, []).extend(taken)
+        unit.own_groups[:] = [group for group in unit.own_groups if group.params]
     return escaped
-
-
-def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
-    """Release parameters to another unit; yield them by mesh. Remove groups that become empty."""
-    for group in unit.own_groups:
-        taken = [param for param in group.params if param in params]
-        if taken:
-            group.release(taken)
-            yield group.data, taken
-    unit.own_groups[:] = [group for group in unit.own_groups if group.params]
 
 
 def find_parts(
@@ -451,9 +419,8 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                 if len(places) == 1:
                     continue
                 parents = parents or _parents(modules)
-                if not all(place in parents for place in places):
-                    continue
-                if not _is_reached_outside(unit, places, parents):
+                is_inside = all(place in parents for place in places)
+                if not is_inside or not _is_reached_outside(unit, places, parents):
                     continue
                 if group.data not in collected.meshes:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)
@@ -593,6 +560,15 @@ def is_container(module: nn.Module) -> bool:
     return is_several and type(module).forward is nn.Module.forward
 
 
+def called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module or, in place of a container without a forward, the modules in it."""
+    if not is_container(module):
+        yield module
+        return
+    for child in module.children():
+        yield from called_in(child)
+
+
 def check_reshard(choice: object, data: DataMesh) -> int | None:
     """Return the number of ranks to reshard to; None for a bool, ``None``, 1 or all ranks."""
     size = data.shard.size
@@ -614,22 +590,13 @@ def check_sharding(
     shard: object, outer: object, reshard_after_forward: object, offload: object
 ) -> Sharding:
     """Return the ``Sharding`` for ``shard`` and ``outer``; ConfigError if arguments conflict."""
-    expected = f"one of {', '.join(map(repr, SHARDINGS))}"
-    if not isinstance(shard, str):
-        raise wrong_type("fully_shard", "shard", expected, shard)
-    if shard not in SHARDINGS:
-        raise wrong_value("fully_shard", "shard", expected, shard)
-    expected = f"one of {', '.join(map(repr, OUTER))}"
-    if outer is not None and not isinstance(outer, str):
-        raise wrong_type("fully_shard", "shard_outer", expected, outer)
-    if outer not in OUTER:
-        raise wrong_value("fully_shard", "shard_outer", expected, outer)
-    sharding = SHARDINGS[shard]
+    sharding = _one_of("shard", shard, SHARDINGS)
+    layered = _one_of("shard_outer", outer, OUTER)
     if outer is not None:
         if sharding.keeps_whole:
             raise ConfigError(
                 "FS234",
-                f"fully_shard: found {sharding.name} with {OUTER[outer].name}. With unsharded "
+                f"fully_shard: found {sharding.name} with {layered.name}. With unsharded "
                 "parameters, all ranks form one axis: omit shard_outer, and pass a 1-D mesh of all "
                 "ranks.",
             )
@@ -637,10 +604,10 @@ def check_sharding(
             raise ConfigError(
                 "FS234",
                 f"fully_shard: found reshard_after_forward={reshard_after_forward} with "
-                f"{OUTER[outer].name}, which reshards to the mesh's inner dim. Omit one of the two "
+                f"{layered.name}, which reshards to the mesh's inner dim. Omit one of the two "
                 "arguments.",
             )
-        return OUTER[outer]
+        return layered
     if not sharding.keeps_whole:
         return sharding
     stays = f"fully_shard: found {sharding.name}, which keeps parameters unsharded"
@@ -657,6 +624,15 @@ def check_sharding(
             'the policy, or pass shard="parameters".',
         )
     return sharding
+
+
+def _one_of(name: str, value: Any, known: Mapping[Any, Sharding]) -> Sharding:
+    expected = f"one of {', '.join(map(repr, known))}"
+    if not isinstance(value, tuple(map(type, known))):
+        raise wrong_type("fully_shard", name, expected, value)
+    if value not in known:
+        raise wrong_value("fully_shard", name, expected, value)
+    return known[value]
 
 
 def check_layers(mesh: DeviceMesh, dims: object) -> None:

@@ -223,7 +223,7 @@ def register_comm_hook(
         else:
             group.wire.scatter = hooked = Hooked(hook, {} if state is None else state)
             group.wire.sum_rows = hooked.sum_rows
-            group.wire.sum_replicas = Hooked(hook, {} if state is None else state).sum_replicas
+            group.wire.sum_replicas = Hooked(hook, {} if state is None else state).sum_rows
         group.rewire()
 
 
@@ -247,18 +247,10 @@ class Hooked(TorchMemory, ReduceScatter):
     def sum_rows(
         self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact
     ) -> None:
-        """Sum over the shard axis; do not round the columns ``exact`` of each row."""
+        """Sum over the shard axis, or in place over the replicate axis; do not round the columns
+        ``exact`` of each row."""
         with torch.no_grad():
             if isinstance(self.hook, Compress):
                 self.hook(self._state, packed, reduced, group, exact)
             else:
                 self.hook(self._state, packed, reduced, group)
-
-    def sum_replicas(
-        self,
-        tensor: Tensor,
-        group: dist.ProcessGroup,
-        exact: Exact,
-    ) -> None:
-        """Sum over the replicate axis, in place."""
-        self.sum_rows(tensor, tensor, group, exact)

@@ -6,10 +6,9 @@ A call validates arguments, collects parameters, shards them, and then installs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,8 +25,8 @@ from fsdp2._core.api.collect import (
     check_sharding,
     check_smaller,
     collect,
-    count_dealt,
     find_parts,
+    move_buffer,
     take_ties,
 )
 from fsdp2._core.api.module import FSDPModule, register_names, sharded_class
@@ -57,10 +56,11 @@ from fsdp2._core.engine.tree import (
     leave,
     unit_of,
 )
-from fsdp2._core.params.buffers import Readers
+from fsdp2._core.params.deals import give
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.param import FSDPParam, leave_alone
 
+P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)  # list is invariant: list[nn.Linear] is not list[nn.Module]
 STEPS_OF_OURS = (
     attach,
@@ -81,42 +81,21 @@ STEPS_OF_OURS = (
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    conditional: bool = False,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
-    shard: str = "parameters",
-    shard_outer: str | None = None,
-) -> FSDPModule: ...
+class _FullyShard(Protocol[P]):
+    """The type of ``fully_shard``: returns a module for a module, and a list for a list."""
+
+    @overload
+    def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
+
+    @overload
+    def __call__(self, module: list[M], *args: P.args, **kwargs: P.kwargs) -> list[FSDPModule]: ...
 
 
-@overload
-def fully_shard(
-    module: list[M],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    conditional: bool = False,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
-    shard: str = "parameters",
-    shard_outer: str | None = None,
-) -> list[FSDPModule]: ...
+def _typed(function: Callable[Concatenate[Any, P], Any]) -> _FullyShard[P]:
+    return function  # type: ignore[return-value]  # its types are wider
 
 
+@_typed
 def fully_shard(
     module: nn.Module | list[M],
     *,
@@ -211,27 +190,26 @@ def fully_shard(
     modules = check_modules(module)
     mp_policy = ours(mp_policy)
     offload_policy = OffloadPolicy() if offload_policy is None else ours(offload_policy)
-    collected = check_call(
-        modules,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
-        conditional=conditional,
-        ignored_states=ignored_states,
-        shard=shard,
-        shard_outer=shard_outer,
-    )
+    keywords = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "dp_mesh_dims": dp_mesh_dims,
+        "conditional": conditional,
+        "ignored_states": ignored_states,
+        "shard": shard,
+        "shard_outer": shard_outer,
+    }
+    collected = check_call(modules, keywords)
     classes = [sharded_class(type(target)) for target in modules]
     # drop the user's function, which may not be picklable
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)
     precision, device = Precision(asked, modules), collected.meshes[0].device
     unit = Unit(tuple(modules), precision, collected.settings, device, conditional)
-    readers = _shard(unit, collected, mp_policy, offload_policy)
-    _install(unit, collected, readers, mp_policy.buffer_dtype)
+    _install(unit, collected, _shard(unit, collected, mp_policy, offload_policy))
     for target, its_class in zip(modules, classes, strict=True):
         target.__class__ = its_class
     return module
@@ -242,74 +220,55 @@ def _shard(
     collected: Collected,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-) -> list[tuple[nn.Module, Readers]]:
-    """Create a unit's groups; return its large parts (``engine.parts``) with their ``Readers``."""
+) -> dict[nn.Module, ParamGroup]:
+    """Create a unit's groups; return those of its large parts (``engine.parts``)."""
+
+    def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
+        group = ParamGroup(used, unit.precision.policy, unit.device, offload_policy)
+        group.settings, smaller = unit.settings, collected.smaller[used]
+        group.shard(members)
+        if smaller is not None:
+            with named("fully_shard"), carrying():
+                group.reshard_to(smaller)
+        unit.own_groups.append(group)
+        return group
+
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_dtensor.leave_unchecked((fully_shard, *STEPS_OF_OURS))
-    params = _make_params(collected, mp_policy, unit.modules)
-    readers: list[tuple[nn.Module, Readers]] = []
-    for used in params:
-        parts = {} if unit.conditional else find_parts(unit.modules, params[used])
-        for part, members in parts.items():
-            group = _make_group(unit, used, members, collected.smaller[used], offload_policy)
-            names = {inner: name for top in unit.modules for name, inner in top.named_modules()}
-            readers.append((part, group.early.become_part(names[part])))
-        taken = {param for members in parts.values() for param in members}
-        params[used] = [param for param in params[used] if param not in taken]
-    for used, tied in take_ties(collected, unit.modules).items():
-        params.setdefault(used, []).extend(tied)
-    for used, members in params.items():
-        if members:
-            _make_group(unit, used, members, collected.smaller[used], offload_policy)
-    return readers
-
-
-def _make_group(
-    unit: Unit,
-    used: DataMesh,
-    members: list[FSDPParam],
-    smaller: int | None,
-    offload_policy: OffloadPolicy,
-) -> ParamGroup:
-    group = ParamGroup(used, unit.precision.policy, unit.device, offload_policy)
-    group.settings = unit.settings
-    group.shard(members)
-    if smaller is not None:
-        with named("fully_shard"), carrying():
-            group.reshard_to(smaller)
-    unit.own_groups.append(group)
-    return group
-
-
-def _make_params(
-    collected: Collected, mp_policy: MixedPrecisionPolicy, tops: tuple[nn.Module, ...]
-) -> dict[DataMesh, list[FSDPParam]]:
     own = collected.own.items()
     kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
     params: dict[DataMesh, list[FSDPParam]] = {}
     for original, taken in own:
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
-        param.tops = tops
+        param.tops = unit.modules
         param.chosen.keeps_dtype = original in kept
         param.wrapped.releases_gathered = taken.releases_gathered
         params.setdefault(taken.data, []).append(param)
-    return params
+    made: dict[nn.Module, ParamGroup] = {}
+    for used in params:
+        parts = {} if unit.conditional else find_parts(unit.modules, params[used])
+        for part, members in parts.items():
+            made[part] = make_group(used, members)
+        apart = {param for members in parts.values() for param in members}
+        params[used] = [param for param in params[used] if param not in apart]
+    for used, tied in take_ties(collected, unit.modules).items():
+        params.setdefault(used, []).extend(tied)
+    for used, members in params.items():
+        if members:
+            make_group(used, members)
+    return made
 
 
-def _install(
-    unit: Unit,
-    collected: Collected,
-    readers: Sequence[tuple[nn.Module, Readers]],
-    buffer_dtype: torch.dtype | None,
-) -> None:
-    for part, its_readers in readers:
-        hook = PartHook(its_readers)
+def _install(unit: Unit, collected: Collected, parts: dict[nn.Module, ParamGroup]) -> None:
+    names = {part: name for top in unit.modules for name, part in top.named_modules()}
+    for part, group in parts.items():
+        hook = PartHook(group.early.become_part(names[part]))
         for inner in part.modules():
             inner.register_forward_pre_hook(hook)
-    for buffer_site in collected.buffers:
-        buffer_site.move_to(unit.device)
-    if buffer_dtype is not None:
-        unit.precision.cast_buffers(collected.buffers, buffer_dtype)
+    for module, name in collected.buffers:
+        move_buffer(module, name, unit.device)
+    if unit.precision.chosen.buffer_dtype is not None:
+        unit.precision.cast_buffers(collected.buffers)
     for target in unit.modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)
@@ -317,58 +276,46 @@ def _install(
     know(unit)
     leave_alone(collected.left_alone)
     watch_optimizers()
-    names = {part: name for top in unit.modules for name, part in top.named_modules()}
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
             known.take_names(names)
-    count_dealt(collected)
+    for taken in collected.own.values():  # add dealt blocks to each rank's load: see ``deals``
+        deal, axis = taken.placement.layout.deal, taken.data.shard
+        if taken.claim is not None and deal is not None:
+            give(axis.pg, taken.claim, deal, axis.size)
 
 
 def check_call(
     modules: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh | None,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: ShardPlacementFn | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy | None,
-    ignored_params: set[nn.Parameter] | None,
-    dp_mesh_dims: DataParallelMeshDims | None,
-    conditional: bool,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None,
-    shard: str,
-    shard_outer: str | None,
+    asked: Mapping[str, Any],
     taken: frozenset[nn.Module] = frozenset(),
 ) -> Collected:
-    """Check the arguments of ``fully_shard`` and collect the parameters to shard. Parameters of
+    """Check the keywords of ``fully_shard`` and collect the parameters to shard. Parameters of
     modules in ``taken`` are excluded: other calls will shard them first."""
-    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
-    dp_mesh_dims = ours(dp_mesh_dims)
-    check_policies(mp_policy, offload_policy)
-    sharding = check_sharding(shard, shard_outer, reshard_after_forward, offload_policy)
+    mesh, outer, choice = asked["mesh"], asked["shard_outer"], asked["reshard_after_forward"]
+    offload_policy, dims = ours(asked["offload_policy"]), ours(asked["dp_mesh_dims"])
+    check_policies(ours(asked["mp_policy"]), offload_policy)
+    sharding = check_sharding(asked["shard"], outer, choice, offload_policy)
     with named("fully_shard"), carrying():  # creating process groups is collective
-        is_named = dp_mesh_dims is not None
-        checked = check_mesh(
-            default_mesh() if mesh is None and not is_named else mesh, dp_mesh_dims
-        )
-        if shard_outer is not None:
-            check_layers(checked, dp_mesh_dims)
+        checked = check_mesh(default_mesh() if mesh is None and dims is None else mesh, dims)
+        if outer is not None:
+            check_layers(checked, dims)
             data = DataMesh.layered(checked)
-        elif dp_mesh_dims is not None:
-            data = DataMesh.named(checked, dp_mesh_dims)
+        elif dims is not None:
+            data = DataMesh.named(checked, dims)
         else:
             data = DataMesh.of(checked)
-    check_reshard(reshard_after_forward, data)
+    check_reshard(choice, data)
     expected = "a function of a parameter or None"
-    check_function("fully_shard", "shard_placement_fn", shard_placement_fn, expected)
-    check_flag("fully_shard", "conditional", conditional)
-    ignored = Ignored.of(ignored_params, ignored_states)
+    check_function("fully_shard", "shard_placement_fn", asked["shard_placement_fn"], expected)
+    check_flag("fully_shard", "conditional", asked["conditional"])
+    ignored = Ignored.of(asked["ignored_params"], asked["ignored_states"])
     left = Ignored(ignored.tensors, ignored.modules | taken)
-    collected = collect(modules, data, shard_placement_fn, left)
+    collected = collect(modules, data, asked["shard_placement_fn"], left)
     for used in collected.meshes:
-        size = check_reshard(reshard_after_forward, used)
+        size = check_reshard(choice, used)
         collected.smaller[used] = size if used.layers is None else used.layers.shard.size
-    choice = False if sharding.keeps_whole else reshard_after_forward
+    choice = False if sharding.keeps_whole else choice
     if any(collected.smaller.values()):
         check_smaller(collected)
     elif choice is not None:  # 1 means False, and the full size means True

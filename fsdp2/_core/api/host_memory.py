@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""Dtype, size, stride and offset of a tensor in its storage."""
+
 STEPS = 8  # size classes per power of two, so that batches of similar lengths share classes
 SMALLEST = 4096
 
@@ -81,15 +84,9 @@ class CopyLanes:
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return self.send_out(source.set_(tensor.untyped_storage()), buffer)
 
-    def view(
-        self,
-        held: Tensor,
-        dtype: torch.dtype,
-        size: torch.Size,
-        stride: tuple[int, ...],
-        offset: int,
-    ) -> Tensor:
+    def view(self, held: Tensor, look: Look) -> Tensor:
         """Return a tensor that uses the storage of ``held``, but is not a view for autograd."""
+        dtype, size, stride, offset = look
         found = torch.empty(0, dtype=dtype, device=held.device)
         return found.set_(held.untyped_storage(), offset, size, stride)
 

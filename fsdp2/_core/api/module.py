@@ -23,7 +23,6 @@ from fsdp2._core.base import torch_autograd, torch_modules
 from fsdp2._core.base.errors import ConfigError, StateError, check_flag, check_mapping
 from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.pending_copies import wait_for_copies
-from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.wire import PendingReduction
 from fsdp2._core.engine.between_steps import (
     finish,
@@ -44,8 +43,8 @@ from fsdp2._core.params.registration import SHARDED
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
     """Handle returned by ``finalize_backward(async_op=True)``, used to wait for the reductions."""
 
-    def __init__(self, runtime: Runtime | None, pending: PendingReduction | None) -> None:
-        self._runtime, self._pending = runtime, pending
+    def __init__(self, pending: PendingReduction | None) -> None:
+        self._pending = pending
 
     def wait(self) -> None:
         """Wait until gradients are reduced, then free the buffers. Idempotent.
@@ -53,18 +52,18 @@ class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: i
         Raises:
             StateError: ``reset_iter_state()`` has discarded the gradients.
         """
-        runtime = self._runtime
-        if runtime is None:
+        pending = self._pending
+        if pending is None:
             return
-        streams = runtime.context.streams
-        if streams.pending is not self._pending:
+        streams = pending.tree.context.streams
+        if streams.pending is not pending:
             raise StateError(
                 "FS311",
                 "GradientReductionHandle.wait: reset_iter_state() discarded the reduction of this "
                 "handle. Run the backward again.",
             )
-        self._runtime = self._pending = streams.pending = None
-        runtime.end_reductions()
+        self._pending = streams.pending = None
+        pending.tree.end_reductions()
 
 
 def _check_finalize(runtime: Runtime) -> None:
@@ -284,11 +283,10 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             unit.runtime.recover_if_failed()
             if unit.runtime.context.phase is IDLE:
                 unit.runtime.staying.begin_forward()
-            unit.runtime.context.streams.order_after_compute("gather")
-        else:
-            _have_lanes(unit)
+        unit.lanes.order_after_compute("gather")
         groups = unit.own_groups
         for group in groups:
+            group.context.streams = unit.lanes
             group.inspect()
         for group in groups:
             group.unshard()
@@ -332,14 +330,14 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         check_flag("finalize_backward", "async_op", async_op)
         runtime = _root_runtime("finalize_backward", own_unit(self))
         if runtime is None:
-            return GradientReductionHandle(None, None) if async_op else None
+            return GradientReductionHandle(None) if async_op else None
         _check_finalize(runtime)
         finish(runtime)
         if not async_op:
             runtime.end_reductions()
             return None
         runtime.context.streams.pending = pending = PendingReduction(runtime)
-        return GradientReductionHandle(runtime, pending)
+        return GradientReductionHandle(pending)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards of this tree are finalized only by ``finalize_backward``.
@@ -404,9 +402,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
 def _root_runtime(who: str, unit: Unit) -> Runtime | None:
     runtime = unit.runtime
-    if runtime is None:
-        return None
-    if runtime.root is not unit:
+    if runtime is not None and runtime.root is not unit:
         raise StateError(
             "FS303",
             f"{who}: called on {unit.fqn}, which is not the root. Call it on the module whose "
@@ -476,12 +472,3 @@ def _follow_mode(unit: Unit) -> None:
     unit.precision.choose_input_dtype(unit.is_root)
     for group in unit.own_groups:
         group.compute_by(unit.precision.policy)
-
-
-def _have_lanes(unit: Unit) -> None:
-    """Choose the streams before the first forward, so that a manual gather can use them."""
-    if unit.streams is None:
-        unit.streams = streams_for(unit.device)
-    for group in unit.own_groups:
-        group.context.streams = unit.streams
-    unit.streams.order_after_compute("gather")

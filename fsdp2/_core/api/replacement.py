@@ -14,6 +14,7 @@ modules, and policies in default arguments, closures and containers cannot be re
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import re
@@ -52,14 +53,12 @@ OURS: Mapping[str, Any] = {
 REPLACES = "FSDP2_REPLACE_TORCH"
 """Environment variable: "1" makes ``import fsdp2`` call ``replace_torch``."""
 
-_pairs: list[tuple[Any, Any]] = [
-    (theirs, OURS[name]) for name, theirs in torch_modules.PUBLIC.items() if name in OURS
-]
-_by_torchs = {id(theirs): ours for theirs, ours in _pairs}
-_by_ours = {id(ours): theirs for theirs, ours in _pairs}
+_theirs = {name: torch_modules.PUBLIC[name] for name in OURS if name in torch_modules.PUBLIC}
+_by_torchs = {id(theirs): OURS[name] for name, theirs in _theirs.items()}
+_by_ours = {id(OURS[name]): theirs for name, theirs in _theirs.items()}
 
 
-class Replacement:
+class Replacement(contextlib.AbstractContextManager["Replacement"]):
     """An active replacement; ``undo()``, or the end of a ``with`` block, reverts it."""
 
     def __init__(self) -> None:
@@ -105,9 +104,6 @@ class Replacement:
             if is_new and not _is_within(name, "fsdp2") and not _imports_ours(module):
                 for holder in (module, *_classes_of(name, module)):
                     _rebind(holder, _by_ours)
-
-    def __enter__(self) -> Replacement:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

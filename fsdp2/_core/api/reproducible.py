@@ -34,7 +34,6 @@ from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.comm.process_mesh import wire_device
 from fsdp2._core.comm.tree_codes import CodedTreeWire, RowCodes
 from fsdp2._core.comm.tree_sum import TreeWire
-from fsdp2._core.comm.wire import Wire
 from fsdp2._core.engine.tree import Unit
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.slot_sums import SlotSums, coded_spans
@@ -241,7 +240,7 @@ class Slots:
         self._runs = False  # a training forward is running
         self._groups = [group for unit in units for group in unit.own_groups]
         for group in self._groups:
-            self._rewire(group, _tree_wire(group, clock.slots))
+            group.send_by(_tree_wire(group, clock.slots))
         self._sums = [SlotSums(group.reducer, clock) for group in self._groups]
         self._handles = [
             model.register_forward_pre_hook(self.before, prepend=True),
@@ -261,15 +260,10 @@ class Slots:
             sums.end()
         for group in self._groups:
             if isinstance(group.wire, TreeWire):
-                self._rewire(group, group.wire.plain)
+                group.send_by(group.wire.plain)
         self._synchronize(True)
         self.clock = None
         del clocks[self.model]
-
-    def _rewire(self, group: ParamGroup, wire: Wire) -> None:
-        group.reshard()
-        group.reducer.wire = wire
-        group.rewire()
 
     @torch_compiler.never_traced
     def before(self, *_: Any) -> None:

@@ -37,7 +37,6 @@ from fsdp2._core.base.events import IDLE
 from fsdp2._core.base.names import class_name
 from fsdp2._core.base.warn import warn
 from fsdp2._core.comm.comms import CustomComm
-from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.process_mesh import operation
 from fsdp2._core.comm.symmetric import SymmetricMemoryAllGather
 from fsdp2._core.comm.wire import DefaultAllGather, DefaultReduceScatter
@@ -657,10 +656,7 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     units = _units_of("share_comm_ctx", modules)
     if not units:
         return
-    first = units[0]
-    streams = first.streams if first.runtime is None else first.runtime.context.streams
-    if streams is None:
-        streams = streams_for(first.device)
+    streams = units[0].lanes
     for unit in units:
         unit.streams = streams
         if unit.runtime is not None:

@@ -553,9 +553,10 @@ class Precision:
         casts = policy.cast_forward_inputs or (policy.cast_root_forward_inputs and is_root)
         self.input_dtype = policy.param_dtype if casts else None
 
-    def cast_buffers(self, sites: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    def cast_buffers(self, sites: Iterable[tuple[nn.Module, str]]) -> None:
         """Add the buffers, and cast them if the current policy has a ``buffer_dtype``."""
-        self.buffers = CastBuffers(sites, dtype)
+        assert self.chosen.buffer_dtype is not None
+        self.buffers = CastBuffers(sites, self.chosen.buffer_dtype)
         self.buffers.switch(self.policy.buffer_dtype is not None)
 
     def follow(self, modules: Sequence[nn.Module]) -> bool:

@@ -388,7 +388,7 @@ class Wire:
         if self.sum_replicas is not None:
             exact = self._exact_in(tensor)
             tensor = torch_comm.flat_as_real(tensor) if tensor.is_complex() else tensor
-            self.sum_replicas(tensor, axis.pg, exact)
+            self.sum_replicas(tensor, tensor, axis.pg, exact)
             return None
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
@@ -402,8 +402,8 @@ def _joined(works: Sequence[Any]) -> gloo_p2p.Several | None:
 class PendingReduction:
     """A tree's reductions in flight, for which the caller has not yet waited."""
 
-    def __init__(self, tree: object) -> None:
-        self.tree = tree
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree  # an ``engine.tree.Runtime``
 
     def refuse(self, who: str, tree: object) -> None:
         """Raise StateError for a call on ``tree``, which is this tree or shares its streams."""

@@ -73,8 +73,10 @@ def attach(root: Unit) -> Runtime:
         for group in unit.groups:
             group.enroll(".".join(filter(None, (name, group.early.part))))
             group.context = runtime.context
-    for owner, conditional in owned.items():
-        _take_over(owner, conditional)
+    for owner, inner in owned.items():  # see [Note: conditional units] in ``tree``
+        owner.groups = owner.own_groups + [group for unit in inner for group in unit.own_groups]
+        for unit in inner:
+            unit.owner, unit.groups = owner, []
     parts = [
         Part(group, unit)
         for unit in names
@@ -83,13 +85,12 @@ def attach(root: Unit) -> Runtime:
     ]
     if parts:
         runtime.parts = Parts(parts, runtime)
-        runtime.parts.enroll(names[root])
     return runtime
 
 
 def _tell_of_outer(root: Unit) -> None:
-    around = units_around(root)  # empty for a copy, which keeps the original's name
-    outer = next((unit for unit in around if not unit.fqn), None)
+    # a copy, which keeps the original's name, has no units around it
+    outer = next((unit for unit in units_around(root) if not unit.fqn), None)
     if outer is None or outer in _told:
         return
     _told.add(outer)
@@ -148,10 +149,3 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
             f"{param.fqn}: is shared with {class_name(outside[0])}, but no unit contains both "
             "modules. Apply fully_shard to a module that contains both, and run that module.",
         )
-
-
-def _take_over(owner: Unit, units: list[Unit]) -> None:
-    """Move groups of conditional units to the owner. See [Note: conditional units] in ``tree``."""
-    owner.groups = owner.own_groups + [group for unit in units for group in unit.own_groups]
-    for unit in units:
-        unit.owner, unit.groups = owner, []

@@ -52,13 +52,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
+import inspect
 import linecache
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace, TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -79,7 +81,6 @@ from fsdp2._core.base.names import class_name, clean
 from fsdp2._core.base.pending_copies import wait_for_copies
 from fsdp2._core.base.policy import MixedPrecisionPolicy
 from fsdp2._core.base.warn import warn
-from fsdp2._core.comm.device_streams import streams_for
 from fsdp2._core.comm.mesh import REPLICATE, SHARD, DataMesh
 from fsdp2._core.comm.wire import Streams
 from fsdp2._core.engine.tree import Runtime, Unit, unit_of
@@ -140,7 +141,13 @@ def require_idle(module: object, what: str) -> list[Unit]:
 def reshard_if_idle(unit: Unit) -> None:
     with unless_another_thread_steps(unit) as is_another:
         if is_another:  # resharding would change the collectives of this rank only
-            _require_sharded(unit)
+            if any(group.state is not SHARDED for group in unit.own_groups):
+                raise StateError(
+                    "FS301",
+                    f"{unit.fqn or '<root>'}: another thread has run a forward, which keeps "
+                    "parameters unsharded for its backward or the next forward. Read, copy or save "
+                    "the state in that thread, between steps.",
+                )
             return
         if unit.runtime is not None:
             with contextlib.suppress(StateError):  # allows saving after ranks diverged
@@ -169,16 +176,6 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
                 "training thread, between steps.",
             )
         yield runtime.thread.is_another
-
-
-def _require_sharded(unit: Unit) -> None:
-    if any(group.state is not SHARDED for group in unit.own_groups):
-        raise StateError(
-            "FS301",
-            f"{unit.fqn or '<root>'}: another thread has run a forward, which keeps parameters "
-            "unsharded for its backward or the next forward. Read, copy or save the state in that "
-            "thread, between steps.",
-        )
 
 
 def adopt_if_idle(unit: Unit) -> None:
@@ -304,24 +301,18 @@ _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 
 def know(unit: Unit) -> None:
     """Register a unit for error messages. The first call installs the excepthook."""
-    if not _units:
-        _explain_uncaught()
+    _explain_uncaught()
     _units[id(unit)] = unit
 
 
 def units_around(unit: Unit) -> list[Unit]:
     """Return the other units whose modules contain all modules of ``unit``."""
-    return [
-        other
-        for other in alive(_units)
-        if other is not unit
-        and all(any(part is top for part in _parts(other)) for top in unit.modules)
-    ]
-
-
-def _parts(unit: Unit) -> Iterator[nn.Module]:
-    for top in unit.modules:
-        yield from top.modules()
+    found = []
+    for other in alive(_units):
+        inside = {part for top in other.modules for part in top.modules()}
+        if other is not unit and inside.issuperset(unit.modules):
+            found.append(other)
+    return found
 
 
 def explained(error: BaseException) -> StateError | None:
@@ -336,8 +327,9 @@ def explained(error: BaseException) -> StateError | None:
         for site in param.sites
         if site.registered is param.sharded
     }
-    for frame, instruction in _innermost_first(error.__traceback__):
-        for module, name in _used_in(frame, instruction):
+    frames = [] if error.__traceback__ is None else inspect.getinnerframes(error.__traceback__, 0)
+    for info in reversed(frames):
+        for module, name in _used_in(info):
             found = owners.get((id(module), name))
             if found is not None:
                 return StateError("FS326", _words(*found, error))
@@ -362,40 +354,27 @@ def _words(param: FSDPParam, site: Site, unit: Unit, error: RuntimeError) -> str
     )
 
 
-def _innermost_first(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    found = []
-    while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lasti))
-        traceback = traceback.tb_next
-    return found[::-1]
-
-
-def _used_in(frame: FrameType, instruction: int) -> Iterator[tuple[nn.Module, str]]:
+def _used_in(info: inspect.FrameInfo) -> Iterator[tuple[nn.Module, str]]:
     """Yield the parameters of a frame's ``self``, and those used in the running expression."""
-    own = frame.f_locals.get("self")
+    known = {**info.frame.f_globals, **info.frame.f_locals}
+    own = info.frame.f_locals.get("self")
     if isinstance(own, nn.Module):
         yield from ((own, name) for name in own._parameters)
-    known = {**frame.f_globals, **frame.f_locals}
-    for node in _expressions(frame, instruction):
+    for node in _expressions(info):
         if isinstance(node, ast.Attribute):
             module = _value(node.value, known)
             if isinstance(module, nn.Module):
                 yield module, node.attr
 
 
-def _expressions(frame: FrameType, instruction: int) -> Iterator[ast.AST]:
+def _expressions(info: inspect.FrameInfo) -> Iterator[ast.AST]:
     """Yield the AST nodes of the running expression, if its source is available."""
-    code = frame.f_code
-    first = last = frame.f_lineno
-    begin: int | None = None
-    end: int | None = None
-    if sys.version_info >= (3, 11):  # older versions record only the line
-        found = list(code.co_positions())[instruction // 2]
-        first, last, begin, end = found[0] or first, found[1] or last, found[2], found[3]
-    lines = [
-        linecache.getline(code.co_filename, n, frame.f_globals) for n in range(first, last + 1)
-    ]
-    raw = [line.encode() for line in lines]  # columns count bytes
+    # Python 3.10 records only the line
+    first, last, begin, end = getattr(info, "positions", None) or (None,) * 4
+    code, names = info.frame.f_code, info.frame.f_globals
+    numbers = range(first or info.lineno, (last or info.lineno) + 1)
+    # columns count bytes
+    raw = [linecache.getline(code.co_filename, number, names).encode() for number in numbers]
     if begin is not None and end is not None:
         raw[-1] = raw[-1][:end]
         raw[0] = raw[0][begin:]
@@ -413,24 +392,19 @@ def _value(node: ast.AST, known: Mapping[str, Any]) -> Any:
     """Return the object that an expression refers to, without running property code."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
+    if not isinstance(node, ast.Attribute | ast.Subscript):
+        return None
+    owner = _value(node.value, known)
+    children = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
     if isinstance(node, ast.Attribute):
-        return _member(_value(node.value, known), node.attr)
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        whole, key = _value(node.value, known), node.slice.value
-        if isinstance(whole, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            if isinstance(key, int) and len(whole):
-                key = key % len(whole)
-            return dict(whole.named_children()).get(str(key))
-    return None
+        return getattr(owner, "__dict__", {}).get(node.attr, children.get(node.attr))
+    key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+    if isinstance(key, int) and isinstance(owner, nn.Sequential | nn.ModuleList) and children:
+        key = key % len(children)
+    return children.get(str(key))
 
 
-def _member(owner: Any, name: str) -> Any:
-    found = getattr(owner, "__dict__", {}).get(name)
-    if found is None and isinstance(owner, nn.Module):
-        found = dict(owner.named_children()).get(name)
-    return found
-
-
+@functools.cache
 def _explain_uncaught() -> None:
     """Explain uncaught errors too: a direct call of an inner module does not run our code."""
     before = sys.excepthook
@@ -452,18 +426,6 @@ ADVICE = (
 )
 
 
-def missing(what: str, name: str, of: object) -> AttributeError:
-    """Return the error for an attribute that only torch's object has."""
-    return AttributeError(
-        coded(
-            "FS910",
-            f"unlike in torch, the {what} of a module sharded by fsdp2 has no {name!r}. {ADVICE}",
-        ),
-        name=name,
-        obj=of,
-    )
-
-
 class View:
     """A read-only view. The error for a missing name contains a remedy."""
 
@@ -472,18 +434,14 @@ class View:
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise missing(self.what, name, self)
+            self._refuse(name, "unlike in torch, the {} of a module sharded by fsdp2 has no {!r}")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(
-            coded(
-                "FS910",
-                f"the {self.what} of a module sharded by fsdp2 is read-only, but {name!r} was set. "
-                f"{ADVICE}",
-            ),
-            name=name,
-            obj=self,
-        )
+        self._refuse(name, "the {} of a module sharded by fsdp2 is read-only, but {!r} was set")
+
+    def _refuse(self, name: str, text: str) -> NoReturn:
+        message = coded("FS910", f"{text.format(self.what, name)}. {ADVICE}")
+        raise AttributeError(message, name=name, obj=self)
 
 
 class ParamView(View):
@@ -559,12 +517,7 @@ class TorchState(View, torch_modules.FSDPState):
     @property
     def _comm_ctx(self) -> Streams:
         """The unit's streams: the same object for all roots that share streams."""
-        unit = self._unit
-        if unit.runtime is not None:
-            return unit.runtime.context.streams
-        if unit.streams is None:
-            unit.streams = streams_for(unit.device)
-        return unit.streams
+        return self._unit.lanes
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
@@ -611,9 +564,6 @@ class TorchState(View, torch_modules.FSDPState):
         """Omit the views, because a copied unit has different groups."""
         return {"_unit": self._unit, "_views": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
 
 torch_modules.hide_torchs_own(TorchState, torch_modules.FSDPState)
 
@@ -637,19 +587,16 @@ _states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.Weak
 
 # Counting of optimizer steps, and checks of an optimizer's parameters.
 
-_is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """For each optimizer, the number of its param groups that have been checked."""
 _placed: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 """For each optimizer, the ``state`` dict whose tensors have their parameters' placements."""
 
 
+@functools.cache
 def watch_optimizers() -> None:
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 @torch_compiler.always_eager

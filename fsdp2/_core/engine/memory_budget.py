@@ -20,14 +20,10 @@ NAMED = {
     "fast": Overlap(prefetch=2, reductions=3, keeps_parts=True),
 }
 
-LADDER = (
-    NAMED["low"],
-    Overlap(prefetch=0, reductions=1, synchronizes=True),
-    Overlap(prefetch=1, reductions=1, synchronizes=True),
-    Overlap(prefetch=1, reductions=2, synchronizes=True),
-    Overlap(prefetch=2, reductions=2, synchronizes=True),
-    Overlap(prefetch=2, reductions=3, synchronizes=True),
-)
+LADDER = [
+    Overlap(prefetch, reductions, synchronizes=True)
+    for prefetch, reductions in ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3))
+]
 """Candidates for a byte budget, in order of increasing memory use."""
 
 

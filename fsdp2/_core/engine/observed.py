@@ -42,15 +42,7 @@ class ObservedCalls(list[Any]):
     def __delitem__(self, which: Any) -> None:
         before = len(self)
         super().__delitem__(which)
-        self._drop(before - len(self))
-
-    def clear(self) -> None:
-        before = len(self)
-        super().clear()
-        self._drop(before)
-
-    def _drop(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(before - len(self)):
             for observer in self.observers:
                 observer.drop_forward(self._unit)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from fsdp2._core.agreement.agreement import STAMP_NUMEL
 from fsdp2._core.agreement.stamp import Stamp
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_dtensor, torch_modes
 from fsdp2._core.comm.mesh import DataMesh, MeshAxis
-from fsdp2._core.comm.wire import Streams, Wire
+from fsdp2._core.comm.wire import Wire
 from fsdp2._core.params.buffers import Readers
 from fsdp2._core.params.group import ParamGroup
 from fsdp2._core.params.registration import GATHERING
@@ -69,26 +70,26 @@ class PartHook:
             self.readers.ran_without_grad = True
 
 
+@dataclass(eq=False)
 class Part:
     """State of one part in the runtime. All ``agreed_*`` fields are the same on every rank."""
 
-    def __init__(self, group: ParamGroup, unit: Any) -> None:
-        self.group = group
-        self.unit = unit  # the ``tree.Unit`` that owns the group
-        self.agreed_event = 0
-        self.agreed_reads = UNKNOWN
-        self.reads = UNKNOWN
-        self.is_reduced = False
-        self._last_event = 0
-        self._present = 0
-        self._is_pending = False
-        self._unseen = 0  # number of forwards that did not call the part's modules
+    group: ParamGroup
+    unit: Any  # the ``tree.Unit`` that owns the group
+    agreed_event: int = 0
+    agreed_reads: int = UNKNOWN
+    reads: int = UNKNOWN
+    is_reduced: bool = False
+    _last_event: int = 0
+    present: int = 0
+    _is_pending: bool = False
+    _unseen: int = 0  # number of forwards that did not call the part's modules
 
     def begin(self) -> None:
         self.is_reduced = False
         self._last_event = 0
         self._is_pending = self.group.reducer.has_local_gradients
-        self._present = 0
+        self.present = 0
 
     def count_gradients(self, event: int) -> None:
         """Record the event if a gradient has arrived since the previous event."""
@@ -96,11 +97,8 @@ class Part:
         for param in self.group.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 present += 1
-        if present != self._present:
-            self._present, self._last_event = present, event
-
-    def note_reduced(self) -> None:
-        self.is_reduced, self._present = True, 0
+        if present != self.present:
+            self.present, self._last_event = present, event
 
     def note_reads(self) -> None:
         """After a forward in grad mode, determine whether its backward reads the parameters."""
@@ -117,7 +115,7 @@ class Part:
 
     @property
     def facts(self) -> list[float]:
-        is_late = self.is_reduced and self._present > 0
+        is_late = self.is_reduced and self.present > 0
         event = 0 if self._is_pending and not is_late else self._last_event
         return [float(event), float(is_late), float(self.reads)]
 
@@ -132,26 +130,12 @@ class Parts:
     def __init__(self, parts: Sequence[Part], tree: Any) -> None:
         self._tree = tree  # the ``tree.Runtime`` that owns the parts
         self._of = {part.group: part for part in parts}
-        meshes = dict.fromkeys(part.group.data for part in parts)
         self._exchanges = [
-            PartExchange(data, [part for part in parts if part.group.data == data])
-            for data in meshes
+            PartExchange(data, [part for part in parts if part.group.data == data], tree)
+            for data in dict.fromkeys(part.group.data for part in parts)
         ]
         self._event = 0
         self.is_off = False
-
-    def enroll(self, fqn: str) -> None:
-        for exchange in self._exchanges:
-            exchange.enroll(fqn)
-
-    @property
-    def can_agree(self) -> bool:
-        """Return True if ranks can exchange facts. Real ranks with fake tensors cannot."""
-        return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
-
-    @property
-    def all_sync(self) -> bool:
-        return all(part.group.settings.reduce_grads for part in self._of.values())
 
     @property
     def are_known(self) -> bool:
@@ -160,26 +144,22 @@ class Parts:
     def note_reduced(self, group: ParamGroup) -> None:
         part = self._of.get(group)
         if part is not None:
-            part.note_reduced()
+            part.is_reduced, part.present = True, 0
 
     def end_forward(self, unit: Any, with_grad: bool) -> None:
         """After a unit's forward, release the parts that no rank reads in backward."""
         for group in unit.own_groups:
-            if group.early.readers is not None:
-                self._end_forward_of(group, with_grad)
-
-    def _end_forward_of(self, group: ParamGroup, with_grad: bool) -> None:
-        part, settings = self._of.get(group), group.settings
-        readers = group.early.readers
-        assert readers is not None
-        readers.is_recomputed |= with_grad and readers.ran_without_grad
-        if part is not None and with_grad and part.agreed_reads != READ:
-            part.note_reads()
-            keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
-            is_unread = part.agreed_reads == UNREAD and not self.is_off  # on every rank
-            if is_unread and not keeps and not group.stays:
-                group.release_early(skips_backward=True)
-        readers.ran_without_grad = False
+            part, settings, readers = self._of.get(group), group.settings, group.early.readers
+            if readers is None:
+                continue
+            readers.is_recomputed |= with_grad and readers.ran_without_grad
+            if part is not None and with_grad and part.agreed_reads != READ:
+                part.note_reads()
+                keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
+                is_unread = part.agreed_reads == UNREAD and not self.is_off  # on every rank
+                if is_unread and not keeps and not group.stays:
+                    group.release_early(skips_backward=True)
+            readers.ran_without_grad = False
 
     def begin(self) -> None:
         self._event = 0
@@ -210,7 +190,8 @@ class Parts:
 
     @property
     def _is_idle(self) -> bool:
-        return self.is_off or self._tree.backward.with_graph or not self.all_sync
+        syncs = all(part.group.settings.reduce_grads for part in self._of.values())
+        return self.is_off or self._tree.backward.with_graph or not syncs
 
     @property
     def _agrees(self) -> bool:
@@ -221,7 +202,10 @@ class Parts:
     @property
     def _will_agree(self) -> bool:
         """Return True if ranks exchange their facts at the end of this backward."""
-        return not self._is_idle and (self._agrees or not self.are_known) and self.can_agree
+        if self._is_idle or (self.are_known and not self._agrees):
+            return False
+        # real ranks with fake tensors cannot exchange facts
+        return torch_dtensor.has_real_memory() or all(e.is_imagined for e in self._exchanges)
 
     def tells_of_more(self, group: ParamGroup) -> bool:
         """Return True for a reduced part whose late gradients will be reported in an exchange."""
@@ -235,7 +219,7 @@ class Parts:
             self._event += 1
             for part in self._of.values():
                 part.count_gradients(self._event)
-            late = [p for e in self._exchanges for p in e.run(self._tree.context.streams)]
+            late = [p for e in self._exchanges for p in e.run()]
             for part in late:
                 self._tree.reduce_group(part.group)
         self.forget()
@@ -246,23 +230,22 @@ class Parts:
 
 
 class PartExchange:
-    """All-reduces the facts about parts over one mesh, with MAX."""
+    """All-reduces the facts about parts over one mesh, with MAX. All ranks must create them in the
+    same order, which numbers them over each axis."""
 
-    def __init__(self, data: DataMesh, parts: Sequence[Part]) -> None:
+    def __init__(self, data: DataMesh, parts: Sequence[Part], tree: Any) -> None:
         self._parts = parts
+        self._tree = tree  # the ``tree.Runtime`` that owns the parts
+        self._device = parts[0].group.residence.compute
         axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
         self.is_imagined = any(axis.is_imagined for axis in axes)
         self._axes = [] if self.is_imagined else axes  # simulated ranks have the same facts
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
-
-    def enroll(self, fqn: str) -> None:
-        """Number the exchange over each axis. All ranks must call this in the same order."""
         for axis in self._axes:
             if self._parts[0].group.ids.covers(axis):
-                device = self._parts[0].group.residence.compute
-                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
-                stamp.enroll(f"{fqn or '<root>'}, exchange of metadata on its parts")
+                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), self._device)
+                stamp.enroll(f"{tree.root.fqn or '<root>'}, exchange of metadata on its parts")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
                 stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
@@ -271,11 +254,11 @@ class PartExchange:
     def _beside(self) -> Iterable[Stamp]:
         return self._stamps.values()
 
-    def run(self, streams: Streams) -> list[Part]:
+    def run(self) -> list[Part]:
         """All-reduce the facts over every axis; return the parts that were reduced too early."""
         found = [fact for part in self._parts for fact in part.facts]
         for axis in self._axes:
-            found = self._join(found, axis, streams)
+            found = self._join(found, axis)
         late = []
         for part, start in zip(self._parts, range(0, len(found), FACTS), strict=True):
             event, is_late, reads = found[start : start + FACTS]
@@ -284,16 +267,10 @@ class PartExchange:
                 late.append(part)
         return late
 
-    def _join(
-        self,
-        facts: list[float],
-        axis: MeshAxis,
-        streams: Streams,
-    ) -> list[float]:
-        stamp, numel = self._stamps.get(axis), len(facts)
+    def _join(self, facts: list[float], axis: MeshAxis) -> list[float]:
+        stamp, numel, streams = self._stamps.get(axis), len(facts), self._tree.context.streams
         code = [] if stamp is None else stamp.code
-        device = self._parts[0].group.residence.compute
-        joined = torch.tensor([*facts, *code], dtype=torch.float32, device=device)
+        joined = torch.tensor([*facts, *code], dtype=torch.float32, device=self._device)
         if stamp is not None:
             stamp.before()
         with torch_modes.hidden_from_modes():

@@ -93,13 +93,13 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2._core.base import torch_autograd, torch_compiler, torch_modes, torch_modules
-from fsdp2._core.base.containers import Loan, map_tensors, visit_tensors
+from fsdp2._core.base.containers import map_tensors, visit_tensors
 from fsdp2._core.base.errors import StateError, UnsupportedError
 from fsdp2._core.base.events import FORWARD
 from fsdp2._core.engine import between_steps
 from fsdp2._core.engine.attach import attach
 from fsdp2._core.engine.between_steps import StateHooks
-from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
+from fsdp2._core.engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, aside, enter, leave
 
 
 @dataclass(eq=False, slots=True)
@@ -110,19 +110,16 @@ class _Saved:
     tensor: Tensor
 
 
+@dataclass(eq=False)
 class SavedByHooks:
     """Saved-tensor hooks for one forward of a unit, active from construction until ``end``. They
     call ``read`` before unpacking a parameter. ``around``: the hooks of the enclosing forward."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        read: Callable[[], None],
-        around: SavedByHooks | None,
-    ) -> None:
-        self._unit = unit
-        self._read = read
-        self._around = around
+    unit: Unit
+    read: Callable[[], None]
+    around: SavedByHooks | None
+
+    def __post_init__(self) -> None:
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self.pack, _unpack)
         self._hooks.__enter__()
 
@@ -131,7 +128,7 @@ class SavedByHooks:
         assert self._hooks is not None
         self._hooks.__exit__()
         self._hooks = None  # the hooks refer to the call, which must not outlive its graph
-        return self._around
+        return self.around
 
     @torch_compiler.always_eager
     def pack(self, tensor: Tensor) -> Any:
@@ -139,9 +136,9 @@ class SavedByHooks:
             tensor = tensor.detach()
         hooks: SavedByHooks | None = self
         while hooks is not None:
-            if hooks._unit.holds(tensor):
-                return _Saved(hooks._read, tensor)
-            hooks = hooks._around
+            if hooks.unit.holds(tensor):
+                return _Saved(hooks.read, tensor)
+            hooks = hooks.around
         return tensor
 
 
@@ -160,35 +157,20 @@ _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGI
 Comes = Callable[[tuple[Tensor | None, ...]], None]  # called when backward reaches an output
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """The marks of one forward of a unit. Owned by autograd's graph."""
 
-    __slots__ = (
-        "__weakref__",
-        "first_node",
-        "given",
-        "has_leaf",
-        "is_marked",
-        "last_marked",
-        "runtime",
-        "saved_by_hooks",
-        "saves",
-        "views",
-        "visit",
-    )
-
-    def __init__(self, visit: Visit, runtime: Runtime) -> None:
-        self.visit = visit
-        self.runtime = runtime
-        self.is_marked = False
-        # nodes of the module have this sequence number or a higher one
-        self.first_node = torch_autograd.sequence_number()
-        self.last_marked = self.first_node - 1
-        self.given: Any = None  # the arguments, during the forward
-        self.has_leaf = False  # an output is a leaf or does not require grad
-        self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
-        self.saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
-        self.saved_by_hooks = False  # our hooks saved the parameters of this forward
+    visit: Visit
+    runtime: Runtime
+    given: Any  # the arguments, during the forward
+    first_node: int  # nodes of the module have this sequence number or a higher one
+    last_marked: int  # number of the youngest marked node; ``first_node - 1`` before any
+    is_marked: bool = False
+    has_leaf: bool = False  # an output is a leaf or does not require grad
+    views: list[tuple[Tensor, Any]] | None = None  # marked inputs with their nodes
+    saves: SavedByHooks | None = None  # our saved-tensor hooks, while active
+    saved_by_hooks: bool = False  # our hooks saved the parameters of this forward
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
@@ -201,7 +183,7 @@ class Call:
             return
         if visit.unit.precision.policy is not visit.policy:
             self._refuse_policy()
-        _aside(runtime.arrive, visit)
+        aside(runtime.arrive, visit)
 
     def _refuse_policy(self) -> NoReturn:
         raise StateError(
@@ -217,10 +199,7 @@ class Call:
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
         if visit.opened_in != runtime.backward.number != visit.closed_in:
-            self._arrive(is_in_order=False)
-
-    def _arrive(self, is_in_order: bool) -> None:
-        _aside(self.runtime.arrive, self.visit, is_in_order)
+            aside(runtime.arrive, visit, False)  # not in order
 
     def _follow_gradients(self) -> None:
         """Make the module's nodes, from the running one on, mark the gradients they compute."""
@@ -234,7 +213,7 @@ class Call:
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
-        _aside(runtime.depart, visit)
+        aside(runtime.depart, visit)
 
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Insert a node with a post-backward hook between the caller's tensor and the module."""
@@ -285,7 +264,7 @@ class Call:
         if visit.opened_in != runtime.backward.number:
             if visit.unit.precision.policy is not visit.policy:
                 self._refuse_policy()
-            self._arrive(is_in_order=True)
+            aside(runtime.arrive, visit)
 
     def let_go(self) -> None:
         """Drop all tensors, because they own the graph, which owns the call."""
@@ -303,17 +282,13 @@ class Call:
         else:
             visit_tensors(mark, output)
 
-    @property
-    def goes_on(self) -> bool:
-        """Return True if the forward created nodes younger than those of all marked outputs."""
-        return torch_autograd.sequence_number() > self.last_marked + 1
-
     def mark_hidden(self, output: Any) -> bool:
         """Mark hidden outputs; return True if there may be more. See [Note: hidden outputs]."""
         visit_tensors(self._mark_own, [self.given, *(value for *_, value in self._attributes())])
         seen: list[Tensor] = []
         visit_tensors(seen.append, output)
-        return self.goes_on and (self.is_marked or not seen)
+        has_younger = torch_autograd.sequence_number() > self.last_marked + 1
+        return has_younger and (self.is_marked or not seen)
 
     def mark_kept(self) -> None:
         """Mark tensors in the attributes that held outputs after the first forward."""
@@ -408,14 +383,6 @@ class Beginning:
             tensor.grad_fn.register_prehook(self.begin)
 
 
-def _aside(function: Callable[..., object], *args: Any) -> None:
-    """Run engine code outside the user's modes and transforms."""
-    if torch_modes.count_modes() or torch_modes.transforms_are_active():
-        torch_modes.run_aside(function, *args)
-    else:
-        function(*args)
-
-
 def _has_layers() -> bool:
     """Return True if tensors may be functorch wrappers or dual tensors."""
     return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
@@ -423,20 +390,25 @@ def _has_layers() -> bool:
 
 # Module hooks.
 
+_TENSORS = frozenset((Tensor,))
+
 
 @torch_compiler.always_eager
 def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if unit.runtime is None:
-        _aside(attach, unit)
-    _aside(enter, unit)
+        aside(attach, unit)
+    aside(enter, unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # set by the first forward
     call = None
     if torch.is_grad_enabled() and unit.groups:
-        order = runtime.order if runtime.context.phase is FORWARD else None
-        call = Call(Visit(unit, order, runtime.context.streams.current), runtime)
-        call.given = args, kwargs
+        visit = Visit(unit, unit.precision.policy, runtime.context.streams.current)
+        if runtime.context.phase is FORWARD:
+            visit.order, visit.entered = runtime.order, len(runtime.order.events)
+            runtime.order.events.append(visit)
+        first = torch_autograd.sequence_number()
+        call = Call(visit, runtime, (args, kwargs), first, first - 1)
         if unit.calls.saves_by_hooks and not runtime.is_recomputing:
             call.save_by_hooks()
     unit.calls.running.append(call)
@@ -452,19 +424,11 @@ def pre_forward(
             cast = call.mark_input(tensor, cast)
         return cast
 
-    loan: Loan | None = None
-    prepared = []
-    for arg in args:
-        if type(arg) is Tensor:
-            prepared.append(prepare(arg))
-        else:
-            loan = unit.calls.lend(prepare) if loan is None else loan
-            prepared.append(loan.exchange(arg))
-    args = tuple(prepared)
-    if kwargs:
-        loan = unit.calls.lend(prepare) if loan is None else loan
-        kwargs = {name: loan.exchange(value) for name, value in kwargs.items()}
-    return args, kwargs
+    if not kwargs and set(map(type, args)) <= _TENSORS:
+        return tuple(map(prepare, args)), kwargs
+    loan = unit.calls.lend(prepare)
+    args = tuple(map(loan.exchange, args))
+    return args, {name: loan.exchange(value) for name, value in kwargs.items()}
 
 
 @torch_compiler.always_eager
@@ -492,10 +456,10 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if call.is_marked and calls.open == 0:
                 calls.open = 1
         else:
-            _end_recorded(unit, runtime, module, call, output)
+            _end_recorded(module, call, output)
         call.given = None
     if not calls.running:
-        _aside(leave, unit, runtime, module, recomputing)
+        aside(leave, unit, module, recomputing)
     return output
 
 
@@ -514,15 +478,9 @@ def _cast_and_give_back(unit: Unit, output: Any) -> tuple[Any, Any]:
     return output, output if loan is None else loan.with_added(output)
 
 
-def _end_recorded(
-    unit: Unit,
-    runtime: Runtime,
-    module: nn.Module,
-    call: Call,
-    output: Any,
-) -> None:
-    calls, visit = unit.calls, call.visit
-    if calls.kept_on != []:
+def _end_recorded(module: nn.Module, call: Call, output: Any) -> None:
+    unit, runtime = call.visit.unit, call.runtime
+    if unit.calls.kept_on != []:
         call.mark_kept()
     # usually the youngest node belongs to an output
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
@@ -532,7 +490,7 @@ def _end_recorded(
             return
         _refuse_lazy(unit, module, output)
         runtime.hidden.note_unmarked(unit)
-    runtime.end_call(visit)
+    runtime.end_call(call.visit)
 
 
 def _end_unrecorded(
@@ -632,24 +590,6 @@ class _AsItIs:
 WITHOUT_HOOKS = _AsItIs()
 
 
-@torch_compiler.never_traced
-def call_compiled(
-    unit: Unit,
-    module: nn.Module,
-    compiled: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a module on which ``compile()`` was called. See [Note: compiled modules]."""
-    args, kwargs = pre_forward(unit, args, kwargs)
-    unit.runner = WITHOUT_HOOKS
-    try:
-        output = compiled(*args, **kwargs)
-    finally:
-        unit.runner = None
-    return post_forward(unit, module, output)
-
-
 @torch_compiler.inlined_or_eager
 def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a sharded module. Implements ``FSDPModule.__call__``."""
@@ -669,8 +609,14 @@ def _call_eagerly(
     depth = len(unit.calls.running)
     try:
         compiled = torch_compiler.compiled_call(module)
-        if compiled is not None:
-            return call_compiled(unit, module, compiled, args, kwargs)
+        if compiled is not None:  # see [Note: compiled modules]
+            args, kwargs = pre_forward(unit, args, kwargs)
+            unit.runner = WITHOUT_HOOKS
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                unit.runner = None
+            return post_forward(unit, module, output)
         if original is not nn.Module.__call__:
             return original(module, *args, **kwargs)
         return torch_compiler.call_with_hooks(module, *args, **kwargs)

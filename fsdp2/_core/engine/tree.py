@@ -129,18 +129,6 @@ class Staying:
         if self._may_keep:
             self._before = self._look()
 
-    @staticmethod
-    def reshard_after_backward(group: ParamGroup) -> None:
-        """Keep a group unsharded, or on a smaller mesh, if its settings allow it; else reshard."""
-        if group.stays:
-            if group.state is WHOLE and not group.settings.sharding.keeps_whole:
-                group.reshard_post_forward()
-            if group.state is WHOLE or group.state is SMALLER:
-                group.registration.is_held = False
-                group.keep(Serves.ACCUMULATION)
-                return
-        group.reshard()
-
     def note_gradients(self) -> None:
         found = self._look()
         self._gradients = None if found == self._before else found or None
@@ -151,8 +139,7 @@ class Staying:
         is_over = is_evaluation or self._gradients is None or self._look() != self._gradients
         for group in list(self._kept):
             registration = group.registration
-            stays = registration.values is not None
-            if stays and registration.serves is Serves.ACCUMULATION:
+            if registration.values is not None and registration.serves is Serves.ACCUMULATION:
                 if not is_over and not registration.were_written:
                     continue
                 group.reshard()
@@ -270,35 +257,30 @@ class Calls:
         self.open = self.active = 0
 
 
+@dataclass(eq=False, repr=False)
 class Unit:
     """The modules, groups and settings of one ``fully_shard`` call."""
 
-    def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        precision: Precision,
-        settings: Settings,
-        device: torch.device,
-        conditional: bool = False,
-    ) -> None:
-        self.modules = modules
-        self.precision = precision
-        self.settings = settings
-        self.device = device  # compute device of the unit, if it has parameters
-        self.conditional = conditional
-        self.own_groups: list[ParamGroup] = []
+    modules: tuple[nn.Module, ...]
+    precision: Precision
+    settings: Settings
+    device: torch.device  # compute device of the unit, if it has parameters
+    conditional: bool = False
+    own_groups: list[ParamGroup] = field(default_factory=list)
+    fqn: str = ""  # name in the tree, set by the first forward
+    owner: Unit | None = None  # the owning unit, if this one is conditional
+    runtime: Runtime | None = None  # set by the first forward
+    streams: Streams | None = None  # for the runtime, if chosen before the first forward
+    post_optim_event: torch.Event | None = None  # the root's next forward waits for it
+    calls: Calls = field(default_factory=Calls)
+    may_lose_gradients: bool = False  # see ``note_unsynced_backward``
+    runner: Runner | None = None  # replaces the hooks
+    # in summon_full_params: the ranks with full parameters ("all" or "first"); otherwise ""
+    summoned_on: str = ""
+
+    def __post_init__(self) -> None:
         # groups that the unit's hooks manage; ``attach`` adds those of conditional units
         self.groups: list[ParamGroup] = self.own_groups
-        self.owner: Unit | None = None  # the owning unit, if this one is conditional
-        self.fqn = ""  # name in the tree, set by the first forward
-        self.runtime: Runtime | None = None  # set by the first forward
-        self.streams: Streams | None = None  # for the runtime, if chosen before the first forward
-        self.post_optim_event: torch.Event | None = None  # the root's next forward waits for it
-        self.calls = Calls()
-        self.may_lose_gradients = False  # see ``note_unsynced_backward``
-        self.runner: Runner | None = None  # replaces the hooks
-        # in summon_full_params: the ranks with full parameters ("all" or "first"); otherwise ""
-        self.summoned_on = ""
 
     @property
     def trains(self) -> bool:
@@ -307,6 +289,14 @@ class Unit:
     @property
     def is_root(self) -> bool:
         return self.runtime is not None and self.runtime.root is self
+
+    @property
+    def lanes(self) -> Streams:
+        """The streams of the tree, chosen before the first forward if a manual gather uses them."""
+        if self.runtime is not None:
+            return self.runtime.context.streams
+        self.streams = self.streams or streams_for(self.device)
+        return self.streams
 
     def take_names(self, names: Mapping[nn.Module, str]) -> None:
         """Set the full names of the unit and its parameters, given the names of modules."""
@@ -364,6 +354,19 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def reshard_after_backward(self) -> None:
+        """Reshard, but keep groups unsharded or on a smaller mesh until the next micro-batch, if
+        their settings allow it."""
+        for group in self.groups:
+            if group.settings.accumulates and group.stays:
+                if group.state is WHOLE and not group.settings.sharding.keeps_whole:
+                    group.reshard_post_forward()
+                if group.state is WHOLE or group.state is SMALLER:
+                    group.registration.is_held = False
+                    group.keep(Serves.ACCUMULATION)
+                    continue
+            group.reshard()
+
     def show_shards(self) -> None:
         """Register sharded parameters, but free nothing. See [Note: between steps] in ``group``."""
         for group in self.groups:
@@ -401,11 +404,8 @@ class Unit:
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        first = state["modules"], state["precision"], state["settings"], state["device"]
-        self.__init__(*first)  # type: ignore[misc]  # __init__ of an existing object
-        vars(self).update(state)
+        self.__init__(**state)  # type: ignore[misc]  # __init__ of an existing object
         self.precision.choose_input_dtype(is_root=False)
-        self.groups = self.own_groups
 
 
 @torch_compiler.always_eager
@@ -419,82 +419,50 @@ class Schedule:
 
     def __init__(self) -> None:
         self._recorded: dict[int, list[Unit]] = {}
-        self._expected: list[Unit] = []
+        self._expected: list[Unit] = []  # empty: no prediction
         self._running: list[Unit] = []
         self._entry: int | None = None
-        self._on_track = False
 
     def begin(self, entry: Unit) -> None:
         self._entry = id(entry)
         self._expected = self._recorded.get(self._entry, [])
         self._running = []
-        self._on_track = bool(self._expected)
 
-    def visit(self, unit: Unit) -> Unit | None:
-        """Record a unit's forward; return the predicted next unit."""
-        position = len(self._running)
-        self._running.append(unit)
-        expected = self._expected
-        if not self._on_track:
-            return None
-        if position >= len(expected) or expected[position] is not unit:
-            self._on_track = False
-            return None
-        return expected[position + 1] if position + 1 < len(expected) else None
-
-    def upcoming(self, count: int) -> list[Unit]:
-        """Return up to ``count`` units that are predicted after the last visited one."""
-        if not self._on_track:
+    def visit(self, unit: Unit, count: int) -> list[Unit]:
+        """Record a unit's forward; return up to ``count`` units that are predicted after it."""
+        expected, running = self._expected, self._running
+        running.append(unit)
+        place = len(running)
+        if place > len(expected) or expected[place - 1] is not unit:
+            self._expected = []
             return []
-        position = len(self._running)
-        return self._expected[position : position + count]
+        return expected[place : place + count]
 
     def end(self) -> None:
         if self._entry is not None:
             self._recorded[self._entry] = self._running
-        self._entry, self._running = None, []
+        self.abandon()
 
     def abandon(self) -> None:
-        self._entry, self._running, self._on_track = None, [], False
+        self._entry, self._running, self._expected = None, [], []
 
 
+@dataclass(eq=False, slots=True)
 class Visit:
     """One forward of a unit, and the state of backward through it."""
 
-    __slots__ = (
-        "closed_by",
-        "closed_in",
-        "entered",
-        "left",
-        "marks_input",
-        "opened_in",
-        "order",
-        "policy",
-        "previous",
-        "stream",
-        "unit",
-    )
-
-    def __init__(
-        self,
-        unit: Unit,
-        order: Order | None,
-        stream: torch.Stream | None,
-    ) -> None:
-        self.unit = unit
-        self.policy: MixedPrecisionPolicy = unit.precision.policy
-        # units whose forwards ended before this one, latest first
-        self.previous: tuple[Unit, ...] = ()
-        self.marks_input = False  # an input has a mark, at which backward leaves the unit
-        self.opened_in = 0  # number of the backward that is inside this visit; 0: none
-        self.closed_in = 0  # number of the last backward that left this visit
-        self.closed_by = -1  # id of the autograd run that closed it; runs may be nested
-        self.stream = stream  # stream of the forward, and thus of its backward
-        self.order = order  # None for a recomputation
-        self.entered = self.left = -1  # positions in order; left is -1 if no backward can reach it
-        if order is not None:
-            self.entered = len(order.events)
-            order.events.append(self)
+    unit: Unit
+    policy: MixedPrecisionPolicy  # the unit's, in this forward
+    stream: torch.Stream | None  # stream of the forward, and thus of its backward
+    order: Order | None = None  # None for a recomputation
+    # positions in order; left is -1 if no backward can reach it
+    entered: int = -1
+    left: int = -1
+    previous: tuple[Unit, ...] = ()  # units whose forwards ended before this one, latest first
+    marks_input: bool = False  # an input has a mark, at which backward leaves the unit
+    opened_in: int = 0  # number of the backward that is inside this visit; 0: none
+    closed_in: int = 0  # number of the last backward that left this visit
+    closed_by: int = -1  # id of the autograd run that closed it; runs may be nested
 
     def was_passed(self) -> bool:
         """Return True if the current autograd run has closed this visit. If another gradient
@@ -601,17 +569,10 @@ class Prefetches(Observable):
 
     def forward(self, unit: Unit) -> None:
         """Unshard the units after ``unit``, overlapped with its compute."""
-        expected = self._schedule.visit(unit)
         settings = unit.settings
-        depth = settings.overlap.prefetch
-        following: Iterable[Unit]
-        if settings.prefetch.forward is not None:
-            following = settings.prefetch.forward
-        elif depth == 1:
-            following = () if expected is None else (expected,)
-        else:
-            following = self._schedule.upcoming(depth)
-        for other in following:
+        expected = self._schedule.visit(unit, settings.overlap.prefetch)
+        chosen = settings.prefetch.forward
+        for other in expected if chosen is None else chosen:
             self.gather(other)
 
     def backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
@@ -709,7 +670,7 @@ class Runtime(Observable):
         self.root = root
         self.units = units
         groups = [group for unit in units for group in unit.own_groups]
-        self.context = StepContext(root.streams or streams_for(root.device))
+        self.context = StepContext(root.lanes)
         self.forward_root: Unit | None = None  # the unit that began the running forward
         self.failed = False  # the last forward raised; the next one recovers
         self.is_pipelined = False  # a pipeline runs many forwards before their backwards
@@ -727,8 +688,7 @@ class Runtime(Observable):
     # Forward.
 
     def begin_forward(self, entry: Unit) -> None:
-        if self.context.streams.pending is not None:
-            self.refuse_pending("forward")
+        self.refuse_pending("forward")
         self.recover_if_failed()
         if self.hidden.unmarked:
             self.hidden.refuse()
@@ -767,6 +727,7 @@ class Runtime(Observable):
         self.forward_root = None
         self.prefetches.end()
         self.context.streams.drain("gather")
+        is_recorded = False
         for unit in self.units:
             if unit.calls.ran:  # only some of its modules ran in this forward
                 unit.calls.ran.clear()
@@ -774,8 +735,6 @@ class Runtime(Observable):
                     unit.keep()
                 else:
                     unit.reshard()
-        is_recorded = False
-        for unit in self.units:
             if unit.calls.recorded:
                 is_recorded = True
             else:  # no backward can reach it
@@ -791,8 +750,7 @@ class Runtime(Observable):
             unit.stop_hiding()
         if not unit.calls.recorded and self.context.phase is IDLE:
             unit.show_shards()
-            if self.context.streams.host_read is not None:
-                self.context.streams.finish_host_reads()
+            self.context.streams.finish_host_reads()
 
     # Backward.
 
@@ -875,11 +833,7 @@ class Runtime(Observable):
         # needed by another forward (see *Entered first*) or another module of the unit
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
-            for group in unit.groups:
-                if group.settings.accumulates:
-                    self.staying.reshard_after_backward(group)
-                else:
-                    group.reshard()
+            unit.reshard_after_backward()
         if not unit.calls.open:
             self.reduce(unit)
 
@@ -930,8 +884,7 @@ class Runtime(Observable):
                 self.reduce_group(group)
 
     def reduce_group(self, group: ParamGroup) -> None:
-        with_graph = self.backward.with_graph
-        has_begun = self.reductions.reduce(group.reducer, group.settings, with_graph)
+        has_begun = self.reductions.reduce(group.reducer, group.settings, self.backward.with_graph)
         if has_begun and self.parts is not None:
             self.parts.note_reduced(group)
 
@@ -948,8 +901,7 @@ class Runtime(Observable):
         is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
         self.reduce_the_rest(ran, is_last, is_manual)
         self.context.streams.drain("gather")
-        if self.hidden.unmarked:
-            self.hidden.forget()
+        self.hidden.forget()
         if is_last:
             self.end_reductions()
         else:
@@ -1015,11 +967,7 @@ class Runtime(Observable):
             return
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self.backward.with_graph and unit.is_unsharded):
-            for group in unit.groups:
-                if group.settings.accumulates:
-                    self.staying.reshard_after_backward(group)
-                else:
-                    group.reshard()
+            unit.reshard_after_backward()
             if not unit.settings.accumulates:
                 return
         else:
@@ -1058,10 +1006,7 @@ class Runtime(Observable):
 
     def _finish_backward(self) -> None:
         try:
-            if torch_modes.count_modes() or torch_modes.transforms_are_active():
-                torch_modes.run_aside(self.end_backward)
-            else:
-                self.end_backward()
+            aside(self.end_backward)
         except BaseException:
             self.abandon_backward()
             raise
@@ -1125,8 +1070,7 @@ class Runtime(Observable):
                 group.reducer.discard()
                 group.registration.forget_placeholders()
         self.context.streams.reset()
-        if self.hidden.unmarked:
-            self.hidden.forget()
+        self.hidden.forget()
         self.hidden.saving = None
         self.prefetches.abandon()
         if self.parts is not None:
@@ -1149,6 +1093,14 @@ class Runtime(Observable):
         "abandon_backward": abandon_backward,
         "recover": recover,
     }
+
+
+def aside(function: Callable[..., object], *args: Any) -> None:
+    """Run engine code outside the user's modes and transforms."""
+    if torch_modes.count_modes() or torch_modes.transforms_are_active():
+        torch_modes.run_aside(function, *args)
+    else:
+        function(*args)
 
 
 def enter(unit: Unit) -> None:
@@ -1175,42 +1127,29 @@ def enter(unit: Unit) -> None:
         runtime.prefetches.forward(unit)
 
 
-def leave(
-    unit: Unit,
-    runtime: Runtime,
-    module: nn.Module,
-    recomputing: bool,
-) -> None:
+def leave(unit: Unit, module: nn.Module, recomputing: bool) -> None:
     """End a unit's forward: reshard, depending on its settings."""
-    with_grad = torch.is_grad_enabled()
-    if not (unit.calls.active or (recomputing and with_grad)):
-        _reshard_after(unit, runtime, module, with_grad)
+    runtime, with_grad = unit.runtime, torch.is_grad_enabled()
+    assert runtime is not None
+    is_over = not (unit.calls.active or (recomputing and with_grad))
+    if is_over and len(unit.modules) > 1:
+        unit.calls.ran.add(module)
+        is_over = len(unit.calls.ran) == len(unit.modules)
+        if is_over:
+            unit.calls.ran.clear()
+    if is_over:
+        if runtime.parts is not None:
+            runtime.parts.end_forward(unit, with_grad)
+        if unit.keeps_after_forward(with_grad):
+            unit.keep()
+        elif with_grad:
+            for group in unit.groups:
+                if not group.early.skips_backward:
+                    group.reshard_post_forward()
+        else:
+            unit.reshard()
     for group in unit.groups:
         if group.registration.placed:
             group.registration.return_placeholders()
     if runtime.forward_root is unit:
         runtime.end_forward()
-
-
-def _reshard_after(
-    unit: Unit,
-    runtime: Runtime,
-    module: nn.Module,
-    with_grad: bool,
-) -> None:
-    if len(unit.modules) > 1:
-        unit.calls.ran.add(module)
-        if len(unit.calls.ran) < len(unit.modules):
-            return
-        unit.calls.ran.clear()
-    if runtime.parts is not None:
-        runtime.parts.end_forward(unit, with_grad)
-    if unit.keeps_after_forward(with_grad):
-        unit.keep()
-        return
-    if with_grad:
-        for group in unit.groups:
-            if not group.early.skips_backward:
-                group.reshard_post_forward()
-    else:
-        unit.reshard()

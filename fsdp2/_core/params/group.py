@@ -44,7 +44,6 @@ from fsdp2._core.comm.mesh import DataMesh
 from fsdp2._core.comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._core.params.buffers import EarlyRelease, ShardBuffer
 from fsdp2._core.params.deals import start_anew
-from fsdp2._core.params.extension import refuse_smaller
 from fsdp2._core.params.functional_call import whole_tensor
 from fsdp2._core.params.param import FSDPParam
 from fsdp2._core.params.planning import (
@@ -115,6 +114,12 @@ class ParamGroup(Observable):
         self.buffers.number(self.wire)
         self.reducer.current_plan = None
 
+    def send_by(self, wire: Wire) -> None:
+        """Replace the wire. All ranks must call this between the same two steps."""
+        self.reshard()
+        self.reducer.wire = wire
+        self.rewire()
+
     def send_zero_copy(self, rule: ZeroCopy | None) -> None:
         """Set the rule for sending parameters in separate collectives; None: always pack."""
         if rule != self.wire.zero_copy:
@@ -180,10 +185,6 @@ class ParamGroup(Observable):
 
     def reshard_to(self, size: int | None) -> None:
         """Set the mesh size for reshards after forward (None: the full axis). Collective."""
-        if size is not None:
-            for param in self.params:
-                if param.wrapped.is_extended or param.placement.layout.deal is not None:
-                    refuse_smaller(param.fqn, param.placement.layout.deal)
         smaller = None if size is None else self.data.split(size)
         if smaller is not self.buffers.post_forward.mesh:
             self.reshard()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._core.api.activations import Activations
-from fsdp2._core.api.host_memory import CopyLanes, HostBuffer, HostMemory
+from fsdp2._core.api.host_memory import CopyLanes, HostBuffer, HostMemory, Look
 from fsdp2._core.base.capabilities import capabilities
 from fsdp2._core.comm.wire import InFlight, Streams
 from fsdp2._tools.pages.content import COMPUTE, GATHER, REDUCE, Span
@@ -221,15 +221,9 @@ class ImaginedCopies(CopyLanes):
     def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> Any:
         return self.move(OUT, tensor.untyped_storage().nbytes())
 
-    def view(
-        self,
-        held: Tensor,
-        dtype: torch.dtype,
-        size: torch.Size,
-        stride: tuple[int, ...],
-        offset: int,
-    ) -> Tensor:
+    def view(self, held: Tensor, look: Look) -> Tensor:
         """View memory without ``set_``: in a fake mode, ``set_`` would keep the storage alive."""
+        dtype, size, stride, offset = look
         of_dtype = held if held.dtype is dtype else held.view(dtype)
         return of_dtype.as_strided(size, stride, offset)
 
