@@ -45,7 +45,7 @@ def test_hosts_are_lost(tmp_path: Path, lost: str, rank: int) -> None:
     """What one host keeps is enough; if copies are lost, the file counts, and all ranks say so."""
     memory = tmp_path / f"host{rank}"
     model = make()
-    optim = OPTIMIZERS["adamw"](model)
+    optim = OPTIMIZERS["adamw"](model.parameters())
     copies = checkpoint.NeighbourCopies("tried", memory=memory)
     step(model, optim)
     checkpoint.save(tmp_path / "run" / "step-1", model, optim, extra=1)
@@ -61,7 +61,7 @@ def test_hosts_are_lost(tmp_path: Path, lost: str, rank: int) -> None:
         shutil.rmtree(memory)
     dist.barrier()
     other = make()
-    its = OPTIMIZERS["adamw"](other)
+    its = OPTIMIZERS["adamw"](other.parameters())
     again = checkpoint.NeighbourCopies("tried", memory=memory)
     is_lost = lost == "two neighbours"
     with pytest.warns(UserWarning, match="of ranks 1 are lost") if is_lost else quiet():
