@@ -34,8 +34,6 @@ Spread = tuple[dist.ProcessGroup, ...]
 
 
 @torch_compiler.always_eager
-@torch.no_grad()
-@operation("clip_grad_norm_")
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -73,6 +71,17 @@ def clip_grad_norm_(
 
     Source: the public ``torch.nn.utils.clip_grad_norm_``, which accepts DTensors on one mesh only.
     """
+    with torch.no_grad(), operation("clip_grad_norm_"):
+        return _clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
     unique = _unique(parameters)
     max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a non-negative number", 0.0)
     given: Any = norm_type  # torch also accepts strings

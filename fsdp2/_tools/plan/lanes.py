@@ -131,7 +131,7 @@ def _joined(ran: list[Ran]) -> Iterator[Span]:
 
 
 class LaneFlight(InFlight):
-    __slots__ = ("_clock", "_mark")
+    __slots__ = ("_clock", "_after")
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class LaneFlight(InFlight):
         mark: int,
     ) -> None:
         super().__init__(buffers)
-        self._clock, self._mark = clock, mark
+        self._clock, self._after = clock, mark
 
     is_done = False
 
@@ -149,10 +149,10 @@ class LaneFlight(InFlight):
 
     def synchronize(self) -> None:
         self.wait()
-        self._clock.wait_for(self._mark)
+        self._clock.wait_for(self._after)
 
     def delay(self, stream: int) -> None:
-        self._clock.hold_back(stream, self._mark)
+        self._clock.hold_back(stream, self._after)
 
 
 class ImaginedLanes(Streams):
