@@ -499,3 +499,12 @@ def test_complex_parameters_step() -> None:
             advance(optimizer)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(whole(names_of(model)[name]), param.detach())
+
+
+@ranks(2)
+def test_norms_of_a_list_in_another_dtype() -> None:
+    """A rank without rows tells its norm in this dtype, too."""
+    model = fsdp2.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda _: fsdp2.Whole(0))
+    for order in (0, 2):
+        for norm in torch._foreach_norm(list(model.parameters()), order, dtype=torch.float64):
+            assert norm.dtype is norm.full_tensor().dtype is torch.float64

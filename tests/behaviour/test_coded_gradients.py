@@ -233,6 +233,21 @@ def test_complex_gradients_are_summed_by_their_parts() -> None:
 
 
 @ranks(2)
+def test_a_functional_call_leaves_exact_what_ranks_tell_each_other() -> None:
+    """It reduces one parameter alone, in other columns."""
+    model = fsdp2.fully_shard(nn.Linear(64, 64), mesh=make_mesh())
+    fsdp2.register_comm_hook(model, fsdp2.Compress(INT8))
+    args, found = (torch.randn(4, 64, generator=random_numbers(0)),), []
+    for _ in range(2):
+        model.zero_grad()
+        model(*args).square().sum().backward()
+        found.append(torch.cat([p.grad.full_tensor().view(-1) for p in model.parameters()]))
+        given = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, given, args).square().sum().backward()
+    assert torch.equal(*found)
+
+
+@ranks(2)
 def test_ranks_that_differ_are_told_beside_codes() -> None:
     """What ranks tell each other behind the gradients is not rounded."""
     case = CASES["few_rows"]

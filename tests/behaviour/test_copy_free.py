@@ -201,6 +201,18 @@ def test_collectives_of_the_users_own_get_everything_in_one() -> None:
     assert len(gather.given) == 1  # the root's, kept between forward and backward
 
 
+@ranks(4)
+def test_collectives_of_the_users_own_get_everything_of_a_smaller_mesh_in_one() -> None:
+    model = fsdp2.fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=2)
+    model.set_copy_free_min_bytes(1)
+    gather = Gather()
+    for _ in range(2):
+        loss_of(model(torch.randn(2, 64))).backward()
+        model.set_custom_all_gather(gather)
+    loss_of(model(torch.randn(2, 64))).backward()
+    assert len(gather.given) == 2 * 2  # in two steps, before forward and before backward
+
+
 # --- a narrower wire ------------------------------------------------------------------------------
 
 

@@ -510,9 +510,8 @@ def _norm(
     return _norms(of_each, [like], args, kwargs)[0]
 
 
-def _none(like: DealtTensor, order: float, kwargs: dict[str, Any]) -> Tensor:
+def _none(like: DealtTensor, order: float, dtype: torch.dtype) -> Tensor:
     """Return the norm of an empty tensor."""
-    dtype = kwargs.get("dtype") or like.dtype
     real = dtype.to_real() if dtype.is_complex else dtype
     nothing = float("inf") if order < 0 else 0.0
     return like._local_tensor.new_full((), nothing, dtype=real)
@@ -646,12 +645,12 @@ def _norms(
 ) -> list[Tensor]:
     """Return the norms of tensors with the same deal, in one collective."""
     order, like = args[1] if len(args) > 1 else kwargs.get("ord", 2), likes[0]
+    dtype = kwargs.get("dtype") or next(iter(args[2:]), None)  # by position in lists' operation
     if not all(like.is_plain for like in likes) or (like.owner is None and not order):
-        dtype = kwargs.get("dtype")
         return [torch.linalg.vector_norm(one.replicated(), order, dtype=dtype) for one in likes]
     local = [like._local_tensor for like in likes]
     some = [index for index, one in enumerate(local) if one.numel()]
-    norms = [_none(like, order, kwargs) for like in likes]
+    norms = [_none(like, order, dtype or like.dtype) for like in likes]
     if some:
         found = func([local[index] for index in some], *args[1:], **kwargs)
         for index, norm in zip(some, found, strict=True):

@@ -121,7 +121,7 @@ class _GatherShard(torch.autograd.Function):
         (packed,) = gradient_packing.pack_gradients([grad], layout, rank, behind, wire.allocate)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
-        wire.exact = layout.exact  # the group's next reduction overwrites this
+        exact, wire.exact = wire.exact, layout.exact
         if data.shard.size > 1:
             reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
             if layout.pieces:
@@ -131,6 +131,7 @@ class _GatherShard(torch.autograd.Function):
                 wire.reduce_scatter(reduced, packed.view(-1), scale.op, data.shard, False)
         if data.replicate.size > 1:
             wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
+        wire.exact = exact  # the columns of the group's own plan
         reduced.mul_(scale.after)
         if layout.slotted[0]:
             return gradient_packing.sum_of_slots(reduced, layout, 0), None, None, None

@@ -159,7 +159,7 @@ class Buffers:
                 "Move the entire module to one device.",
             )
         self._split([source for source, _ in sources])
-        self.rule = self.rule_for(wire)
+        is_ruled_anew, self.rule = self.rule != self.rule_for(wire), self.rule_for(wire)
         for param, (source, _) in zip(self._params, sources, strict=True):
             param.storage_dtype = source.dtype
         items = [param.item_of(param.placement.layout) for param in self.flat_params]
@@ -173,7 +173,7 @@ class Buffers:
             compute=residence.compute if residence.is_away else None,
             pinned=residence.is_pinned and device.type == "cpu",
         )
-        if self.home is None or not buffer.layout.has_full_of(self.home.layout):
+        if self.home is None or is_ruled_anew or not buffer.layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
         self._number(buffer, wire)
         if self.full is not None:
