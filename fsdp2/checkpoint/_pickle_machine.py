@@ -341,13 +341,11 @@ STEPS: dict[str, Callable[[Machine, Any], object]] = {
 # The step of each code, and the function that reads its argument. An argument without a step is not
 # even read: ``int`` of a text needs quadratic time before Python 3.10.7.
 CODES: dict[bytes, tuple[Callable[[Machine, Any], object], Callable[[IO[bytes]], Any] | None]] = {
-    code.code.encode("latin-1"): (
-        STEPS[code.name],
-        _read_pair if code.name == "GLOBAL" else code.arg and code.arg.reader,
-    )
+    code.code.encode("latin-1"): (STEPS[code.name], None if code.arg is None else code.arg.reader)
     for code in pickletools.opcodes
     if code.name in STEPS
 }
+CODES[pickle.GLOBAL] = STEPS["GLOBAL"], _read_pair
 
 
 # Names. See [Note: names that a pickle may use].
