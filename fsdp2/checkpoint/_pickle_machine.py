@@ -287,6 +287,14 @@ def _registered(machine: Machine, _: object) -> None:
     raise RefusedError("a class identified by its number in copyreg")
 
 
+def _read_pair(file: IO[bytes]) -> list[str]:
+    """Read a module and a name in it. ``pickletools`` would read only ASCII."""
+    lines = [file.readline(), file.readline()]
+    if not lines[1].endswith(b"\n"):
+        raise UnpicklingError("a name is truncated")
+    return [line[:-1].decode() for line in lines]
+
+
 # Instructions by name. Opcodes that only protocols 0 and 1 use are not supported.
 VALUES = (
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE",
@@ -317,7 +325,7 @@ STEPS: dict[str, Callable[[Machine, Any], object]] = {
     "EMPTY_SET": lambda m, _: m._push(set()),
     "ADDITEMS": lambda m, _: m._add_items(m._marked()),
     "FROZENSET": lambda m, _: m._push(_frozen_set(m._marked())),
-    "GLOBAL": lambda m, pair: m._fetch(*pair.split(" ", 1)),
+    "GLOBAL": lambda m, pair: m._fetch(*pair),
     "STACK_GLOBAL": lambda m, _: m._fetch(m._stack.pop(-2), m._stack.pop()),
     "REDUCE": lambda m, _: m._push(m._called(is_class=False)),
     "NEWOBJ": lambda m, _: m._push(m._called(is_class=True)),
@@ -337,6 +345,7 @@ CODES: dict[bytes, tuple[Callable[[Machine, Any], object], Callable[[IO[bytes]],
     for code in pickletools.opcodes
     if code.name in STEPS
 }
+CODES[pickle.GLOBAL] = STEPS["GLOBAL"], _read_pair
 
 
 # Names. See [Note: names that a pickle may use].

@@ -206,10 +206,11 @@ class Batch:
             return
         assert self.buffer is not None
         self._stream = lanes.compute
-        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        self.event = lanes.bring_back(self.buffer, self.flat)
+        flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.event = lanes.bring_back(self.buffer, flat)
+        self.flat = flat  # only now: if the copy fails, the next step tries again
         for slot, home in found:
-            slot.put(home.view(self.flat))
+            slot.put(home.view(flat))
 
     def _home_of(self, part: Tensor) -> Home | None:
         """Return a state's home in the batch's host memory, or None if the state is elsewhere."""

@@ -84,6 +84,7 @@ class Several(Wrapped, Optimizer):
                 f"{len(self.param_groups)}. Create the optimizer with the same groups.",
             )
         self._share_groups()
+        self.param_groups = list(self.param_groups)  # an undo of this load has the old list
         for number, (member, places) in enumerate(self._members):
             own = [groups[place] for place in places]
             ids = {number for group in own for number in group["params"]}

@@ -572,7 +572,7 @@ class WholeOptimizer(Wrapped):
         for one in mine:
             by_group.setdefault(one.group, []).append(one.make_whole())
         round_.groups = sorted(by_group)
-        given: Any = by_group[0] if self._given is None else None
+        given: Any = next(iter(by_group.values()))  # if there are several, the check below fails
         if self._given is not None:
             given = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
         inner = self._plain_class(given, **self._kwargs)

@@ -189,6 +189,23 @@ def test_what_users_wrote_may_refuse(tmp_path: Path, form: str, rank: int) -> No
     assert snapshot(*target) == snapshot(*source)
 
 
+def test_groups_of_several_classes_are_put_back(tmp_path: Path) -> None:
+    """As those of one class are, if a load fails after the optimizer has its state."""
+
+    def several(params: Any, lr: float) -> Any:
+        matrices, rest = [], []
+        for param in params:
+            (matrices if param.dim() == 2 else rest).append(param)
+        groups = [{"params": matrices}, {"params": rest, "cls": torch.optim.AdamW}]
+        return fsdp2.optim.whole(torch.optim.Adam, groups, lr=lr)
+
+    source, target = made(1, 1, several), made(2, 1, several)  # type: ignore[arg-type]  # like a class
+    source[1].param_groups[0]["lr"] = 0.5
+    target[0].refuses = True
+    with refused(target, "this note does not suit me", fsdp2.StateError):
+        load("files", tmp_path / "saved", source, target)
+
+
 # --- optimizers -----------------------------------------------------------------------------------
 
 OTHERS: list[tuple[Class, dict[str, Any]]] = [

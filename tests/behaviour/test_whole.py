@@ -124,6 +124,23 @@ def test_a_whole_model_is_trained_alike(case: str) -> None:
     Pair(case, optimizer=both(Factors)).train(3)
 
 
+class Apart(Factors):
+    """Makes a param group of each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([{"params": [param]} for param in params], lr)
+
+
+@ranks(2)
+def test_groups_that_a_class_makes_itself() -> None:
+    """Each rank owns one parameter, and so has one of the groups."""
+    model = shard_each(seeded(lambda: nn.Linear(4, 4)), mesh=make_mesh())
+    model(torch.ones(2, 4)).sum().backward()
+    before = whole(model.bias).clone()
+    fsdp2.optim.whole(Apart, model.parameters()).step()
+    assert not torch.equal(whole(model.bias), before)
+
+
 CLASSES: dict[str, dict[str, Any]] = {
     "Adafactor": {"weight_decay": 0.1},
     "NAdam": {"momentum_decay": 0.01},

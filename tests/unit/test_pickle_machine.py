@@ -116,3 +116,11 @@ def test_instances_get_their_state_if_nobody_else_holds_them() -> None:
             unpickle(pickle.dumps(known), plain_names())
     with pytest.raises(RefusedError, match="Point"):
         unpickle(data[0], plain_names())
+
+
+def test_names_need_not_be_ascii() -> None:
+    """Protocol 3 writes them in UTF-8."""
+    with pytest.raises(RefusedError, match=r"módulo\.name"):
+        unpickle(b"\x80\x03" + "cmódulo\nname\n.".encode(), plain_names())
+    with pytest.raises(pickle.UnpicklingError, match="a name is truncated"):
+        unpickle(b"\x80\x03cmodule\nname", plain_names())

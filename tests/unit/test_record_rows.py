@@ -52,6 +52,12 @@ def test_what_has_no_end_is_no_piece() -> None:
     assert lanes(span(1, "forward", "", 0, None), span(2, "reduce", "", 3, None)) == []
 
 
+def test_what_takes_no_time_is_no_piece() -> None:
+    """Its end sorts before its begin; nothing after the last unit is shown as this unit's."""
+    wait = span(2, "wait", "a", 8, 9, **{"for": "all_gather", "by": "a"})
+    assert lanes(span(1, "forward", "a", 5, 5), wait) == [("wait for all_gather a", 8, 9)]
+
+
 def test_a_wait_over_several_pieces() -> None:
     wait = {"for": "reduce_scatter", "by": ""}
     found = lanes(

@@ -22,9 +22,8 @@ def has_times(row: dict[str, Any]) -> bool:
 
 def pieces_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
     """Convert rows, such as those of a step, to spans of lanes. Times remain in nanoseconds."""
-    known = [row for row in rows if has_times(row)]
+    known = [row for row in rows if has_times(row) and row["end_ns"] > row["begin_ns"]]
     units = [row for row in known if row["kind"] in UNIT_KINDS]
-    known = [row for row in known if row["end_ns"] > row["begin_ns"]]
     waits = [row for row in known if row["kind"] == "wait"]
     waits.sort(key=lambda row: row["begin_ns"])
     flights = [row for row in known if row["kind"] in LANES]
