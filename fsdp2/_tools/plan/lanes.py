@@ -131,7 +131,7 @@ def _joined(ran: list[Ran]) -> Iterator[Span]:
 
 
 class LaneFlight(InFlight):
-    __slots__ = ("_clock", "_after")
+    __slots__ = ("_after", "_clock")
 
     def __init__(
         self,
