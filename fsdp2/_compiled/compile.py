@@ -163,7 +163,11 @@ for _class in FSDPModule.__mro__:
 
 
 def _call(
-    model: nn.Module, ahead: list[TracedUnit], several: list[TracedUnit], *args: Any, **kwargs: Any
+    model: nn.Module,
+    ahead: list[TracedUnit],
+    several: list[TracedUnit],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run the model. This function is compiled."""
     for unit in ahead:

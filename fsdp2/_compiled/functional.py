@@ -187,7 +187,11 @@ def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
 
 
 def _sharded(
-    row: Tensor, piece: ReduceLayout, position: int, param: FSDPParam, group: ParamGroup
+    row: Tensor,
+    piece: ReduceLayout,
+    position: int,
+    param: FSDPParam,
+    group: ParamGroup,
 ) -> Tensor:
     """Return a parameter's sharded gradient from the reduced row of the parameter's piece."""
     if piece.slotted[position]:

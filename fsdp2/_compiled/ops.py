@@ -280,7 +280,11 @@ def _pack(
 
 
 def _column(
-    grad: Tensor | None, plan: TracedPlan, layout: ReduceLayout, position: int, like: Tensor
+    grad: Tensor | None,
+    plan: TracedPlan,
+    layout: ReduceLayout,
+    position: int,
+    like: Tensor,
 ) -> Tensor:
     """Return the data that this rank sends to each rank for one member, ``[W, width]``."""
     shard, size = layout.shards[position], layout.size

@@ -168,7 +168,11 @@ def compare(
 
 
 def check_optimizer(
-    what: str, model: nn.Module, optimizer: Optimizer, named: Mapping[str, Any], strict: bool
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    named: Mapping[str, Any],
+    strict: bool,
 ) -> None:
     """Compare an optimizer with a state keyed by name. The state may contain meta tensors."""
     own = names_in_groups(model, optimizer)
@@ -505,7 +509,11 @@ def _scatter(
 
 
 def _optimizer_rooms(
-    what: str, model: nn.Module, optimizer: Optimizer, told: dict[str, Any], grids: Grids
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    told: dict[str, Any],
+    grids: Grids,
 ) -> tuple[dict[str, Any], list[LocalShard]]:
     params = named_parameters(model)
     now, numbers = optimizer.state, numbers_of(optimizer)
@@ -612,7 +620,11 @@ def _load_parts(
 
 
 def _require_same_place(
-    what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
+    what: str,
+    name: str,
+    held: LocalShard,
+    layout: Mapping[str, Any],
+    value: Tensor,
 ) -> None:
     """Raise ConfigError unless the state's shard has the same position and size as this rank's."""
     here = (held.shape, held.own.starts, held.own.sizes)

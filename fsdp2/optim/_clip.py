@@ -201,7 +201,11 @@ def _spread(param: Tensor) -> Spread:
 
 
 def _norm(
-    grads: Sequence[Tensor], order: float, dtype: torch.dtype, loop: bool, device: torch.device
+    grads: Sequence[Tensor],
+    order: float,
+    dtype: torch.dtype,
+    loop: bool,
+    device: torch.device,
 ) -> Tensor:
     """Return the norm of local tensors, taken as one vector, as a 0-dim tensor on ``device``."""
     grads = [grad for grad in grads if grad.numel()]

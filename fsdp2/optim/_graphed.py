@@ -304,7 +304,12 @@ class GraphedStep:
         return tensor.to(self._device, non_blocking=True) if tensor.is_cpu else tensor
 
     def _capture(
-        self, kind: _Kind, args: Any, kwargs: Any, given: Sequence[Tensor], is_last: bool
+        self,
+        kind: _Kind,
+        args: Any,
+        kwargs: Any,
+        given: Sequence[Tensor],
+        is_last: bool,
     ) -> str:
         """Capture a step without running it; return the reason if it cannot be replayed, or ""."""
         current = self._graphs.current_stream()

@@ -174,7 +174,11 @@ def described(value: object) -> str:
 
 
 def wrong_type(
-    who: str, name: str, expected: str, found: object, hint: str = ""
+    who: str,
+    name: str,
+    expected: str,
+    found: object,
+    hint: str = "",
 ) -> ConfigTypeError:
     return ConfigTypeError("FS101", wrong_value(who, name, expected, found, hint).text)
 
@@ -207,7 +211,11 @@ def check_count(who: str, name: str, value: object, low: int = 1) -> int:
 
 
 def check_number(
-    who: str, name: str, value: object, expected: str = "a number", low: float = -math.inf
+    who: str,
+    name: str,
+    value: object,
+    expected: str = "a number",
+    low: float = -math.inf,
 ) -> float:
     """Accept a number, NumPy scalar or one-element tensor that is at least ``low``; reject NaN."""
     if type(value) is float:

@@ -87,7 +87,12 @@ class Observer(Protocol):
     """Wraps methods of observed objects."""
 
     def around(
-        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        kind: str,
+        source: Any,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run ``call(*args, **kwargs)``, a method of ``source``, and return its result."""
 

@@ -99,7 +99,11 @@ def _check_keys(
 
 
 def _check_shape(
-    what: str, name: str, value: Any, shape: tuple[int, ...], is_like: bool | None
+    what: str,
+    name: str,
+    value: Any,
+    shape: tuple[int, ...],
+    is_like: bool | None,
 ) -> None:
     found = tuple(value.shape) if isinstance(value, Tensor) else None
     if is_like is False and found is not None and value.numel() != 1:

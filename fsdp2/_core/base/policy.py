@@ -511,7 +511,11 @@ class CastBuffers:
                 member.restore()
 
     def _before_state_leaves(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        _metadata: Any,
     ) -> None:
         for member in self.members:
             key = prefix + member.name

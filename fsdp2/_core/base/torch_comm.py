@@ -161,7 +161,10 @@ def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def allocate_from_group(
-    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+    group: dist.ProcessGroup,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor | None:
     """Return memory from the backend's allocator, or None if it has no allocator (private API)."""
     backend: Any = group._get_backend(device)

@@ -94,7 +94,10 @@ class GraphPass(Protocol):
 
 
 def find_compiler(
-    backend: Any, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+    backend: Any,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    dynamic: bool | None,
 ) -> Compiler:
     """Return the function that ``torch.compile`` calls with each graph. There is no public API."""
     if backend == "inductor":
@@ -104,7 +107,10 @@ def find_compiler(
 
 
 def with_passes(
-    compiler: Compiler, backend: Any, joint: GraphPass, change: GraphPass | None
+    compiler: Compiler,
+    backend: Any,
+    joint: GraphPass,
+    change: GraphPass | None,
 ) -> Compiler:
     """Return a compiler with passes, for the backends ``"inductor"`` and ``"aot_eager"``. ``joint``
     runs on joint graphs before partitioning; ``change``, if any, runs on forward and backward

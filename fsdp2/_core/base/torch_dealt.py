@@ -101,14 +101,24 @@ class Dealt(Shard):
         )
 
     def _select_split_tensor(
-        self, tensor: Tensor, num_chunks: int, index: Any, *, clone: bool = True, **_: Any
+        self,
+        tensor: Tensor,
+        num_chunks: int,
+        index: Any,
+        *,
+        clone: bool = True,
+        **_: Any,
     ) -> Tensor:
         length = tensor.shape[self.dim]
         rows = tensor.narrow(self.dim, *rows_of(length, num_chunks, int(index), self.deal))
         return rows.clone(memory_format=torch.contiguous_format) if clone else rows
 
     def _to_replicate_tensor(
-        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[Any]
+        self,
+        local_tensor: Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        shape: Sequence[Any],
     ) -> Tensor:
         return _join(local_tensor, shape, mesh, mesh_dim, self)
 
@@ -143,7 +153,11 @@ def adopt(tensor: object) -> None:
 
 
 def _join(
-    local: Tensor, shape: Sequence[int], mesh: DeviceMesh, axis: int, placement: Dealt
+    local: Tensor,
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    axis: int,
+    placement: Dealt,
 ) -> Tensor:
     """All-gather the rows of an axis into a tensor of ``shape``, as bytes, because not every
     backend supports every dtype. Collective over the axis."""
@@ -335,7 +349,10 @@ torch.serialization.add_safe_globals([dealt, DealtTensor])
 
 
 def redistribute(
-    tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], **kwargs: Any
+    tensor: DTensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    **kwargs: Any,
 ) -> DTensor:
     """Like ``DTensor.redistribute``, including dealt placements. Collective."""
     axis = dealt_axis(placements)
@@ -405,7 +422,10 @@ def _is_element_wise(func: Any) -> bool:
 
 
 def _element_wise(
-    func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any,
+    like: DealtTensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run an operation on this rank's rows. Return NotImplemented if it needs the full tensors."""
     schema = func._schema
@@ -469,7 +489,10 @@ def _view(
 
 
 def _dim_in_view(
-    func: Any, like: DealtTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any,
+    like: DealtTensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> int | None:
     """Return the dim of the divided rows in a view, or None unless it treats all rows identically.
     Views meta tensors with added rows: only this dim may grow, and by the number of added rows."""

@@ -365,7 +365,10 @@ def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
 
 
 def annotation_of(
-    param: Tensor, fqn: str, mesh: DeviceMesh | None, data_names: Iterable[str]
+    param: Tensor,
+    fqn: str,
+    mesh: DeviceMesh | None,
+    data_names: Iterable[str],
 ) -> Annotation | None:
     """Read the annotation of a plain parameter, if any. ``mesh`` is the full mesh (None without
     ``dp_mesh_dims``), and ``data_names`` are the names of its data-parallel dims."""
@@ -388,7 +391,11 @@ class _Reader:
     """Reads one annotation, for the mesh on which the parameter will be sharded."""
 
     def __init__(
-        self, package: Any, fqn: str, mesh: DeviceMesh, data_names: frozenset[str]
+        self,
+        package: Any,
+        fqn: str,
+        mesh: DeviceMesh,
+        data_names: frozenset[str],
     ) -> None:
         self._package = package
         self._fqn = fqn

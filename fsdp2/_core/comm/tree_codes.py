@@ -56,7 +56,11 @@ class CodedTreeWire(TreeWire):
     """A wire that sums as in [Note: rounded nodes]. ``spans_of`` returns the coded columns."""
 
     def __init__(
-        self, plain: Wire, slots: int, codes: RowCodes, spans_of: Callable[[], Spans]
+        self,
+        plain: Wire,
+        slots: int,
+        codes: RowCodes,
+        spans_of: Callable[[], Spans],
     ) -> None:
         super().__init__(plain, slots, None)
         self.codes = codes
@@ -67,7 +71,12 @@ class CodedTreeWire(TreeWire):
         return False
 
     def reduce_scatter(
-        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self,
+        output: Tensor,
+        sent: Tensor,
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> None:
         group = self.scatter_group or axis.pg
         packed = self._pack(sent.view(axis.size, -1))

@@ -122,7 +122,12 @@ class TreeWire(Wire):
         return self.slots
 
     def reduce_scatter(
-        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self,
+        output: Tensor,
+        sent: Tensor,
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> Any:
         return self.reduce_scatter_uneven(output, sent, (), op, axis, async_op)
 

@@ -324,7 +324,11 @@ class Wire:
             return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
 
     def all_gather_uneven(
-        self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
+        self,
+        outputs: Sequence[Tensor],
+        sent: Tensor,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> Any:
         """Fill ``outputs[r]`` with rank r's ``sent``. Lengths may differ, unlike in gloo itself."""
         if gloo_p2p.applies(axis.pg, sent):
@@ -350,7 +354,12 @@ class Wire:
         return dist.reduce_scatter(output, list(sent.split(list(sizes))), op, group, async_op)
 
     def reduce_scatter(
-        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self,
+        output: Tensor,
+        sent: Tensor,
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> Any:
         """Fill ``output`` ``[S]`` with this rank's part of the reduced ``sent`` ``[W * S]``.
         Complex numbers are passed as pairs of reals, even to custom reduce-scatters: NCCL has no
@@ -365,7 +374,11 @@ class Wire:
         return self.scatter(output, sent, group, op, async_op)
 
     def reduce_scatter_each(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], op: Any, axis: MeshAxis, async_op: bool
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> Any:
         if len(pairs) == 1:
             return self.reduce_scatter(*pairs[0], op, axis, async_op)
@@ -382,7 +395,11 @@ class Wire:
         return [(2 * first, 2 * last) for first, last in self.exact]
 
     def all_reduce(
-        self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self,
+        tensor: Tensor,
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> dist.Work | None:
         """Reduce ``tensor`` over all ranks of the axis, in place."""
         if self.sum_replicas is not None:

@@ -494,7 +494,11 @@ def _end_recorded(module: nn.Module, call: Call, output: Any) -> None:
 
 
 def _end_unrecorded(
-    unit: Unit, runtime: Runtime, output: Any, outputs: Any, recomputing: bool
+    unit: Unit,
+    runtime: Runtime,
+    output: Any,
+    outputs: Any,
+    recomputing: bool,
 ) -> Any:
     """Return the output of a forward that has no ``Call``."""
     with_grad, owner = torch.is_grad_enabled(), unit.owner
@@ -601,7 +605,10 @@ def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @torch_compiler.never_traced
 def _call_eagerly(
-    module: Any, unit: Unit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any,
+    unit: Unit | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     original = module._fsdp2_original.__call__
     if unit is None:  # an empty instance, see ``FSDPModule.__new__``

@@ -280,7 +280,11 @@ class Extension:
     """One extended parameter: its inputs, its gathered outputs, and the tensors made from them."""
 
     def __init__(
-        self, param: FSDPParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
+        self,
+        param: FSDPParam,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
     ) -> None:
         self.param = param
         self.kind = kind_of(param)

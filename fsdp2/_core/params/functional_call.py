@@ -25,7 +25,10 @@ from fsdp2._core.params.reduce import Reducer
 
 
 def whole_tensor(
-    placeholder: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
+    placeholder: Tensor,
+    param: FSDPParam,
+    reducer: Reducer,
+    settings: Settings,
 ) -> Tensor:
     """Return the unsharded form of ``placeholder``, which is registered in place of ``param``.
     UnsupportedError: ``placeholder`` is neither a shard nor an unsharded tensor of ``param``."""
@@ -83,7 +86,11 @@ class _GatherShard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
+        ctx: Any,
+        local: Tensor,
+        param: FSDPParam,
+        reducer: Reducer,
+        settings: Settings,
     ) -> Tensor:
         ctx.call, axis = (param, reducer, settings), reducer.data.shard
         ctx.dtype, placement = local.dtype, param.placement

@@ -110,7 +110,10 @@ def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
 
 
 def _chunk_cat_few(
-    columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
+    columns: Sequence[Tensor],
+    widths: Sequence[int],
+    size: int,
+    out: Tensor,
 ) -> None:
     """Write columns of several dtypes on a device. One kernel fills the entire buffer from the
     columns of the dtype with the most bytes; the other columns, usually small (an fp32 norm), are
@@ -145,7 +148,10 @@ def zero_copy_gradients(
 
 
 def _pack_pieces(
-    grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
+    grads: Sequence[Tensor | None],
+    layout: ReduceLayout,
+    even: Tensor,
+    out: Tensor,
 ) -> None:
     """Write each rank's piece to ``out``, which is flat and has any dtype: the rank's dealt rows,
     then its row of ``even`` ``[W, packed_numel]``. A gradient of ``None`` is written as zeros."""
@@ -174,7 +180,10 @@ def _pack_pieces(
 
 
 def tail(
-    stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
+    stamps: Sequence[float],
+    layout: ReduceLayout,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Return the tail of a rank that has every gradient: ``[W, gap + P + S]``."""
     row = torch.ones(layout.tail_gap + len(layout.members), dtype=dtype, device=device)

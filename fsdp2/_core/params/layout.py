@@ -482,7 +482,10 @@ def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
 
 
 def _land(
-    items: Sequence[GatherItem], dealt: Sequence[int], runs: Sequence[Run], even_nbytes: int
+    items: Sequence[GatherItem],
+    dealt: Sequence[int],
+    runs: Sequence[Run],
+    even_nbytes: int,
 ) -> tuple[list[int], list[Landed]]:
     """Return the size of each piece in bytes, and the positions of dealt items in the pieces."""
     pieces: list[int] = []

@@ -43,7 +43,12 @@ class Views:
         self._start = buffer.storage_offset()
 
     def at(
-        self, start: int, shape: Sequence[int], room: Sequence[int], count: int = 1, step: int = 0
+        self,
+        start: int,
+        shape: Sequence[int],
+        room: Sequence[int],
+        count: int = 1,
+        step: int = 0,
     ) -> Codes:
         """View ``count`` shards of the same shape that begin ``step`` bytes apart, the first at
         byte ``start``: codes ``[n, *shape]`` and scales ``[n, S]``. ``room``: the shape for which
@@ -176,7 +181,10 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
 
 
 def gather_targets(
-    full: Tensor, layout: GatherLayout, indices: Sequence[int], tail: Tensor | None = None
+    full: Tensor,
+    layout: GatherLayout,
+    indices: Sequence[int],
+    tail: Tensor | None = None,
 ) -> list[Tensor]:
     """View the destinations of shards: rows ``[n, C_i]`` in the wire dtype if one copy suffices,
     else the full tensor. ``n`` is from ``ranks_of``. ``tail``: memory that receives the tail."""

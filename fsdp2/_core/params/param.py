@@ -121,7 +121,11 @@ class FSDPParam(Forms):
     """A parameter with its sharded, unsharded and post-forward forms."""
 
     def __init__(
-        self, fqn: str, sites: list[Site], placement: ParamPlacement, original: nn.Parameter
+        self,
+        fqn: str,
+        sites: list[Site],
+        placement: ParamPlacement,
+        original: nn.Parameter,
     ) -> None:
         super().__init__(fqn, sites, original)
         self.placement = placement

@@ -108,7 +108,11 @@ class ParamPlacement:
 
 
 def place(
-    param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
+    param: torch.Tensor,
+    fqn: str,
+    data: DataMesh,
+    dim: int | None,
+    deal: Deal | None = None,
 ) -> ParamPlacement:
     """Shard a parameter along ``dim`` (None: replicate) over the shard axis of ``data``, in chunks
     or by ``deal``. ConfigError: the parameter's mesh or placements do not match the data mesh."""
@@ -251,7 +255,11 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 
 
 def claim_of(
-    choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
+    choice: object,
+    param: torch.Tensor,
+    dim: int | None,
+    fqn: str,
+    data: DataMesh,
 ) -> Claim | None:
     """Return the blocks to deal to ranks, or None to store rows in chunks (also for an aligned
     parameter if no chunk ends inside a block). ConfigError: the owner is not a rank of the axis.

@@ -194,7 +194,11 @@ class Buffers:
         return self._ids.gather if axis is self._data.shard else self._ids.gather_smaller
 
     def _buffer_of(
-        self, items: Sequence[GatherItem], axis: MeshAxis, device: torch.device, **how: Any
+        self,
+        items: Sequence[GatherItem],
+        axis: MeshAxis,
+        device: torch.device,
+        **how: Any,
     ) -> ShardBuffer:
         """Plan a buffer over the full axis or, between forward and backward, over the smaller."""
         stamp, rank = self._stamp_of(axis), self._data.shard.rank
@@ -352,7 +356,10 @@ class GradientScale:
 
     @staticmethod
     def choose(
-        ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sums: bool = False
+        ranks: int,
+        dtype: torch.dtype,
+        divide_by: float | None = None,
+        only_sums: bool = False,
     ) -> GradientScale:
         """Return the scale that divides the sum over ``ranks`` by ``divide_by`` (None: a mean).
 

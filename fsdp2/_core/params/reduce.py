@@ -76,7 +76,11 @@ class GradientBuffer:
     """One flat buffer for each storage dtype, and a DTensor for each member of a reduce layout."""
 
     def __init__(
-        self, layout: ReduceLayout, params: Sequence[FSDPParam], rank: int, residence: Residence
+        self,
+        layout: ReduceLayout,
+        params: Sequence[FSDPParam],
+        rank: int,
+        residence: Residence,
     ) -> None:
         self.is_filling = False
         self.is_released = False
@@ -209,7 +213,11 @@ class Reducer(ReducePlanner, Observable):
     """Reduces the gradients of one group, and keeps those that are not reduced yet."""
 
     def __init__(
-        self, params: Sequence[FSDPParam], data: DataMesh, residence: Residence, ids: CollectiveIds
+        self,
+        params: Sequence[FSDPParam],
+        data: DataMesh,
+        residence: Residence,
+        ids: CollectiveIds,
     ) -> None:
         super().__init__(params, data, residence, ids)
         # on a device, user streams may read gradients

@@ -57,7 +57,12 @@ class SlotSums:
         self._reducer.leave(self)
 
     def around(
-        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        kind: str,
+        source: Any,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Intercept the gradients of each slot; in the last slot, return the sum over all slots."""
         if kind == "begin_sums":  # gradients are taken after each slot, so none accumulate

@@ -270,7 +270,11 @@ def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
 
 
 def gather(
-    helds: Sequence[LocalShard], max_nbytes: int, target: Target, main: Grid, what: str
+    helds: Sequence[LocalShard],
+    max_nbytes: int,
+    target: Target,
+    main: Grid,
+    what: str,
 ) -> Generator[tuple[int, Tensor | None], None, None]:
     """Yield the index and the full tensor of each shard, in order. The tensor is None on ranks that
     do not receive it. Collective: every rank must exhaust the iterator. Yielded tensors are not
@@ -412,7 +416,13 @@ def _rows_held(bucket: Bucket, grid: Grid) -> int:
     return rows
 
 
-def _gather_axes(buffer: Tensor, own: int, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
+def _gather_axes(
+    buffer: Tensor,
+    own: int,
+    bucket: Bucket,
+    grid: Grid,
+    on_all: bool,
+) -> bool:
     """Fill the rows of a buffer, which has row ``own``, in place, last axis first. Return True on
     ranks with the result. Allocates no memory: with gloo, it uses broadcasts, because gloo's
     all-gather and gather copy.

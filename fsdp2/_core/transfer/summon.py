@@ -240,7 +240,11 @@ def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
 
 
 def _gather(
-    found: list[_Summoned], grids: Grids, rank0_only: bool, offload: bool, with_grads: bool
+    found: list[_Summoned],
+    grids: Grids,
+    rank0_only: bool,
+    offload: bool,
+    with_grads: bool,
 ) -> None:
     helds = [item.held for item in found]
     if rank0_only:

@@ -92,7 +92,11 @@ def page_of(findings: Findings, ranks: int, device: str) -> Page:
 
 
 def write(
-    findings: Findings, ranks: int, device: str, page: Path | None, file: Path | None
+    findings: Findings,
+    ranks: int,
+    device: str,
+    page: Path | None,
+    file: Path | None,
 ) -> None:
     """Write the requested files. Raise OSError if a file cannot be written."""
     if file is not None:

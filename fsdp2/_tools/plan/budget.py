@@ -249,7 +249,11 @@ def with_rows(batch: Any, rows: int) -> Any:
 
 
 def largest_batch(
-    batch: object, step: StepPlan, budget: int, predict: Predict, changes: dict[str, Any]
+    batch: object,
+    step: StepPlan,
+    budget: int,
+    predict: Predict,
+    changes: dict[str, Any],
 ) -> tuple[int, StepPlan] | None:
     """Return the largest number of rows with which a step fits, and that step. ``step`` is the step
     with ``batch``, and must fit. Memory at each event is usually linear in the number of rows, so

@@ -61,7 +61,13 @@ class Clock:
         self._began = self.seconds
 
     def send(
-        self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
+        self,
+        kind: str,
+        unit: str,
+        nbytes: int,
+        ranks: int,
+        stride: int,
+        pieces: int = 1,
     ) -> Sent:
         """Queue a collective on its link. On a host, the number of ``pieces`` has no effect."""
         link = bandwidth_of(self.hardware, ranks, stride)

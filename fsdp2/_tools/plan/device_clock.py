@@ -82,7 +82,13 @@ class DeviceClock:
         return self._add(Ran(stream, self.host, seconds, name, nbytes))
 
     def collective(
-        self, stream: int, group: int, link: float, seconds: float, name: str, nbytes: int = 0
+        self,
+        stream: int,
+        group: int,
+        link: float,
+        seconds: float,
+        name: str,
+        nbytes: int = 0,
     ) -> int:
         number = self._add(Ran(stream, self.host, seconds, name, nbytes, group, link))
         self._in_order.setdefault(group, deque()).append(number)

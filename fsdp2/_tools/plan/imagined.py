@@ -60,7 +60,12 @@ class Nowhere(Wire):
         return self._send("all_gather", output.nbytes, axis)
 
     def reduce_scatter(
-        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+        self,
+        output: Tensor,
+        sent: Tensor,
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
     ) -> Any:
         self._tag_reduced(output, sent)
         if self._clock is None:

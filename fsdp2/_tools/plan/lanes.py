@@ -60,7 +60,13 @@ class LaneClock(DeviceClock):
         self.kernel(self.stream, self._costs.copy(nbytes), "copy", nbytes)
 
     def send(
-        self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
+        self,
+        kind: str,
+        unit: str,
+        nbytes: int,
+        ranks: int,
+        stride: int,
+        pieces: int = 1,
     ) -> None:
         if ranks == 1 or nbytes == 0:
             return

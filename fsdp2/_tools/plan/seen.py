@@ -135,7 +135,12 @@ class Seen:
         self._enter(unit, runtime.context.phase)
 
     def around(
-        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        kind: str,
+        source: Any,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Track the units that a backward enters and leaves."""
         if kind not in ("arrive", "depart"):

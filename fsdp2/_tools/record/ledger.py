@@ -154,7 +154,13 @@ class Ledger:
         self._steps: deque[Step] = deque()  # ended steps that have rows without times
 
     def begin(
-        self, kind: str, unit: str, phase: str, nbytes: int = 0, begin: Any = None, more: str = ""
+        self,
+        kind: str,
+        unit: str,
+        phase: str,
+        nbytes: int = 0,
+        begin: Any = None,
+        more: str = "",
     ) -> Row:
         """Begin a row, now or at an earlier moment; ``more`` contains columns as JSON."""
         text = self._columns(kind, unit, phase, nbytes) + more

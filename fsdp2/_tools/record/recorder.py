@@ -184,7 +184,12 @@ class Recorder:
             self._observe(runtime.prefetches)
 
     def around(
-        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        kind: str,
+        source: Any,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if isinstance(source, Streams):
             return self._flights.around_launch(call, *args, **kwargs)

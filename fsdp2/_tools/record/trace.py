@@ -108,7 +108,12 @@ def _named(what: str, pid: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _complete(
-    name: str, pid: int, thread: int, begin: float, end: float, about: dict[str, Any]
+    name: str,
+    pid: int,
+    thread: int,
+    begin: float,
+    end: float,
+    about: dict[str, Any],
 ) -> dict[str, Any]:
     event = _event("X", name, pid, thread, about)
     return {**event, "cat": "fsdp2", "ts": begin, "dur": max(end - begin, 0.0)}
