@@ -312,6 +312,13 @@ def test_ranks_without_a_common_file_system(tmp_path: Path, rank: int) -> None:
     checkpoint.load(common, model)
 
 
+def test_a_model_without_tensors_is_saved_twice(tmp_path: Path) -> None:
+    """No file of the first save is left over, because both have the same name."""
+    for _ in range(2):
+        checkpoint.save_safetensors(tmp_path, nn.ReLU())
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("how", ["missing", "short"])
 @ranks(2)
 def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: int) -> None:

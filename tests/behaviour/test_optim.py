@@ -467,6 +467,8 @@ def test_the_fused_kernel_takes_over_and_gives_back(decoupled: bool) -> None:
         (1, {"lr": 0.01}, 1),
         (2, {"lr": torch.tensor(0.02)}, 0),
         (2, {"lr": 0.03, "maximize": True}, 1),
+        (1, {"fused": False, "foreach": False}, 0),
+        (2, {"fused": True}, 1),
     ):
         for _, optimizer in twins.pairs:
             optimizer.param_groups[0].update(changes)
