@@ -231,7 +231,7 @@ class _Seen:
     def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
         """Return a view of each run's gradient, from the run's first nonempty member on."""
         joined = list(map(referent, self._joined))
-        if joined and not any(map(is_, joined, repeat(None))):  # else a buffer of ours was freed
+        if joined and not any(map(is_, joined, repeat(None))):  # else one of our buffers was freed
             return joined
         joined = []
         for first, run in zip(firsts, runs, strict=True):
