@@ -291,11 +291,7 @@ class GroupLink(Link):
 
 
 def link_of(
-    who: str,
-    group: object,
-    receivers: Sequence[int],
-    device: torch.device,
-    *ranks: int,
+    who: str, group: object, receivers: Sequence[int], device: torch.device, *ranks: int
 ) -> Link:
     """Return the link over a process group or the caller's transport."""
     host = torch.device("cpu")
