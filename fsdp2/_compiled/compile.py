@@ -413,8 +413,8 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = f"parameter {dealt[0]}, so ranks send different amounts"
     elif group.settings.sharding != PARAMETERS:
         found = (
-            f"it has {group.settings.sharding.name}, which keeps state between steps, but a "
-            "compiled step does not"
+            f"it has {group.settings.sharding.name}, which keeps state between steps; a compiled "
+            "step cannot keep such state"
         )
     elif not group.wire.carries:
         found = "debug.without_communication is on"

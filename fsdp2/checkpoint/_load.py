@@ -135,7 +135,7 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare shapes and, if ``strict``, names (one per tied tensor; empty tensors need none)."""
+    """Compare shapes and, if ``strict``, names. Tied names need one match, empty tensors none."""
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
     needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}

@@ -230,7 +230,7 @@ class Machine:
 
 
 def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, int]:
-    """Return a function's result and its reference count, which is lowest for a new object."""
+    """Return a function's result, and the result's reference count (lowest for a new object)."""
     made = function(*args, **named)
     return made, sys.getrefcount(made)
 

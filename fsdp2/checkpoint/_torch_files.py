@@ -164,7 +164,7 @@ class _TorchFile:
         self._top = tops[0]
         order = self._entries.get(f"{self._top}/byteorder")
         if order is not None and self._bytes(order) != sys.byteorder.encode():
-            raise DamagedError("it was written on a machine with another byte order")
+            raise DamagedError("it was written on a machine with a different byte order")
         data = self._bytes(self._entries[self._top + PICKLE])
         found = unpickle(data, {**plain_names(), **tensor_names()}, persistent=self._storage)
         _require_tree(found)

@@ -126,7 +126,7 @@ class Signature:
 
     @property
     def bits(self) -> int:
-        """The traits as one number of ``sum(TRAIT_BITS)`` bits."""
+        """The traits, packed into one integer of ``sum(TRAIT_BITS)`` bits."""
         sent, summed = (1 + DTYPES.index(d) if d in DTYPES else 0 for d in self.dtypes)
         digest = zlib.crc32(repr(self.members).encode())
         result = position = 0

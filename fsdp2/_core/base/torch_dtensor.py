@@ -344,7 +344,7 @@ def _package() -> Any:
 
 
 def own_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes that users set on a parameter: no annotations or wrapper internals."""
+    """Return a parameter's attributes set by users, without annotations or wrapper internals."""
     dispatches = type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if dispatches and not isinstance(param, DTensor):
         return {}

@@ -107,7 +107,7 @@ from fsdp2._core.params.registration import GATHERING, SHARDED, SMALLER, WHOLE, 
 
 
 class Staying:
-    """Groups that stay unsharded, or on a smaller mesh, between the micro-batches of a step."""
+    """Groups that stay unsharded, or sharded over a smaller mesh, between micro-batches."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.groups = groups  # including frozen groups, which have no gradients

@@ -337,8 +337,8 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     if data == tensor_parallel:
         raise ConfigError(
             "FS202",
-            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Do not shard it again, "
-            "or register a plain parameter (full_tensor()) instead.",
+            f"{fqn} is already a DTensor on {data}, the mesh to shard over. Either pass it "
+            "in ignored_params, or replace it with a plain parameter made from its full_tensor().",
         )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])

@@ -73,7 +73,7 @@ def judge_links(found: Sequence[Values]) -> Iterator[Verdict]:
         for index, nbytes in enumerate(found[0]["sizes"]):
             seconds = max(one["seconds"][kind][index] for one in found)
             said.append(f"{nbytes_text(nbytes)} {others * nbytes / seconds / 1e9:.3g}")
-        yield _say(f"bandwidth, {kind}", OK, f"GB/s by bytes per rank: {', '.join(said)}")
+        yield _say(f"bandwidth, {kind}", OK, f"GB/s by message size: {', '.join(said)}")
 
 
 def measure_pairs(ranks: Ranks) -> Values:

@@ -30,7 +30,7 @@ At = Callable[[float], float]
 STEPS, ENGINE, WAITS = "steps", "engine", "waits"
 THREADS = (STEPS, COMPUTE, WAITS, GATHER, REDUCE, ENGINE)
 LANES_OF_ONE = 100
-"""Number of threads reserved for each lane, because spans of a lane may overlap."""
+"""Number of threads reserved for each lane: spans in a lane may overlap."""
 PROFILE_NBYTES = 4 << 30
 TIMES = 200
 """Maximum growth factor of a decompressed profile; a trace grows by a factor of about 30."""

@@ -1,4 +1,4 @@
-"""Runs first in every Python process that is started by a program under ``python -m fsdp2``.
+"""Runs first in every Python child process of a program run with ``python -m fsdp2``.
 
 These processes have this folder in ``PYTHONPATH``, so Python imports this ``sitecustomize``. This
 file must not import torch, which most processes never use, and must not shadow the user's own
