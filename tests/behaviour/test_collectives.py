@@ -73,7 +73,7 @@ BACKWARD = {"allgather": UNITS - 1, "reducescatter": UNITS}
 def test_a_step_of_sharded_blocks(
     name: str, reshard_after_forward: bool | None, expected: dict[str, int]
 ) -> None:
-    """What a group holds does not change the counts."""
+    """The counts do not depend on the contents of a group."""
     pair = Pair(name, reshard_after_forward=reshard_after_forward)
     for _ in range(3):
         assert watch(pair) == (FORWARD, expected)

@@ -332,7 +332,7 @@ def test_fp16_is_always_summed() -> None:
 @pytest.mark.parametrize("count", with_slow([None, 1, 2, 3], [None, 2]))
 @ranks(2, slow(4))
 def test_how_many_reductions_hold_their_inputs(count: int | None) -> None:
-    """Never more than said, and as many as said if there are units enough; two by default.
+    """At most the configured number, and exactly it if there are enough units. The default is two.
 
     A limit on one unit alone holds when that unit reduces.
     """

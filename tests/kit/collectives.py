@@ -1,4 +1,4 @@
-"""Collectives of the user's that do what the backend does, and note what they were given."""
+"""User-defined collectives that call the backend, and record their arguments."""
 
 from __future__ import annotations
 
