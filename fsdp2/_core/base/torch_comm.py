@@ -173,11 +173,28 @@ def allocate_from_group(
     return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
 
 
-def symmetric_memory() -> Any:
-    """Return torch's module for memory that all ranks of a group map. The module is private."""
-    import torch.distributed._symmetric_memory as symmetric  # heavy, CUDA only
+class SymmetricMemory:
+    """Memory that is mapped by all ranks of a group. torch's module for it is private."""
 
-    return symmetric
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        import torch.distributed._symmetric_memory as symmetric  # heavy, CUDA only
+
+        self._module: Any = symmetric
+        self._group = group
+        self._module.set_backend(backend)
+        dist.barrier(group=group)  # the communicator must exist before the first rendezvous
+
+    def empty(
+        self,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(self._module.get_mem_pool(device)):
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: torch.Tensor) -> None:
+        self._module.rendezvous(tensor, group=self._group.group_name)
 
 
 def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:

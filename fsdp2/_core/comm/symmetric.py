@@ -28,9 +28,7 @@ class SymmetricMemoryAllGather(DefaultAllGather):
                 f"set_symm_mem_for_comm: the process group's backend is {found!r}, which has no "
                 "symmetric memory. Use it on GPUs with the NCCL backend only.",
             )
-        self._memory = torch_comm.symmetric_memory()
-        self._memory.set_backend(backend)
-        dist.barrier(group=group)  # the communicator must exist before the first rendezvous
+        self._memory = torch_comm.SymmetricMemory(group, backend)
 
     def allocate(
         self,
@@ -39,8 +37,7 @@ class SymmetricMemoryAllGather(DefaultAllGather):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
-            return torch.empty(size, dtype=dtype, device=device)
+        return self._memory.empty(size, dtype, device)
 
     def __call__(
         self,
@@ -49,5 +46,5 @@ class SymmetricMemoryAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._memory.rendezvous(output_tensor, group=group.group_name)
+        self._memory.rendezvous(output_tensor)
         return super().__call__(output_tensor, input_tensor, group, async_op)
